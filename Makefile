@@ -1,0 +1,118 @@
+# The verbs of this project; `make` alone lists them. Each does its own set-up on a fresh machine:
+# missing system packages (as root), a virtual environment in .venv, the build.
+#
+#   make test ARGS='-k signal'      more arguments for pytest or the benchmark
+#   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
+#   make WERROR=ON test-cpp         warnings are errors, as in CI
+
+PYTHON ?= python3
+WERROR ?= OFF
+RUNS ?= 10000000
+ARGS ?=
+
+VENV := .venv
+export PYTHON
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+NEED := tools/need.sh
+CPP := $(wildcard cpp/*.cc cpp/*.h)
+CPP_ALL := $(CPP) $(wildcard cpp/*/*.cc cpp/*/*.h)
+FUZZERS := $(patsubst cpp/fuzz/%_fuzz.cc,%,$(wildcard cpp/fuzz/*_fuzz.cc))
+CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERROR) \
+  -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug
+# ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.PHONY: help deps build train test test-cpp fuzz model bench lint format types stubs docs wheel clean
+
+help: ## list the verbs
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+deps: $(VENV)/.with-dev $(VENV)/.with-torch ## install everything that building and testing needs
+	@$(NEED) cxx headers clang clang-rt doctest cc spin
+
+build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
+
+train: build $(VENV)/.with-examples ## train a small model on two processes
+	python examples/train_by_hand.py
+
+test: build $(VENV)/.with-torch ## run the Python tests
+	pytest $(ARGS)
+
+test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan
+
+test-cpp-%: $(VENV)/.with-dev FORCE
+	@$(NEED) clang clang-rt doctest
+	$(CMAKE) -B build/cpp-$* -DTENSORWIRE_TESTS=ON -DTENSORWIRE_SANITIZE=$* >/dev/null
+	cmake --build build/cpp-$* -- --quiet
+	TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(NO_ASLR) build/cpp-$*/core_test
+
+fuzz: $(FUZZERS:%=fuzz-%) ## fuzz every parser RUNS times; KEEP=1 adds new finds to tests/corpus
+
+# New finds go to build/corpus; a crash leaves its input in build/fuzz.
+fuzz-%: $(VENV)/.with-dev FORCE
+	@$(NEED) clang clang-rt
+	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
+	cmake --build build/fuzz --target $*_fuzz -- --quiet
+	@mkdir -p build/corpus/$* tests/corpus/$*
+	build/fuzz/$*_fuzz -runs=$(RUNS) -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
+	  -print_final_stats=1 -artifact_prefix=build/fuzz/ build/corpus/$* tests/corpus/$*
+	$(if $(KEEP),build/fuzz/$*_fuzz -merge=1 -verbosity=0 tests/corpus/$* build/corpus/$*)
+
+model: ## check the models of our protocols exhaustively with spin
+	@$(NEED) cc spin
+	models/check.sh
+
+bench: build $(VENV)/.with-bench ## measure the memory API beside its limits and rivals
+	@mkdir -p build
+	tensorwire bench memory --json build/memory.json $(ARGS)
+
+lint: $(VENV)/.with-dev ## check style: ruff, clang-format
+	ruff check
+	ruff format --check
+	$(if $(CPP_ALL),clang-format --dry-run -Werror $(CPP_ALL))
+
+format: $(VENV)/.with-dev ## put everything into that style
+	ruff check --fix
+	ruff format
+	$(if $(CPP_ALL),clang-format -i $(CPP_ALL))
+
+types: $(VENV)/.with-dev ## mypy, strict
+	mypy
+
+stubs: build ## regenerate the stubs of the extension
+	rm -rf src/tensorwire/_core src/tensorwire/_core.pyi
+	python -m nanobind.stubgen -q -r -m tensorwire._core -O src/tensorwire
+
+docs: $(VENV)/.with-dev ## check that every link of the documents resolves
+	python tools/check_links.py
+
+wheel: $(VENV)/.with-dev ## build a wheel into dist/
+	@$(NEED) cxx headers
+	pip wheel -qq --no-build-isolation --no-deps -w dist .
+
+clean: ## remove everything built, but not .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Set-up ------------------------------------------------------------------------------------------
+
+$(VENV)/bin/python:
+	@$(NEED) python venv
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.with-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@mkdir -p build
+	python tools/requirements.py $(if $(filter dev,$*),build run) $* >build/requirements-$*.txt
+	pip install -qq -c constraints.txt -r build/requirements-$*.txt
+	@touch $@
+
+# Python sources need no step: the install is editable. The build folder makes C++ incremental.
+$(VENV)/.built: $(CPP) CMakeLists.txt pyproject.toml $(VENV)/.with-dev
+	@$(NEED) cxx headers
+	pip install -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
+	  --config-settings=cmake.define.TENSORWIRE_WERROR=$(WERROR) -e .
+	@touch $@
+
+.PRECIOUS: $(VENV)/.with-%
+FORCE:

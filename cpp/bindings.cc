@@ -1,0 +1,740 @@
+// The Python face of the core: converts, releases the GIL where a call would block, and decides
+// nothing. The only file that sees nanobind.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+#include "drivers.h"
+#include "node.h"
+#include "prepared.h"
+#include "word.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tensorwire {
+namespace {
+
+// Copies up to this size are shorter than letting go of the GIL and taking it back.
+constexpr uint64_t kKeepGilBytes = 64 << 10;
+
+// ---- what Python objects a transfer holds
+
+// Objects whose transfers ended on a thread without the GIL; dropped by the next call that has it.
+struct Graveyard {
+  std::mutex mutex;
+  std::vector<Py_buffer*> views;
+  std::vector<PyObject*> objects;
+  std::atomic<bool> occupied{false};
+  std::atomic<bool> asked{false};
+};
+
+Graveyard& graveyard() {
+  static auto* instance = new Graveyard;  // outlives the interpreter
+  return *instance;
+}
+
+void bury_the_dead() {
+  Graveyard& g = graveyard();
+  if (!g.occupied.load(std::memory_order_acquire)) return;
+  std::vector<Py_buffer*> views;
+  std::vector<PyObject*> objects;
+  {
+    std::lock_guard lock(g.mutex);
+    views.swap(g.views);
+    objects.swap(g.objects);
+    g.occupied = false;
+  }
+  for (auto* view : views) {
+    PyBuffer_Release(view);
+    delete view;
+  }
+  for (auto* object : objects) Py_DECREF(object);
+}
+
+template <class T>
+void inter(std::vector<T*> Graveyard::* list, T* dead) {
+  Graveyard& g = graveyard();
+  {
+    std::lock_guard lock(g.mutex);
+    (g.*list).push_back(dead);
+    g.occupied = true;
+  }
+  // Nobody may call for a long time: let the main thread do it when it gets round to it.
+  if (!g.asked.exchange(true)) {
+    auto bury = [](void*) {
+      graveyard().asked = false;
+      bury_the_dead();
+      return 0;
+    };
+    if (Py_AddPendingCall(bury, nullptr) != 0) g.asked = false;
+  }
+}
+
+void release_view(void* view) { inter(&Graveyard::views, static_cast<Py_buffer*>(view)); }
+void release_object(void* object) { inter(&Graveyard::objects, static_cast<PyObject*>(object)); }
+
+// Memory named by its address, for objects without the buffer protocol (torch tensors).
+struct Buffer {
+  uint64_t address;
+  uint64_t size;
+  bool writable;
+  nb::object owner;
+};
+
+// The local side of a transfer while the call runs; handed to the transfer if that goes on.
+class Local {
+ public:
+  Local(nb::handle object, bool writable) {
+    Buffer* buffer = nullptr;
+    if (nb::try_cast(object, buffer, false) && buffer != nullptr) {
+      if (writable && !buffer->writable) throw read_only();
+      data_ = reinterpret_cast<std::byte*>(buffer->address);
+      size_ = buffer->size;
+      owner_ = nb::borrow(object);
+      return;
+    }
+    int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+      PyErr_Clear();
+      explain(object, writable);
+    }
+    has_view_ = true;
+    if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) {
+      throw Error(Code::kType, "arrays of Python objects cannot be transferred; use a numeric dtype");
+    }
+    data_ = static_cast<std::byte*>(view_.buf);
+    size_ = static_cast<uint64_t>(view_.len);
+  }
+  ~Local() {
+    if (has_view_) PyBuffer_Release(&view_);
+  }
+  Local(Local&& other) noexcept
+      : view_(other.view_),
+        has_view_(std::exchange(other.has_view_, false)),
+        data_(other.data_),
+        size_(other.size_),
+        owner_(std::move(other.owner_)) {}
+  Local(const Local&) = delete;
+  Local& operator=(Local&&) = delete;
+
+  std::byte* data() const { return data_; }
+  uint64_t size() const { return size_; }
+
+  void keep_until_done(Transfer& transfer) {
+    if (has_view_) {
+      auto* view = new Py_buffer(view_);
+      if (transfer.hold({view, release_view})) {
+        has_view_ = false;
+      } else {
+        delete view;
+      }
+    } else if (owner_.is_valid()) {
+      Py_INCREF(owner_.ptr());
+      if (!transfer.hold({owner_.ptr(), release_object})) Py_DECREF(owner_.ptr());
+    }
+  }
+
+ private:
+  static Error read_only() {
+    return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
+  }
+  [[noreturn]] static void explain(nb::handle object, bool writable) {
+    if (!PyObject_CheckBuffer(object.ptr())) {
+      throw Error(Code::kType, std::string("expected an array, tensor, bytes-like object or Region, "
+                                           "not ") +
+                                   Py_TYPE(object.ptr())->tp_name);
+    }
+    Py_buffer any;
+    if (PyObject_GetBuffer(object.ptr(), &any, PyBUF_STRIDED_RO | PyBUF_FORMAT) == 0) {
+      bool contiguous = PyBuffer_IsContiguous(&any, 'C') != 0, read_only_view = any.readonly != 0;
+      PyBuffer_Release(&any);
+      if (!contiguous) {
+        throw Error(Code::kInvalid,
+                    "the array is not contiguous in memory; pass numpy.ascontiguousarray(array) or "
+                    "tensor.contiguous()");
+      }
+      if (writable && read_only_view) throw read_only();
+    }
+    PyErr_Clear();
+    throw Error(Code::kType, std::string("cannot get at the memory of a ") +
+                                 Py_TYPE(object.ptr())->tp_name);
+  }
+
+  Py_buffer view_{};
+  bool has_view_ = false;
+  std::byte* data_ = nullptr;
+  uint64_t size_ = 0;
+  nb::object owner_;
+};
+
+// ---- waiting
+
+// Calls wait(deadline) without the GIL until it says true or the time is over; runs Python's signal
+// handlers in between.
+template <class Wait>
+bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
+  Deadline deadline = Deadline::after(timeout_s);
+  for (;;) {
+    Deadline slice = deadline.never() || deadline.left_ns() > 1'000'000'000 ? Deadline::after(1.0)
+                                                                            : deadline;
+    bool ready;
+    {
+      nb::gil_scoped_release release;
+      Progress::set_interruptible(true);
+      try {
+        ready = wait(slice);
+      } catch (...) {
+        Progress::set_interruptible(false);
+        throw;
+      }
+      Progress::set_interruptible(false);
+    }
+    if (ready) return true;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (deadline.passed()) return false;
+  }
+}
+
+[[noreturn]] void time_out(const std::string& what, double timeout_s) {
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%g", timeout_s);
+  throw Error(Code::kTimeout, what + " within " + seconds + " s");
+}
+
+void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s, uint32_t epoch) {
+  if (!transfer->done()) {
+    if (epoch != fork::epoch()) {
+      throw Error(Code::kClosed, "the transfer belongs to the process that this one was forked from");
+    }
+    if (!wait_patiently([&](Deadline d) { return transfer->wait(d); }, timeout_s)) {
+      time_out("the transfer did not complete (it goes on; only the waiting stopped)", *timeout_s);
+    }
+  }
+  bury_the_dead();
+  if (!transfer->status().ok()) throw Error(transfer->status());
+}
+
+// Python's Transfer: remembers which process made it.
+struct PyTransfer {
+  TransferPtr transfer;
+  uint32_t epoch = fork::epoch();
+};
+
+RemoteRegionPtr answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
+                       std::optional<double> timeout_s) {
+  try {
+    if (!wait_patiently([&](Deadline d) { return asked->transfer->wait(d); }, timeout_s)) {
+      time_out(std::string(what) + ": no answer from peer '" + peer->name() + "'", *timeout_s);
+    }
+  } catch (...) {
+    peer->abandon(asked);
+    throw;
+  }
+  return peer->finish(asked);
+}
+
+std::shared_ptr<RemoteRegion> mutable_(RemoteRegionPtr region) {
+  return std::const_pointer_cast<RemoteRegion>(std::move(region));
+}
+
+// ---- transfers
+
+using MaybeWord = std::optional<std::shared_ptr<RemoteRegion>>;
+
+SignalTo signal_to(const MaybeWord& word, uint64_t offset, uint64_t value) {
+  return {word ? word->get() : nullptr, offset, value};
+}
+
+PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
+  if (!transfer->done()) {
+    for (Local& local : locals) local.keep_until_done(*transfer);
+  }
+  return {std::move(transfer)};
+}
+
+template <class Start>
+TransferPtr start_transfer(uint64_t bytes, const Start& start) {
+  bury_the_dead();
+  if (bytes <= kKeepGilBytes) return start();
+  nb::gil_scoped_release release;
+  return start();
+}
+
+PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remote, uint64_t offset,
+                        uint64_t limit, const SignalTo& signal, uint64_t inline_limit,
+                        bool is_write) {
+  Local local(object, !is_write);
+  if (local.size() > limit) {
+    throw Error(Code::kInvalid, "the local memory has " + std::to_string(local.size()) +
+                                    " bytes, the target only " + std::to_string(limit) +
+                                    "; slice one of them");
+  }
+  Piece piece{local.data(), &remote, offset, local.size()};
+  auto transfer = start_transfer(local.size(), [&] {
+    return is_write ? peer.write({&piece, 1}, signal, inline_limit)
+                    : peer.read({&piece, 1}, inline_limit);
+  });
+  return hand_over(std::move(transfer), {&local, 1});
+}
+
+struct PieceList {
+  std::vector<Local> locals;
+  std::vector<Piece> pieces;
+  uint64_t bytes = 0;
+};
+
+PieceList piece_list(const nb::sequence& objects,
+                     const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+                     const std::vector<uint64_t>& offsets, bool writable) {
+  PieceList list;
+  size_t count = nb::len(objects);
+  if (count != remotes.size() || count != offsets.size()) {
+    throw Error(Code::kInvalid, "there are " + std::to_string(count) + " local and " +
+                                    std::to_string(remotes.size()) + " remote pieces");
+  }
+  list.locals.reserve(count);
+  for (nb::handle object : objects) {
+    Local& local = list.locals.emplace_back(object, writable);
+    size_t i = list.pieces.size();
+    list.pieces.push_back({local.data(), remotes[i].get(), offsets[i], local.size()});
+    list.bytes += local.size();
+  }
+  return list;
+}
+
+PyTransfer transfer_many(Peer& peer, const nb::sequence& objects,
+                         const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+                         const std::vector<uint64_t>& offsets, const SignalTo& signal,
+                         uint64_t inline_limit, bool is_write) {
+  PieceList list = piece_list(objects, remotes, offsets, !is_write);
+  auto transfer = start_transfer(list.bytes, [&] {
+    return is_write ? peer.write(list.pieces, signal, inline_limit)
+                    : peer.read(list.pieces, inline_limit);
+  });
+  return hand_over(std::move(transfer), list.locals);
+}
+
+// A prepared list keeps its local objects.
+struct PyPrepared {
+  PyPrepared(std::shared_ptr<Prepared> prepared, std::vector<Local> locals)
+      : prepared(std::move(prepared)), locals(std::move(locals)) {}
+  PyPrepared(PyPrepared&&) = default;
+  PyPrepared(const PyPrepared&) = delete;
+
+  std::shared_ptr<Prepared> prepared;
+  std::vector<Local> locals;
+};
+
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// ---- classes
+
+int region_buffer(PyObject* object, Py_buffer* view, int flags) {
+  auto* region = nb::inst_ptr<Region>(nb::handle(object));
+  if (region->mapping == nullptr) {
+    PyErr_SetString(PyExc_BufferError, "the region has no memory");
+    return -1;
+  }
+  return PyBuffer_FillInfo(view, object, region->data(), static_cast<Py_ssize_t>(region->size), 0,
+                           flags);
+}
+
+PyType_Slot kRegionSlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)},
+    {0, nullptr},
+};
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    nb::object made = nb::module_::import_("tensorwire.errors")
+                          .attr("from_code")(static_cast<int>(error.code()), error.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+  }
+}
+
+void bind_transfer(nb::module_& m) {
+  nb::class_<PyTransfer>(m, "Transfer",
+                         "One or a batch of operations in flight. It completes exactly once: placed "
+                         "in the target's memory, or failed. Any thread may wait; the memory that "
+                         "it uses is kept alive until then.")
+      .def("done", [](const PyTransfer& t) { return t.transfer->done(); },
+           "True when it completed, well or not. Never blocks.")
+      .def("wait",
+           [](const PyTransfer& t, std::optional<double> timeout_s) {
+             wait_transfer(t.transfer, timeout_s, t.epoch);
+           },
+           "timeout_s"_a = nb::none(),
+           "Waits until it completed and raises its error if it failed. After TimeoutError the "
+           "transfer still goes on: only the waiting stopped, and its memory must stay as it is.")
+      .def_prop_ro("bytes", [](const PyTransfer& t) { return t.transfer->bytes; },
+                   "Payload bytes.")
+      .def_prop_ro("value",
+                   [](const PyTransfer& t) {
+                     if (!t.transfer->done()) throw Error(Code::kBusy, "the transfer is not done yet; wait() for it first");
+                     return t.transfer->value();
+                   },
+                   "What the word held before a fetch_add; valid when done.")
+      .def_prop_ro("code",
+                   [](const PyTransfer& t) {
+                     return t.transfer->done() ? static_cast<int>(t.transfer->status().code) : 0;
+                   },
+                   "The error code of a failed transfer, 0 while pending or done well.")
+      .def("__await__", [](nb::handle self) {
+        return nb::module_::import_("tensorwire.memory.aio")
+            .attr("wait_transfer")(self)
+            .attr("__await__")();
+      });
+}
+
+void bind_regions(nb::module_& m) {
+  nb::class_<Region>(m, "Region", nb::type_slots(kRegionSlots))
+      .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
+      .def_prop_ro("name", [](const Region& r) { return r.name; })
+      .def_prop_ro("id", [](const Region& r) { return r.id; })
+      .def_prop_ro("generation", [](const Region& r) { return r.generation; })
+      .def_prop_ro("writable", [](const Region& r) { return r.access.write; })
+      .def_prop_ro("readable", [](const Region& r) { return r.access.read; })
+      .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
+      .def_prop_ro("address", [](const Region& r) { return reinterpret_cast<uint64_t>(r.data()); })
+      .def("load_word",
+           [](const Region& r, uint64_t offset) {
+             if (offset % 8 != 0 || !r.contains(offset, 8)) {
+               throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
+             }
+             return word_at(r.data() + offset).load(std::memory_order_acquire);
+           },
+           "offset"_a);
+  nb::class_<RemoteRegion>(m, "RemoteRegion")
+      .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
+      .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
+      .def_prop_ro("id", [](const RemoteRegion& r) { return r.id; })
+      .def_prop_ro("generation", [](const RemoteRegion& r) { return r.generation; })
+      .def_prop_ro("incarnation", [](const RemoteRegion& r) { return r.incarnation; })
+      .def_prop_ro("writable", [](const RemoteRegion& r) { return r.access.write; })
+      .def_prop_ro("readable", [](const RemoteRegion& r) { return r.access.read; });
+  nb::class_<Buffer>(m, "Buffer")
+      .def("__init__",
+           [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
+             new (self) Buffer{address, size_bytes, writable, std::move(owner)};
+           },
+           "address"_a, "size_bytes"_a, "writable"_a, "owner"_a);
+}
+
+void bind_peer(nb::module_& m) {
+  nb::class_<PyPrepared>(m, "Prepared")
+      .def_prop_ro("size", [](const PyPrepared& p) { return p.prepared->size(); })
+      .def_prop_ro("bytes", [](const PyPrepared& p) { return p.prepared->bytes(); })
+      .def_prop_ro("runs", [](const PyPrepared& p) { return p.prepared->runs(); })
+      .def("start",
+           [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
+              uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+             auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
+             SignalTo signal = signal_to(word, word_offset, value);
+             auto transfer = start_transfer(prepared.bytes(), [&] {
+               return indices ? prepared.start({indices->data(), indices->size()}, signal,
+                                               inline_limit)
+                              : prepared.start(signal, inline_limit);
+             });
+             if (!transfer->done()) {
+               Py_INCREF(self.ptr());
+               if (!transfer->hold({self.ptr(), release_object})) Py_DECREF(self.ptr());
+             }
+             return PyTransfer{std::move(transfer)};
+           },
+           "indices"_a.none() = nb::none(), "word"_a.none() = nb::none(), "word_offset"_a = 0,
+           "value"_a = 0, "inline_limit"_a = 0);
+
+  nb::class_<FaultPlan>(m, "FaultPlan")
+      .def(nb::init<uint64_t, const std::string&, double>(), "nth"_a, "action"_a, "delay_s"_a = 0.0)
+      .def_prop_ro("count", &FaultPlan::count)
+      .def_prop_ro("hit", &FaultPlan::hit);
+
+  nb::class_<Peer>(m, "Peer")
+      .def_prop_ro("name", &Peer::name)
+      .def_prop_ro("address", &Peer::address)
+      .def_prop_ro("incarnation", &Peer::incarnation)
+      .def_prop_ro("pid", &Peer::pid)
+      .def_prop_ro("transport", &Peer::transport)
+      .def_prop_ro("reason", &Peer::reason)
+      .def_prop_ro("lost", &Peer::lost)
+      .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
+      .def("allocate",
+           [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
+              std::optional<double> timeout_s) {
+             return mutable_(answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
+                                    timeout_s));
+           },
+           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
+      .def("lookup",
+           [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
+             return mutable_(answer(p, p->ask_lookup(name), "region", timeout_s));
+           },
+           "name"_a, "timeout_s"_a.none())
+      .def("attach",
+           [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s) {
+             return mutable_(answer(p, p->ask_attach(id, generation), "region", timeout_s));
+           },
+           "id"_a, "generation"_a, "timeout_s"_a.none())
+      .def("free",
+           [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
+             answer(p, p->ask_free(remote), "free", timeout_s);
+           },
+           "remote"_a, "timeout_s"_a.none())
+      .def("write",
+           [](Peer& p, const nb::sequence& locals,
+              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+              const std::vector<uint64_t>& offsets, const MaybeWord& word, uint64_t word_offset,
+              uint64_t value, uint64_t inline_limit) {
+             return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
+                                  inline_limit, true);
+           },
+           "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none() = nb::none(), "word_offset"_a = 0,
+           "value"_a = 0, "inline_limit"_a = 0)
+      .def("read",
+           [](Peer& p, const nb::sequence& locals,
+              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+              const std::vector<uint64_t>& offsets, uint64_t inline_limit) {
+             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
+           },
+           "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
+      .def("write_one",
+           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+              const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+             return transfer_one(p, local, remote, offset, limit,
+                                 signal_to(word, word_offset, value), inline_limit, true);
+           },
+           "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none() = nb::none(),
+           "word_offset"_a = 0, "value"_a = 0, "inline_limit"_a = 0)
+      .def("read_one",
+           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+              uint64_t inline_limit) {
+             return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
+           },
+           "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a = 0)
+      .def("signal",
+           [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,
+              const std::vector<PyTransfer*>& after) {
+             bury_the_dead();
+             std::vector<TransferPtr> transfers;
+             for (auto* t : after) transfers.push_back(t->transfer);
+             return PyTransfer{p.signal({&word, word_offset, value}, transfers)};
+           },
+           "word"_a, "word_offset"_a, "value"_a, "after"_a)
+      .def("fetch_add",
+           [](Peer& p, const RemoteRegion& remote, uint64_t offset, int64_t value) {
+             bury_the_dead();
+             return PyTransfer{p.fetch_add(remote, offset, static_cast<uint64_t>(value))};
+           },
+           "remote"_a, "offset"_a, "value"_a)
+      .def("prepare",
+           [](const PeerPtr& p, bool write, const nb::sequence& locals,
+              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+              const std::vector<uint64_t>& offsets) {
+             PieceList list = piece_list(locals, remotes, offsets, !write);
+             std::vector<Prepared::Item> items;
+             for (size_t i = 0; i < list.pieces.size(); ++i) {
+               items.push_back(
+                   {list.pieces[i].local, remotes[i], offsets[i], list.pieces[i].length});
+             }
+             return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
+                                   std::move(list.locals));
+           },
+           "write"_a, "locals"_a, "remotes"_a, "offsets"_a)
+      .def("inject",
+           [](Peer& p, std::optional<std::shared_ptr<FaultPlan>> plan) {
+             p.inject(plan ? *plan : nullptr);
+           },
+           "plan"_a.none());
+}
+
+void bind_node(nb::module_& m) {
+  struct PyNotifier {
+    std::shared_ptr<Progress> progress;
+    std::shared_ptr<Notifier> notifier;
+    ~PyNotifier() {
+      if (progress) progress->remove(notifier);
+    }
+  };
+  nb::class_<PyNotifier>(m, "Notifier")
+      .def("__init__",
+           [](PyNotifier* self, const Node& node) {
+             auto notifier = std::make_shared<Notifier>();
+             node.progress()->add(notifier);
+             new (self) PyNotifier{node.progress(), std::move(notifier)};
+           },
+           "node"_a)
+      .def("fileno", [](const PyNotifier& n) { return n.notifier->descriptor(); })
+      .def("arm", [](PyNotifier& n) { n.progress->arm(*n.notifier); })
+      .def("disarm", [](PyNotifier& n) { n.progress->disarm(*n.notifier); })
+      .def("drain", [](PyNotifier& n) { n.notifier->drain(); });
+
+  nb::class_<Node>(m, "Node")
+      .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
+                       nb::bytes secret, const std::vector<std::string>& transports,
+                       uint64_t quota_bytes, uint64_t max_peers, double handshake_timeout_s,
+                       double peer_timeout_s) {
+             NodeOptions options;
+             options.name = name;
+             options.host = host;
+             options.port = port;
+             auto* bytes = reinterpret_cast<const uint8_t*>(secret.c_str());
+             options.secret.assign(bytes, bytes + secret.size());
+             options.transports = transport_bits(transports);
+             options.quota_bytes = quota_bytes;
+             options.max_peers = max_peers;
+             options.handshake_timeout_s = handshake_timeout_s;
+             options.peer_timeout_s = peer_timeout_s;
+             nb::gil_scoped_release release;
+             return Node::create(std::move(options));
+           }),
+           "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "quota_bytes"_a, "max_peers"_a,
+           "handshake_timeout_s"_a, "peer_timeout_s"_a)
+      .def_prop_ro("name", &Node::name)
+      .def_prop_ro("host", &Node::host)
+      .def_prop_ro("port", &Node::port)
+      .def_prop_ro("incarnation", &Node::incarnation)
+      .def_prop_ro("closed", &Node::closed)
+      .def("check_open", &Node::check_open)
+      .def("allocate",
+           [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable) {
+             return n.allocate(size_bytes, name, {readable, writable});
+           },
+           "size_bytes"_a, "name"_a, "writable"_a, "readable"_a)
+      .def("region", &Node::region, "name"_a)
+      .def("free", [](Node& n, std::shared_ptr<Region> region) {
+             nb::gil_scoped_release release;
+             n.free(region);
+           },
+           "region"_a)
+      .def("connect",
+           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
+              const std::string& require) {
+             nb::gil_scoped_release release;
+             return n.connect(host, port, Deadline::after(timeout_s), require, [] {
+               nb::gil_scoped_acquire acquire;
+               if (PyErr_CheckSignals() != 0) throw nb::python_error();
+             });
+           },
+           "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
+      .def("accept",
+           [](Node& n, std::optional<double> timeout_s) {
+             PeerPtr peer;
+             auto accept = [&](Deadline d) { return (peer = n.accept(d)) != nullptr; };
+             if (!wait_patiently(accept, timeout_s)) time_out("no peer connected", *timeout_s);
+             return peer;
+           },
+           "timeout_s"_a.none())
+      .def("peers", &Node::peers)
+      .def("wait_word",
+           [](Node& n, std::shared_ptr<Region> region, uint64_t offset, uint64_t value,
+              std::optional<double> timeout_s, std::optional<PeerPtr> peer) {
+             n.check_open();
+             auto wait = [&](Deadline d) {
+               return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr);
+             };
+             if (!wait_patiently(wait, timeout_s)) {
+               time_out("the word did not reach " + std::to_string(value), *timeout_s);
+             }
+           },
+           "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none())
+      .def("close_peer",
+           [](Node& n, PeerPtr peer) {
+             nb::gil_scoped_release release;
+             if (n.closed() || peer->lost()) return;
+             n.progress()->run([&] {
+               peer->lose({Code::kClosed, "you closed this peer"}, true);
+             });
+           },
+           "peer"_a)
+      .def("stats",
+           [](const Node& n) {
+             nb::dict result;
+             auto put = [&](const char* name, uint64_t value) { result[name] = value; };
+             put("bytes_written", n.traffic().bytes_written);
+             put("bytes_read", n.traffic().bytes_read);
+             put("bytes_received", n.traffic().bytes_received);
+             put("bytes_served", n.traffic().bytes_served);
+             put("writes", n.traffic().writes);
+             put("reads", n.traffic().reads);
+             put("signals", n.traffic().signals);
+             put("transfers_started", n.transfers().started);
+             put("transfers_completed", n.transfers().completed);
+             put("doorbell_rings", n.progress()->counters().rings);
+             put("sleeps", n.progress()->counters().sleeps);
+             put("rounds", n.progress()->counters().rounds);
+             put("handovers", n.progress()->counters().handovers);
+             put("spin_bound_ns", static_cast<uint64_t>(Progress::spin_bound_ns()));
+             return result;
+           })
+      .def("close", [](Node& n) {
+        nb::gil_scoped_release release;
+        n.close();
+      });
+}
+
+void bind_drivers(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::module_ d = m.def_submodule("drivers", "Measuring loops in C++, for tensorwire bench.");
+  d.def("copy_memory", &drivers::copy_memory, "target"_a, "source"_a, "size_bytes"_a, "repeats"_a,
+        "batch"_a, Release());
+  d.def("copy_pieces", &drivers::copy_pieces, "target"_a, "source"_a, "piece_bytes"_a,
+        "stride_bytes"_a, "pieces"_a, "repeats"_a, "batch"_a, Release());
+  d.def("mapped_address", &drivers::mapped_address, "remote"_a);
+  d.def("socket_ping_pong", &drivers::socket_ping_pong, "descriptor"_a, "buffer"_a, "size_bytes"_a,
+        "repeats"_a, "batch"_a, Release());
+  d.def("socket_send", &drivers::socket_send, "descriptor"_a, "buffer"_a, "size_bytes"_a,
+        "repeats"_a, "batch"_a, Release());
+  d.def("socket_fetch", &drivers::socket_fetch, "descriptor"_a, "buffer"_a, "size_bytes"_a,
+        "repeats"_a, "batch"_a, Release());
+  d.def("serve_echo", &drivers::serve_echo, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("serve_sink", &drivers::serve_sink, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("serve_source", &drivers::serve_source, "descriptor"_a, "buffer"_a, "size_bytes"_a,
+        Release());
+  d.def("write_complete", &drivers::write_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
+        "offset"_a, "repeats"_a, "batch"_a, Release());
+  d.def("read_complete", &drivers::read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
+        "offset"_a, "repeats"_a, "batch"_a, Release());
+  d.def("start_complete",
+        [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
+          nb::gil_scoped_release release;
+          return drivers::start_complete(*p.prepared, indices, repeats, batch);
+        },
+        "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);
+  d.def("fetch_add_complete", &drivers::fetch_add_complete, "peer"_a, "remote"_a, "offset"_a,
+        "repeats"_a, "batch"_a, Release());
+  d.def("signal_ping", &drivers::signal_ping, "node"_a, "mine"_a, "my_offset"_a, "peer"_a,
+        "theirs"_a, "their_offset"_a, "first"_a, "rounds"_a, "pause_s"_a, "timeout_s"_a, Release());
+  d.def("signal_pong", &drivers::signal_pong, "node"_a, "mine"_a, "my_offset"_a, "peer"_a,
+        "theirs"_a, "their_offset"_a, "first"_a, "rounds"_a, "timeout_s"_a, Release());
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The native core of tensorwire. Use tensorwire.memory; this module may change.";
+  nb::register_exception_translator(translate);
+  bind_transfer(m);
+  bind_regions(m);
+  bind_peer(m);
+  bind_node(m);
+  bind_drivers(m);
+  m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
+  m.def("hmac_sha256", [](nb::bytes key, nb::bytes text) {
+    auto digest = hmac({reinterpret_cast<const uint8_t*>(key.c_str()), key.size()}, "",
+                       {reinterpret_cast<const uint8_t*>(text.c_str()), text.size()});
+    return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+  }, "key"_a, "text"_a, "The handshake's HMAC, for tests against a known good one.");
+}
+
+}  // namespace tensorwire

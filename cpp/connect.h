@@ -1,0 +1,29 @@
+// The client's half of the handshake, on blocking sockets with a deadline: from an address to a
+// stream that both sides trust.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "clock.h"
+#include "fork.h"
+#include "handshake.h"
+
+namespace tensorwire {
+
+struct Connection {
+  Descriptor socket;
+  bool is_unix = false;
+  Hello server;
+  std::string address;
+  std::string reason;  // why this path
+};
+
+// `me` offers transports; `require` is 0 or the only bit that will do. Throws kPeerLost (cannot
+// reach, hung up), kPermission (secrets differ), kUnavailable (no common or required path),
+// kTimeout, kBusy (the other side is full).
+Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
+                      uint32_t require, double peer_timeout_s, Deadline deadline,
+                      const std::function<void()>& interrupted);
+
+}  // namespace tensorwire

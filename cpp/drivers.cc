@@ -1,0 +1,232 @@
+#include "drivers.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "clock.h"
+#include "error.h"
+#include "node.h"
+#include "peer.h"
+#include "prepared.h"
+#include "transfer.h"
+
+namespace tensorwire::drivers {
+namespace {
+
+// Runs `operation` repeats x batch times and returns the mean of each batch in seconds.
+template <typename Operation>
+Samples measure(std::size_t repeats, std::size_t batch, Operation&& operation) {
+  if (batch == 0) batch = 1;
+  Samples samples;
+  samples.reserve(repeats);
+  for (std::size_t i = 0; i < repeats; ++i) {
+    const auto begin = Clock::now();
+    for (std::size_t j = 0; j < batch; ++j) operation();
+    const std::chrono::duration<double> elapsed = Clock::now() - begin;
+    samples.push_back(elapsed.count() / static_cast<double>(batch));
+  }
+  return samples;
+}
+
+// Keeps the compiler from proving that a copied range is never read and dropping the copy.
+inline void keep_stores() { asm volatile("" ::: "memory"); }
+
+void send_all(int descriptor, const char* data, std::size_t size_bytes) {
+  while (size_bytes > 0) {
+    const ssize_t sent = ::send(descriptor, data, size_bytes, MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      throw Error(Code::kPeerLost, std::string("raw socket: send failed: ") + strerror(errno));
+    }
+    data += sent;
+    size_bytes -= static_cast<std::size_t>(sent);
+  }
+}
+
+// False at a clean end of stream before the first byte; throws when it ends in the middle.
+bool receive_all(int descriptor, char* data, std::size_t size_bytes) {
+  bool begun = false;
+  while (size_bytes > 0) {
+    const ssize_t received = ::recv(descriptor, data, size_bytes, 0);
+    if (received < 0 && errno == EINTR) continue;
+    if (received <= 0) {
+      if (!begun && (received == 0 || errno == ECONNRESET)) return false;
+      throw Error(Code::kPeerLost, "raw socket: the other side ended in the middle of a message");
+    }
+    begun = true;
+    data += received;
+    size_bytes -= static_cast<std::size_t>(received);
+  }
+  return true;
+}
+
+void receive_or_throw(int descriptor, char* data, std::size_t size_bytes) {
+  if (!receive_all(descriptor, data, size_bytes)) {
+    throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
+  }
+}
+
+char* bytes_at(std::uintptr_t address) { return reinterpret_cast<char*>(address); }
+
+void finish(const TransferPtr& transfer) {
+  transfer->wait(Deadline());
+  if (!transfer->status().ok()) throw Error(transfer->status());
+}
+
+// The piece of a write or read. `remote` outlives every use of it.
+Piece piece_of(std::uintptr_t local, std::size_t size_bytes, const RemoteRegion& remote,
+               std::uint64_t offset) {
+  return Piece{reinterpret_cast<std::byte*>(local), &remote, offset, size_bytes};
+}
+
+void wait_for(Node& node, const Region& region, std::uint64_t offset, std::uint64_t value,
+              double timeout_s) {
+  if (!node.wait_word(region, offset, value, Deadline::after(timeout_s))) {
+    throw Error(Code::kTimeout, "signal ping-pong: the other side did not answer");
+  }
+}
+
+}  // namespace
+
+// --- limits: memory -------------------------------------------------------------------------
+
+Samples copy_memory(std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
+                    std::size_t repeats, std::size_t batch) {
+  return measure(repeats, batch, [=] {
+    std::memcpy(bytes_at(target), bytes_at(source), size_bytes);
+    keep_stores();
+  });
+}
+
+Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t piece_bytes,
+                    std::size_t stride_bytes, std::size_t pieces, std::size_t repeats,
+                    std::size_t batch) {
+  return measure(repeats, batch, [=] {
+    for (std::size_t i = 0; i < pieces; ++i) {
+      std::memcpy(bytes_at(target + i * stride_bytes), bytes_at(source + i * stride_bytes),
+                  piece_bytes);
+      keep_stores();
+    }
+  });
+}
+
+// --- limits: a raw TCP socket ---------------------------------------------------------------
+
+Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                         std::size_t repeats, std::size_t batch) {
+  return measure(repeats, batch, [=] {
+    send_all(descriptor, bytes_at(buffer), size_bytes);
+    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
+  });
+}
+
+Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                    std::size_t repeats, std::size_t batch) {
+  return measure(repeats, batch, [=] {
+    char acknowledgement = 0;
+    send_all(descriptor, bytes_at(buffer), size_bytes);
+    receive_or_throw(descriptor, &acknowledgement, 1);
+  });
+}
+
+Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                     std::size_t repeats, std::size_t batch) {
+  return measure(repeats, batch, [=] {
+    const char request = 1;
+    send_all(descriptor, &request, 1);
+    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
+  });
+}
+
+std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
+  std::uint64_t rounds = 0;
+  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
+    send_all(descriptor, bytes_at(buffer), size_bytes);
+    ++rounds;
+  }
+  return rounds;
+}
+
+std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
+  const char acknowledgement = 1;
+  std::uint64_t rounds = 0;
+  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
+    send_all(descriptor, &acknowledgement, 1);
+    ++rounds;
+  }
+  return rounds;
+}
+
+std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
+  char request = 0;
+  std::uint64_t rounds = 0;
+  while (receive_all(descriptor, &request, 1)) {
+    send_all(descriptor, bytes_at(buffer), size_bytes);
+    ++rounds;
+  }
+  return rounds;
+}
+
+// --- the core's own API ---------------------------------------------------------------------
+
+std::uintptr_t mapped_address(const RemoteRegion& remote) {
+  return remote.mapping ? reinterpret_cast<std::uintptr_t>(remote.mapping->data()) : 0;
+}
+
+Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                       const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
+                       std::size_t batch) {
+  const Piece piece = piece_of(local, size_bytes, remote, offset);
+  return measure(repeats, batch, [&] { finish(peer.write({&piece, 1}, SignalTo{}, 0)); });
+}
+
+Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                      const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
+                      std::size_t batch) {
+  const Piece piece = piece_of(local, size_bytes, remote, offset);
+  return measure(repeats, batch, [&] { finish(peer.read({&piece, 1}, 0)); });
+}
+
+Samples start_complete(Prepared& prepared, const std::vector<std::int64_t>& indices,
+                       std::size_t repeats, std::size_t batch) {
+  if (indices.empty()) {
+    return measure(repeats, batch, [&] { finish(prepared.start(SignalTo{}, 0)); });
+  }
+  return measure(repeats, batch, [&] { finish(prepared.start(indices, SignalTo{}, 0)); });
+}
+
+Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, std::uint64_t offset,
+                           std::size_t repeats, std::size_t batch) {
+  return measure(repeats, batch, [&] { finish(peer.fetch_add(remote, offset, 1)); });
+}
+
+Samples signal_ping(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
+                    const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
+                    std::size_t rounds, double pause_s, double timeout_s) {
+  Samples samples;
+  samples.reserve(rounds);
+  for (std::uint64_t value = first; value < first + rounds; ++value) {
+    if (pause_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
+    const auto begin = Clock::now();
+    peer.signal(SignalTo{&theirs, their_offset, value}, {});
+    wait_for(node, mine, my_offset, value, timeout_s);
+    samples.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+  return samples;
+}
+
+void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
+                 const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
+                 std::size_t rounds, double timeout_s) {
+  for (std::uint64_t value = first; value < first + rounds; ++value) {
+    wait_for(node, mine, my_offset, value, timeout_s);
+    peer.signal(SignalTo{&theirs, their_offset, value}, {});
+  }
+}
+
+}  // namespace tensorwire::drivers

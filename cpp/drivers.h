@@ -1,0 +1,92 @@
+// Tight measuring loops for `tensorwire bench`, exposed to Python as `tensorwire._core.drivers`.
+//
+// They answer what the C++ core costs without Python around it, and what the machine itself allows
+// (memcpy, a raw TCP socket). No policy, no printing, no Python; pinning and process set-up are the
+// caller's. Every loop returns one figure in seconds per sample; a sample is the mean of `batch`
+// operations in a row, so that the clock (about 30 ns a look) does not blur an operation that is as
+// short as the clock itself. Loops block: bindings release the GIL around every one of them.
+// Errors are thrown as tensorwire::Error and end the loop; what was measured until then is lost.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tensorwire {
+
+class Node;
+class Peer;
+class Prepared;
+struct Region;
+struct RemoteRegion;
+
+namespace drivers {
+
+using Samples = std::vector<double>;
+
+// --- limits: memory -------------------------------------------------------------------------
+
+// memcpy of `size_bytes` from `source` to `target` (addresses of mapped, touched memory).
+Samples copy_memory(std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
+                    std::size_t repeats, std::size_t batch);
+
+// The same for `pieces` pieces of `piece_bytes` each, `stride_bytes` apart on both sides: the limit
+// of a prepared list of equal pieces.
+Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t piece_bytes,
+                    std::size_t stride_bytes, std::size_t pieces, std::size_t repeats,
+                    std::size_t batch);
+
+// Where this process has `remote` mapped, the very memory that a write on shm reaches; 0 where the
+// path maps nothing (tcp). Valid as long as `remote` lives.
+std::uintptr_t mapped_address(const RemoteRegion& remote);
+
+// --- limits: a raw TCP socket ---------------------------------------------------------------
+// `descriptor` is a connected, blocking stream socket with TCP_NODELAY; the caller owns it.
+// `buffer` is touched memory of at least `size_bytes`. A server loop runs until the other side
+// closes or shuts down its sending half, and returns how many rounds it served.
+
+// Sends `size_bytes`, receives `size_bytes`; the other side runs serve_echo.
+Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                         std::size_t repeats, std::size_t batch);
+// Sends `size_bytes`, receives one byte of acknowledgement; the other side runs serve_sink.
+Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                    std::size_t repeats, std::size_t batch);
+// Sends one byte of request, receives `size_bytes`; the other side runs serve_source.
+Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
+                     std::size_t repeats, std::size_t batch);
+
+std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
+std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
+std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
+
+// --- the core's own API ---------------------------------------------------------------------
+
+// peer.write of one piece from `local` to `remote` + `offset`, waited for, `batch` times a sample.
+Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                       const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
+                       std::size_t batch);
+// peer.read of one piece from `remote` + `offset` into `local`, waited for.
+Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                      const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
+                      std::size_t batch);
+// prepared.start, whole when `indices` is empty, else by index vector; waited for.
+Samples start_complete(Prepared& prepared, const std::vector<std::int64_t>& indices,
+                       std::size_t repeats, std::size_t batch);
+// peer.fetch_add(1) on the word at `offset` of `remote`, waited for.
+Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, std::uint64_t offset,
+                           std::size_t repeats, std::size_t batch);
+
+// Signal ping-pong over two words. signal_ping stores first, first + 1, … in the peer's word
+// (`theirs` + `their_offset`) and waits each time until its own word (`mine` + `my_offset`) has
+// reached the same value; one sample is one round trip. Before each round it sleeps for `pause_s`
+// when that is > 0, so that the other side's spin has ended and it sleeps. signal_pong is the
+// mirror and runs `rounds` rounds. `timeout_s` bounds every single wait.
+Samples signal_ping(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
+                    const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
+                    std::size_t rounds, double pause_s, double timeout_s);
+void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
+                 const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
+                 std::size_t rounds, double timeout_s);
+
+}  // namespace drivers
+}  // namespace tensorwire

@@ -1,0 +1,42 @@
+// What a forked child must not keep: the descriptors and the mapped memory of its parent's Nodes.
+//
+// In the child every registered descriptor is closed (else a dead parent would look alive to its
+// peers) and every registered range becomes inaccessible (else a stray write would reach a peer).
+// fork::epoch() grows by one in each child; objects made in another epoch are dead there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tensorwire {
+namespace fork {
+
+uint32_t epoch();
+
+void add_descriptor(int fd);
+void remove_descriptor(int fd);
+// The range must be private to the caller's process until remove_range; it is marked so that the
+// kernel does not copy it into children.
+void add_range(void* address, size_t size);
+void remove_range(void* address);
+
+}  // namespace fork
+
+// An owned descriptor, close-on-exec, closed in forked children too.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd);
+  ~Descriptor() { reset(); }
+  Descriptor(Descriptor&& other) noexcept;
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+  uint32_t epoch_ = 0;
+};
+
+}  // namespace tensorwire

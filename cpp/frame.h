@@ -1,0 +1,114 @@
+// Frames: what travels on a stream after the handshake. Pure: no sockets, no regions. docs/wire.md
+// has the layout and the exchange as tables.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tensorwire {
+
+enum class FrameType : uint8_t {
+  kWrite = 1,      // payload for a region of the receiver
+  kRead = 2,       // asks for bytes of a region of the receiver
+  kData = 3,       // payload that answers a kRead
+  kSignal = 4,     // raises a word in a region of the receiver
+  kFetchAdd = 5,   // adds to a word in a region of the receiver
+  kDone = 6,       // answers kWrite (last), kRead (failed), kSignal, kFetchAdd, kFree
+  kAllocate = 7,   // asks for a new region
+  kLookup = 8,     // asks for a grant by name (body) or by id and generation (no body)
+  kFree = 9,       // gives a region back
+  kGrant = 10,     // answers kAllocate and kLookup; on one host carries the memory's descriptor
+  kAttach = 11,    // first frame on a unix stream: the Node's page and doorbell (two descriptors)
+  kGoodbye = 12,   // the sender closes; the body says why
+};
+inline constexpr uint8_t kLastFrameType = 12;
+
+// Flags.
+inline constexpr uint8_t kLast = 1;       // ends the transfer (kWrite, kSignal) or answer (kData)
+inline constexpr uint8_t kReadable = 2;   // kGrant: peers may read
+inline constexpr uint8_t kWritable = 4;   // kGrant, kAllocate: peers may write
+inline constexpr uint8_t kAllFlags = 7;
+
+inline constexpr uint8_t kFrameMagic = 0x54;
+inline constexpr size_t kMaxBodyBytes = 1024;         // of every frame but kWrite and kData
+inline constexpr uint64_t kMaxChunkBytes = 1u << 20;  // payload of one kWrite or kData frame
+
+// Exactly 64 bytes on the wire, little-endian, as it lies in memory.
+struct Header {
+  uint8_t magic = kFrameMagic;
+  FrameType type = FrameType::kGoodbye;
+  uint8_t flags = 0;
+  uint8_t reserved = 0;
+  uint16_t status = 0;      // a Code, in answers
+  uint16_t reserved2 = 0;
+  uint32_t reserved3 = 0;
+  uint32_t region = 0;
+  uint64_t generation = 0;
+  uint64_t offset = 0;      // in the region; kData: in the byte stream of the transfer
+  uint64_t length = 0;      // bytes that follow; kRead: bytes asked for
+  uint64_t transfer = 0;    // chosen by whoever asks
+  uint64_t total = 0;       // kWrite: all bytes of the transfer; kRead: where its answer goes in the
+                            // transfer's byte stream; kAllocate, kGrant: bytes of the region
+  uint64_t value = 0;       // kSignal, kFetchAdd: operand; kDone: old value
+};
+static_assert(sizeof(Header) == 64);
+
+inline bool carries_payload(FrameType type) {
+  return type == FrameType::kWrite || type == FrameType::kData;
+}
+
+// What a receiver does with the frames of one stream. A false return is a breach of the protocol:
+// the stream must be closed, and breach() of the parser says why.
+class FrameSink {
+ public:
+  virtual ~FrameSink() = default;
+  // Where the payload goes: header.length bytes, or null to throw them away. The memory must stay
+  // until end_payload or until the parser is told to discard.
+  virtual bool begin_payload(const Header& header, std::byte** target) = 0;
+  virtual bool end_payload(const Header& header) = 0;
+  virtual bool control(const Header& header, std::string_view body) = 0;
+};
+
+// Cuts a byte stream into frames. Payload goes straight to its place when it is not buffered yet.
+// Use: ask spans() where the next bytes may be received, receive, tell commit() how many came.
+class FrameParser {
+ public:
+  explicit FrameParser(FrameSink& sink) : sink_(sink), buffer_(kBufferBytes) {}
+
+  // At most two spans: the rest of the current payload, then the buffer. Never empty in total.
+  size_t spans(std::array<std::span<std::byte>, 2>& result);
+  // False on a breach; the parser is then unusable.
+  bool commit(size_t received);
+  // The target of the current payload must not be touched any more.
+  void discard_target() { target_ = nullptr; }
+  const std::byte* target() const { return in_payload_ ? target_ : nullptr; }
+  const Header& current() const { return header_; }
+  const char* breach() const { return breach_; }
+
+  static constexpr size_t kBufferBytes = 32 << 10;
+
+ private:
+  bool fail(const char* why) {
+    breach_ = why;
+    return false;
+  }
+  bool consume();
+  bool check_header();
+
+  FrameSink& sink_;
+  std::vector<std::byte> buffer_;
+  size_t begin_ = 0, end_ = 0;  // unread bytes of buffer_
+  Header header_;
+  bool in_payload_ = false;
+  std::byte* target_ = nullptr;   // next byte to place; null = discard
+  uint64_t payload_left_ = 0;
+  const char* breach_ = "";
+};
+
+}  // namespace tensorwire

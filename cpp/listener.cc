@@ -1,0 +1,270 @@
+#include "listener.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+namespace tensorwire {
+namespace {
+
+sockaddr_un unix_address(uint64_t incarnation, socklen_t& size) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::string name = unix_name(incarnation);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+Descriptor listen_tcp(const std::string& host, uint16_t port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  if (int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) {
+    throw Error(Code::kInvalid, "cannot listen at '" + host + "': " + ::gai_strerror(error));
+  }
+  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
+  Descriptor fd(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  int one = 1;
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (::bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd.get(), 512) != 0) {
+    throw Error(Code::kUnavailable,
+                system_message("cannot listen at " + host + ":" + std::to_string(port), errno));
+  }
+  return fd;
+}
+
+}  // namespace
+
+std::string unix_name(uint64_t incarnation) {
+  char name[40];
+  std::snprintf(name, sizeof name, "tensorwire-%016llx",
+                static_cast<unsigned long long>(incarnation));
+  return name;
+}
+
+std::string remote_host(int socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  char text[NI_MAXHOST] = "127.0.0.1";
+  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
+      address.ss_family != AF_UNIX) {
+    ::getnameinfo(reinterpret_cast<sockaddr*>(&address), size, text, sizeof text, nullptr, 0,
+                  NI_NUMERICHOST);
+  }
+  std::string host = text;
+  if (address.ss_family == AF_INET6) host.append("]").insert(host.begin(), '[');
+  return host;
+}
+
+void tune_tcp(int socket, double peer_timeout_s) {
+  int one = 1, seconds = std::max(1, static_cast<int>(peer_timeout_s / 4)), probes = 3;
+  unsigned limit_ms = static_cast<unsigned>(peer_timeout_s * 1000);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+}
+
+// A listening socket.
+class Listener::Door : public Handler {
+ public:
+  Door(std::weak_ptr<Listener> listener, int fd, bool is_unix)
+      : listener_(std::move(listener)), fd_(fd), is_unix_(is_unix) {}
+  void on_ready(uint32_t) override {
+    if (auto listener = listener_.lock()) listener->accept(fd_, is_unix_);
+  }
+
+ private:
+  std::weak_ptr<Listener> listener_;
+  int fd_;
+  bool is_unix_;
+};
+
+// A connection in the handshake.
+class Listener::Stranger : public Handler, public std::enable_shared_from_this<Stranger> {
+ public:
+  Stranger(Listener& listener, Descriptor socket, bool is_unix)
+      : listener_(listener.shared_from_this()),
+        progress_(listener.progress_),
+        socket_(std::move(socket)),
+        is_unix_(is_unix),
+        host_(remote_host(socket_.get())),
+        handshake_(listener.context(is_unix, host_)) {}
+
+  void start(double timeout_s) {
+    progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
+    progress_->after(timeout_s, [weak = weak_from_this()] {
+      if (auto self = weak.lock()) self->end();
+    });
+  }
+
+  void on_ready(uint32_t) override {
+    auto keep = shared_from_this();
+    auto listener = listener_.lock();
+    std::array<uint8_t, kHelloBytes> bytes;
+    while (listener && socket_) {
+      ssize_t size = ::recv(socket_.get(), bytes.data(),
+                            std::min(bytes.size(), handshake_.wanted()), MSG_DONTWAIT);
+      if (size < 0 && errno == EINTR) continue;
+      if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+      if (size <= 0) return end();
+      std::vector<uint8_t> reply;
+      auto state = handshake_.feed({bytes.data(), static_cast<size_t>(size)}, reply);
+      // A few hundred bytes always fit an empty socket; whoever does not read is not served.
+      if (!reply.empty() && ::send(socket_.get(), reply.data(), reply.size(),
+                                   MSG_NOSIGNAL | MSG_DONTWAIT) !=
+                                static_cast<ssize_t>(reply.size())) {
+        return end();
+      }
+      if (state == ServerHandshake::State::kFailed) return end();
+      if (state == ServerHandshake::State::kDone) return arrive(*listener);
+    }
+  }
+
+  void end() {
+    if (!socket_) return;
+    progress_->unwatch(socket_.get());
+    socket_.reset();
+    if (auto listener = listener_.lock()) listener->forget(*this);
+  }
+
+  const ServerHandshake& handshake() const { return handshake_; }
+  bool is_unix() const { return is_unix_; }
+
+ private:
+  void arrive(Listener& listener) {
+    progress_->unwatch(socket_.get());
+    Arrival arrival;
+    arrival.socket = std::move(socket_);
+    arrival.is_unix = is_unix_;
+    arrival.client = handshake_.client();
+    arrival.address = host_ + ":" + std::to_string(arrival.client.port);
+    auto found = listener.sessions_.find(handshake_.session());
+    if (found != listener.sessions_.end()) {
+      arrival.client = found->second.session.client;
+      arrival.address = found->second.address;
+      listener.sessions_.erase(found);
+    }
+    auto keep = shared_from_this();
+    listener.forget(*this);
+    listener.options_.on_arrival(std::move(arrival));
+  }
+
+  std::weak_ptr<Listener> listener_;
+  std::shared_ptr<Progress> progress_;
+  Descriptor socket_;
+  bool is_unix_;
+  std::string host_;
+  ServerHandshake handshake_;
+};
+
+Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, uint16_t port)
+    : progress_(std::move(progress)), tcp_(listen_tcp(host, port)) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  ::getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  port_ = ntohs(address.ss_family == AF_INET6
+                    ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                    : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+}
+
+void Listener::start(Options options) {
+  options_ = std::move(options);
+  if (options_.me.transports & kShmBit) {
+    unix_ = Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    socklen_t size;
+    sockaddr_un address = unix_address(options_.me.incarnation, size);
+    if (::bind(unix_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+        ::listen(unix_.get(), 512) != 0) {
+      throw Error(Code::kUnavailable, system_message("cannot listen on a unix socket", errno));
+    }
+    progress_->watch(unix_.get(), EPOLLIN,
+                     std::make_shared<Door>(weak_from_this(), unix_.get(), true));
+  }
+  progress_->watch(tcp_.get(), EPOLLIN,
+                   std::make_shared<Door>(weak_from_this(), tcp_.get(), false));
+}
+
+ServerHandshake::Context Listener::context(bool attach_only, const std::string& host) {
+  ServerHandshake::Context context;
+  context.me = options_.me;
+  context.secret = options_.secret;
+  context.attach_only = attach_only;
+  auto weak = weak_from_this();
+  context.find_session = [weak](uint64_t id) -> std::optional<Session> {
+    auto self = weak.lock();
+    if (!self) return std::nullopt;
+    auto found = self->sessions_.find(id);
+    if (found == self->sessions_.end()) return std::nullopt;
+    return found->second.session;
+  };
+  context.open_session = [weak, host](uint64_t id, const Session& session) -> Status {
+    auto self = weak.lock();
+    if (!self || self->closed_) return {Code::kClosed, "this Node is closing"};
+    if (Status status = self->options_.room_for_peer(); !status.ok()) return status;
+    self->sessions_[id] = {session, host + ":" + std::to_string(session.client.port)};
+    return {};
+  };
+  return context;
+}
+
+void Listener::accept(int door, bool is_unix) {
+  for (int i = 0; i < 16 && !closed_; ++i) {
+    Descriptor socket(::accept4(door, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+        // Out of descriptors: close the door for a moment instead of turning round it.
+        if (!strangers_.empty()) std::shared_ptr<Stranger>(strangers_.front())->end();
+        progress_->change(door, 0);
+        progress_->after(0.1, [weak = weak_from_this(), door] {
+          auto self = weak.lock();
+          if (self && !self->closed_) self->progress_->change(door, EPOLLIN);
+        });
+      }
+      return;
+    }
+    if (is_unix) {
+      ucred who{};
+      socklen_t size = sizeof who;
+      ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &size);
+      if (who.uid != ::geteuid()) continue;
+    } else {
+      tune_tcp(socket.get(), options_.peer_timeout_s);
+    }
+    if (strangers_.size() >= kMaxHandshakes) std::shared_ptr<Stranger>(strangers_.front())->end();
+    auto stranger = std::make_shared<Stranger>(*this, std::move(socket), is_unix);
+    strangers_.push_back(stranger);
+    stranger->start(options_.handshake_timeout_s);
+  }
+}
+
+void Listener::forget(Stranger& stranger) {
+  // A session ends with the tcp stream that opened it, unless another stream took it over before.
+  if (!stranger.is_unix()) sessions_.erase(stranger.handshake().session());
+  strangers_.remove_if([&](const auto& other) { return other.get() == &stranger; });
+}
+
+void Listener::close() {
+  if (closed_) return;
+  closed_ = true;
+  progress_->unwatch(tcp_.get());
+  tcp_.reset();
+  if (unix_) progress_->unwatch(unix_.get());
+  unix_.reset();
+  while (!strangers_.empty()) std::shared_ptr<Stranger>(strangers_.front())->end();
+  sessions_.clear();
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,82 @@
+#include "mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+
+#include "error.h"
+
+namespace tensorwire {
+namespace {
+
+size_t whole_pages(size_t size) {
+  size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return (size + page - 1) / page * page;
+}
+
+}  // namespace
+
+void Mapping::map(int fd, size_t size, int protection, int flags) {
+  void* address = ::mmap(nullptr, size, protection, flags, fd, 0);
+  if (address == MAP_FAILED) {
+    throw Error(Code::kNoMemory,
+                system_message("cannot map " + std::to_string(size) + " bytes", errno));
+  }
+  data_ = static_cast<std::byte*>(address);
+  mapped_ = size;
+  epoch_ = fork::epoch();
+  fork::add_range(address, size);
+}
+
+std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers_write) {
+  std::shared_ptr<Mapping> result(new Mapping);
+  size_t pages = whole_pages(size);
+  result->size_ = size;
+  if (!shareable) {
+    result->map(-1, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+    return result;
+  }
+  Descriptor memory(::memfd_create("tensorwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory) throw Error(Code::kNoMemory, system_message("memfd_create", errno));
+  if (::ftruncate(memory.get(), static_cast<off_t>(pages)) != 0) {
+    throw Error(Code::kNoMemory,
+                system_message("cannot size a memfd to " + std::to_string(pages) + " bytes", errno));
+  }
+  result->map(memory.get(), pages, PROT_READ | PROT_WRITE, MAP_SHARED);
+  int seals = F_SEAL_SHRINK | F_SEAL_GROW | (peers_write ? 0 : F_SEAL_FUTURE_WRITE) | F_SEAL_SEAL;
+  if (::fcntl(memory.get(), F_ADD_SEALS, seals) != 0) {
+    throw Error(Code::kUnavailable,
+                system_message("cannot seal shared memory (Linux 5.1 or newer is needed)", errno));
+  }
+  result->descriptor_ = std::move(memory);
+  return result;
+}
+
+std::shared_ptr<Mapping> Mapping::import(Descriptor memory, size_t size, bool writable) {
+  int seals = ::fcntl(memory.get(), F_GET_SEALS);
+  constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kNeeded) != kNeeded) {
+    throw Error(Code::kInvalid, "a peer offered memory whose size is not sealed");
+  }
+  struct stat info;
+  size_t pages = whole_pages(size);
+  if (::fstat(memory.get(), &info) != 0 || static_cast<uint64_t>(info.st_size) < pages) {
+    throw Error(Code::kInvalid, "a peer offered memory that is smaller than it claims");
+  }
+  std::shared_ptr<Mapping> result(new Mapping);
+  result->size_ = size;
+  result->map(memory.get(), pages, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED);
+  return result;
+}
+
+Mapping::~Mapping() {
+  if (data_ == nullptr || epoch_ != fork::epoch()) return;
+  fork::remove_range(data_);
+  ::munmap(data_, mapped_);
+}
+
+}  // namespace tensorwire

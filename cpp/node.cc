@@ -1,0 +1,306 @@
+#include "node.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "connect.h"
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+// Equal for all processes of one booted system, and for no other.
+std::array<uint8_t, 16> host_id() {
+  char text[64] = {};
+  Descriptor fd(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  ssize_t size = fd ? ::read(fd.get(), text, sizeof text) : -1;
+  Sha256 hash;
+  hash.update("tensorwire host", 15);
+  if (size > 0) {
+    hash.update(text, static_cast<size_t>(size));
+  } else {
+    auto unique = random_nonce();  // unknown: equal to nobody, so shm is not tried
+    hash.update(unique.data(), unique.size());
+  }
+  Digest digest = hash.finish();
+  std::array<uint8_t, 16> result;
+  std::copy_n(digest.begin(), result.size(), result.begin());
+  return result;
+}
+
+}  // namespace
+
+uint32_t transport_bits(const std::vector<std::string>& names) {
+  uint32_t bits = 0;
+  for (const auto& name : names) {
+    if (name == "shm") {
+      bits |= kShmBit;
+    } else if (name == "tcp") {
+      bits |= kTcpBit;
+    } else if (name == "rdma") {
+      throw Error(Code::kUnavailable, "this version of tensorwire has no rdma transport yet");
+    } else {
+      throw Error(Code::kInvalid, "unknown transport '" + name + "'; there are 'shm' and 'tcp'");
+    }
+  }
+  if (bits == 0) throw Error(Code::kInvalid, "a Node needs at least one transport");
+  return bits;
+}
+
+Node::Node(NodeOptions options)
+    : options_(std::move(options)), epoch_(fork::epoch()), incarnation_(random_id()) {
+  fabric_.progress = std::make_shared<Progress>();
+  fabric_.traffic = std::make_shared<Traffic>();
+  fabric_.counters = std::make_shared<Transfer::Counters>();
+  NodePage* page = fabric_.progress->page();
+  page->incarnation = incarnation_;
+  regions_ = std::make_unique<RegionTable>(page);
+  fabric_.regions = regions_.get();
+  fabric_.limits.quota_bytes = options_.quota_bytes;
+  fabric_.shareable = (options_.transports & kShmBit) != 0;
+  fabric_.incarnation = incarnation_;
+  fabric_.page = fabric_.progress->page_mapping();
+  fabric_.doorbell = fabric_.progress->doorbell();
+  fabric_.free_region = [this](const std::shared_ptr<Region>& region) { free_here(region); };
+}
+
+std::shared_ptr<Node> Node::create(NodeOptions options) {
+  if (options.name.size() > kMaxNodeNameBytes) {
+    throw Error(Code::kInvalid,
+                "a Node's name has at most " + std::to_string(kMaxNodeNameBytes) + " bytes");
+  }
+  std::shared_ptr<Node> node(new Node(std::move(options)));
+  node->start();
+  return node;
+}
+
+void Node::start() {
+  listener_ = std::make_shared<Listener>(fabric_.progress, options_.host, options_.port);
+  port_ = listener_->port();
+  Listener::Options doors;
+  doors.me = hello();
+  doors.secret = options_.secret;
+  doors.handshake_timeout_s = options_.handshake_timeout_s;
+  doors.peer_timeout_s = options_.peer_timeout_s;
+  doors.room_for_peer = [this]() -> Status {
+    std::lock_guard lock(mutex_);
+    if (peers_.size() < options_.max_peers) return {};
+    return {Code::kBusy, "it already has its limit of " + std::to_string(options_.max_peers) +
+                             " peers (max_peers)"};
+  };
+  doors.on_arrival = [this](Listener::Arrival arrival) {
+    try {
+      adopt(std::move(arrival.socket), arrival.is_unix, std::move(arrival.client),
+            std::move(arrival.address), "the peer connected this way", true);
+    } catch (const Error&) {
+      // No descriptors left: the caller sees its connection end.
+    }
+  };
+  listener_->start(std::move(doors));
+}
+
+Node::~Node() {
+  if (epoch_ != fork::epoch()) return;
+  close();
+}
+
+void Node::check_open() const {
+  if (epoch_ != fork::epoch()) {
+    throw Error(Code::kClosed, "the Node '" + options_.name +
+                                   "' belongs to the process that this one was forked from; create "
+                                   "a Node of its own here");
+  }
+  if (closed_) throw Error(Code::kClosed, "the Node '" + options_.name + "' is closed");
+}
+
+Hello Node::hello() const {
+  Hello hello;
+  hello.transports = options_.transports;
+  hello.incarnation = incarnation_;
+  hello.host = host_id();
+  hello.pid = static_cast<uint32_t>(::getpid());
+  hello.port = port_;
+  hello.name = options_.name;
+  hello.has_secret = !options_.secret.empty();
+  return hello;
+}
+
+// ---- regions
+
+std::shared_ptr<Region> Node::allocate(uint64_t size, const std::string& name, Access access) {
+  check_open();
+  return regions_->allocate(size, name, access, fabric_.shareable, 0);
+}
+
+std::shared_ptr<Region> Node::region(const std::string& name) const {
+  check_open();
+  auto region = regions_->find(name);
+  if (!region) {
+    throw Error(Code::kNotFound, "this Node has no region named '" + name + "'");
+  }
+  return region;
+}
+
+void Node::free(const std::shared_ptr<Region>& region) {
+  check_open();
+  bool alone;
+  {
+    std::lock_guard lock(mutex_);
+    alone = peers_.empty();
+  }
+  if (alone) {
+    regions_->free(*region);
+  } else {
+    fabric_.progress->run([&] { free_here(region); });
+  }
+}
+
+void Node::free_here(const std::shared_ptr<Region>& region) {
+  regions_->free(*region);
+  for (const auto& peer : peers()) peer->revoke(*region);
+}
+
+// ---- peers
+
+PeerPtr Node::adopt(Descriptor socket, bool is_unix, Hello remote, std::string address,
+                    std::string reason, bool accepted) {
+  PeerPtr peer;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) throw Error(Code::kClosed, "the Node is closed");
+    uint64_t id = next_peer_++;
+    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address),
+                                  is_unix ? "shm" : "tcp", std::move(reason));
+    peers_[id] = peer;
+  }
+  auto on_ready = [this, accepted](Peer& ready) {
+    if (!accepted) return;
+    std::lock_guard lock(mutex_);
+    accepted_.push_back(ready.shared_from_this());
+    accepted_count_ = accepted_.size();
+    fabric_.progress->changed();
+  };
+  try {
+    peer->start(std::move(socket), is_unix, on_ready, [this](Peer& lost) { forget(lost); });
+  } catch (...) {
+    forget(*peer);
+    throw;
+  }
+  return peer;
+}
+
+void Node::forget(Peer& peer) {
+  PeerPtr gone;  // destroyed without the lock
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(peer.id());
+  if (found == peers_.end()) return;
+  gone = std::move(found->second);
+  peers_.erase(found);
+  std::erase(accepted_, gone);
+  accepted_count_ = accepted_.size();
+}
+
+PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
+                      const std::string& require, const std::function<void()>& interrupted) {
+  check_open();
+  uint32_t bit = require.empty() ? 0 : transport_bits({require});
+  if (bit != 0 && (options_.transports & bit) == 0) {
+    throw Error(Code::kUnavailable,
+                "'" + require + "' is required, but this Node was made without it");
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (peers_.size() >= options_.max_peers) {
+      throw Error(Code::kBusy, "this Node already has its limit of " +
+                                   std::to_string(options_.max_peers) + " peers (max_peers)");
+    }
+  }
+  Connection made = connect_to(host, port, hello(), options_.secret, bit, options_.peer_timeout_s,
+                               deadline, interrupted);
+  PeerPtr peer;
+  // In the driving thread, like every arrival: frames may come at once.
+  std::string failure;
+  Code code = Code::kOk;
+  fabric_.progress->run([&] {
+    try {
+      peer = adopt(std::move(made.socket), made.is_unix, std::move(made.server),
+                   std::move(made.address), std::move(made.reason), false);
+    } catch (const Error& error) {
+      code = error.code();
+      failure = error.what();
+    }
+  });
+  if (!peer) throw Error(code, failure);
+  for (;;) {
+    if (fabric_.progress->wait([&] { return peer->ready() || peer->lost(); }, deadline)) break;
+    if (Progress::interrupted() && interrupted && !deadline.passed()) {
+      interrupted();
+      continue;
+    }
+    fabric_.progress->run([&] { peer->lose({Code::kTimeout, "it did not finish connecting"}); });
+    throw Error(Code::kTimeout, peer->lost_status().message);
+  }
+  if (peer->lost()) throw Error(peer->lost_status());
+  return peer;
+}
+
+PeerPtr Node::accept(Deadline deadline) {
+  check_open();
+  for (;;) {
+    bool ready = fabric_.progress->wait(
+        [this] { return accepted_count_.load() > 0 || closed_.load(); }, deadline);
+    check_open();
+    if (!ready) return nullptr;
+    std::lock_guard lock(mutex_);
+    if (accepted_.empty()) continue;
+    PeerPtr peer = std::move(accepted_.front());
+    accepted_.pop_front();
+    accepted_count_ = accepted_.size();
+    return peer;
+  }
+}
+
+std::vector<PeerPtr> Node::peers() const {
+  std::lock_guard lock(mutex_);
+  std::vector<PeerPtr> result;
+  for (const auto& [id, peer] : peers_) result.push_back(peer);
+  return result;
+}
+
+bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
+                     const PeerPtr& watch) {
+  check_open();
+  if (offset % sizeof(uint64_t) != 0 || !region.contains(offset, sizeof(uint64_t))) {
+    throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
+                                    std::to_string(offset) + " of " + std::to_string(region.size) +
+                                    " bytes is not");
+  }
+  auto word = word_at(region.data() + offset);
+  const std::atomic<bool>* closed = &closed_;
+  const Peer* peer = watch.get();
+  fabric_.progress->wait(
+      [&] {
+        return word.load(std::memory_order_acquire) >= value ||
+               closed->load(std::memory_order_relaxed) || (peer != nullptr && peer->lost());
+      },
+      deadline);
+  if (word.load(std::memory_order_acquire) >= value) return true;
+  check_open();
+  if (peer != nullptr && peer->lost()) throw Error(peer->lost_status());
+  return false;
+}
+
+void Node::close() {
+  if (epoch_ != fork::epoch() || closed_.exchange(true)) return;
+  fabric_.progress->run([this] {
+    if (listener_) listener_->close();
+    for (const auto& peer : peers()) {
+      peer->lose({Code::kClosed, "this Node was closed"}, true);
+    }
+  });
+  fabric_.progress->stop();
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,104 @@
+// A Node: this process on the fabric. Owns regions, peers, doors and the progress loop.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "handshake.h"
+#include "listener.h"
+#include "peer.h"
+#include "progress.h"
+#include "region.h"
+#include "transport.h"
+
+namespace tensorwire {
+
+struct NodeOptions {
+  std::string name;
+  std::string host = "127.0.0.1";
+  uint16_t port = 0;  // 0 = any free one
+  Secret secret;      // empty = none
+  uint32_t transports = kShmBit | kTcpBit;
+  uint64_t quota_bytes = uint64_t{4} << 30;
+  size_t max_peers = 1024;
+  double handshake_timeout_s = 10;
+  double peer_timeout_s = 10;
+};
+
+// "shm,tcp" <-> bits. Throws kInvalid for an unknown name, kUnavailable for one that is not built.
+uint32_t transport_bits(const std::vector<std::string>& names);
+
+class Node : public std::enable_shared_from_this<Node> {
+ public:
+  static std::shared_ptr<Node> create(NodeOptions options);
+  ~Node();
+  Node(const Node&) = delete;
+  Node& operator=(const Node&) = delete;
+
+  const std::string& name() const { return options_.name; }
+  const std::string& host() const { return options_.host; }
+  uint16_t port() const { return port_; }
+  uint64_t incarnation() const { return incarnation_; }
+  bool closed() const { return closed_ || epoch_ != fork::epoch(); }
+  const std::shared_ptr<Progress>& progress() const { return fabric_.progress; }
+  const Traffic& traffic() const { return *fabric_.traffic; }
+  const Transfer::Counters& transfers() const { return *fabric_.counters; }
+
+  // Throws kClosed unless this process made the Node and has not closed it.
+  void check_open() const;
+
+  std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access);
+  std::shared_ptr<Region> region(const std::string& name) const;
+  // Takes the region away from peers; returns when none of them can place bytes in it through
+  // this Node any more. (On shm a peer that mapped it keeps its mapping of the old memory.)
+  void free(const std::shared_ptr<Region>& region);
+
+  // Connects, proves the secret and chooses the path: shm if the peer proves to be on this host,
+  // else tcp. require names the only path that will do, "" any. interrupted is called when a signal
+  // arrives and may throw.
+  PeerPtr connect(const std::string& host, uint16_t port, Deadline deadline,
+                  const std::string& require, const std::function<void()>& interrupted);
+  // The next peer that connected to us; null if the deadline passed (or a signal came).
+  PeerPtr accept(Deadline deadline);
+  std::vector<PeerPtr> peers() const;
+
+  // Waits until the word at offset is >= value. False if the deadline passed (or a signal came).
+  // Throws kClosed if the Node is closed meanwhile, and the peer's own status if watch is given
+  // and lost first.
+  bool wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
+                 const PeerPtr& watch = nullptr);
+
+  void close();
+
+ private:
+  explicit Node(NodeOptions options);
+  void start();
+  Hello hello() const;
+  PeerPtr adopt(Descriptor socket, bool is_unix, Hello remote, std::string address,
+                std::string reason, bool accepted);
+  void forget(Peer& peer);
+  void free_here(const std::shared_ptr<Region>& region);  // driving thread
+
+  NodeOptions options_;
+  const uint32_t epoch_;
+  const uint64_t incarnation_;
+  uint16_t port_ = 0;
+  Fabric fabric_;
+  std::unique_ptr<RegionTable> regions_;
+  std::shared_ptr<Listener> listener_;
+  std::atomic<bool> closed_{false};
+
+  mutable std::mutex mutex_;
+  uint64_t next_peer_ = 1;
+  std::map<uint64_t, PeerPtr> peers_;
+  std::deque<PeerPtr> accepted_;
+  std::atomic<size_t> accepted_count_{0};
+};
+
+}  // namespace tensorwire

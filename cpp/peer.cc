@@ -1,0 +1,495 @@
+#include "peer.h"
+
+#include <cstdio>
+
+namespace tensorwire {
+
+Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
+           std::string reason)
+    : fabric_(std::move(fabric)),
+      id_(id),
+      remote_(std::move(remote)),
+      address_(std::move(address)),
+      transport_(std::move(transport)),
+      reason_(std::move(reason)),
+      epoch_(fork::epoch()),
+      service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.limits,
+               fabric_.shareable, id, fabric_.free_region) {}
+
+Peer::~Peer() = default;
+
+void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_ready,
+                 std::function<void(Peer&)> on_lost) {
+  on_ready_ = std::move(on_ready);
+  on_lost_ = std::move(on_lost);
+  // The stream keeps the peer until lose() closes it.
+  stream_ = std::make_shared<Stream>(fabric_.progress, std::move(socket), is_unix, *this,
+                                     [this](Status status) { lose(std::move(status)); },
+                                     shared_from_this());
+  service_.attach(stream_);
+  if (is_unix) {
+    shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
+    channel_ = shm_;
+    Header header;
+    header.type = FrameType::kAttach;
+    header.generation = fabric_.incarnation;
+    int descriptors[] = {fabric_.page->descriptor(), fabric_.doorbell};
+    stream_->send(header, {}, true, descriptors, fabric_.progress);
+  } else {
+    tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.counters, fabric_.traffic,
+                                        stream_, next_id_);
+    channel_ = tcp_;
+    ready_ = true;
+  }
+  stream_->start();
+  if (ready_) on_ready_(*this);
+}
+
+std::string Peer::describe() const {
+  char incarnation[20];
+  std::snprintf(incarnation, sizeof incarnation, "%016llx",
+                static_cast<unsigned long long>(remote_.incarnation));
+  return "peer '" + remote_.name + "' (" + address_ + ", pid " + std::to_string(remote_.pid) +
+         ", incarnation " + incarnation + ")";
+}
+
+Status Peer::lost_status() const {
+  std::lock_guard lock(mutex_);
+  return lost_status_;
+}
+
+void Peer::check_alive() const {
+  if (epoch_ != fork::epoch()) {
+    throw Error(Code::kClosed,
+                "this process is a fork of the one that connected to " + describe() +
+                    "; create a Node of its own here");
+  }
+}
+
+void Peer::check_region(const RemoteRegion& region) const {
+  if (region.incarnation != remote_.incarnation) {
+    throw Error(Code::kStaleHandle, "the region belongs to another process than " + describe() +
+                                        "; ask this peer for its own");
+  }
+}
+
+void Peer::check(std::span<const Piece> pieces, bool write) const {
+  for (const Piece& piece : pieces) {
+    check_region(*piece.remote);
+    if (!piece.remote->contains(piece.offset, piece.length)) {
+      throw Error(Code::kInvalid, std::to_string(piece.length) + " bytes at offset " +
+                                      std::to_string(piece.offset) +
+                                      " do not fit the region of " +
+                                      std::to_string(piece.remote->size) + " bytes");
+    }
+    if (write && !piece.remote->access.write) {
+      throw Error(Code::kPermission, "the region '" + piece.remote->name + "' of " + describe() +
+                                         " was granted read-only");
+    }
+    if (!write && !piece.remote->access.read) {
+      throw Error(Code::kPermission, "the region '" + piece.remote->name + "' of " + describe() +
+                                         " was granted without read access");
+    }
+  }
+}
+
+void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
+  check_region(region);
+  if (offset % sizeof(uint64_t) != 0 || !region.contains(offset, sizeof(uint64_t))) {
+    throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
+                                    std::to_string(offset) + " of " + std::to_string(region.size) +
+                                    " bytes is not");
+  }
+  if (!region.access.write) {
+    throw Error(Code::kPermission,
+                "the region '" + region.name + "' of " + describe() + " was granted read-only");
+  }
+}
+
+TransferPtr Peer::finished(const Status& status, uint64_t bytes) {
+  auto transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, bytes);
+  transfer->complete(status.code, status.message);
+  return transfer;
+}
+
+// ---- one-sided operations
+
+TransferPtr Peer::write(std::span<const Piece> pieces, const SignalTo& signal,
+                        uint64_t inline_limit) {
+  check_alive();
+  check(pieces, true);
+  if (signal.region != nullptr) check_word(*signal.region, signal.offset);
+  if (!faulty()) return channel_->write(pieces, signal, inline_limit);
+  std::vector<Piece> kept(pieces.begin(), pieces.end());
+  std::vector<RemoteRegionPtr> regions;
+  for (const Piece& piece : pieces) regions.push_back(piece.remote->shared_from_this());
+  if (signal.region != nullptr) regions.push_back(signal.region->shared_from_this());
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.length;
+  return guarded(bytes, [this, self = shared_from_this(), kept, regions, signal, inline_limit] {
+    return channel_->write(kept, signal, inline_limit);
+  });
+}
+
+TransferPtr Peer::read(std::span<const Piece> pieces, uint64_t inline_limit) {
+  check_alive();
+  check(pieces, false);
+  if (!faulty()) return channel_->read(pieces, inline_limit);
+  std::vector<Piece> kept(pieces.begin(), pieces.end());
+  std::vector<RemoteRegionPtr> regions;
+  for (const Piece& piece : pieces) regions.push_back(piece.remote->shared_from_this());
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.length;
+  return guarded(bytes, [this, self = shared_from_this(), kept, regions, inline_limit] {
+    return channel_->read(kept, inline_limit);
+  });
+}
+
+TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> after) {
+  check_alive();
+  check_word(*signal.region, signal.offset);
+  auto issue = [this, self = shared_from_this(), signal,
+                region = signal.region->shared_from_this()] { return channel_->signal(signal); };
+  auto start = [this, issue] { return faulty() ? guarded(0, issue) : issue(); };
+  bool all_done = true;
+  for (const auto& transfer : after) all_done = all_done && transfer->done();
+  if (all_done) {
+    for (const auto& transfer : after) {
+      if (!transfer->status().ok()) return finished(transfer->status());
+    }
+    return start();
+  }
+  // The word is raised when the last of them is placed; if one fails, it is not raised at all.
+  struct Waiting {
+    std::atomic<size_t> left;
+    std::vector<TransferPtr> after;
+    TransferPtr outer;
+  };
+  auto waiting = std::make_shared<Waiting>();
+  waiting->left = after.size();
+  waiting->after.assign(after.begin(), after.end());
+  waiting->outer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+  auto progress = fabric_.progress;
+  auto one_less = [waiting, start, progress] {
+    if (waiting->left.fetch_sub(1) != 1) return;
+    auto list = std::move(waiting->after);  // ends the cycle through their then()
+    for (const auto& transfer : list) {
+      if (transfer->status().ok()) continue;
+      waiting->outer->complete(transfer->status().code, transfer->status().message);
+      progress->notify();
+      return;
+    }
+    auto inner = start();
+    inner->then([inner = inner.get(), outer = waiting->outer, progress] {
+      outer->complete(inner->status().code, inner->status().message, inner->value());
+      progress->notify();
+    });
+  };
+  for (const auto& transfer : after) transfer->then(one_less);
+  return waiting->outer;
+}
+
+TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
+  check_alive();
+  check_word(region, offset);
+  if (!faulty()) return channel_->fetch_add(region, offset, value);
+  return guarded(0, [this, self = shared_from_this(), kept = region.shared_from_this(), offset,
+                     value] { return channel_->fetch_add(*kept, offset, value); });
+}
+
+// ---- regions of the peer
+
+AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region) {
+  check_alive();
+  auto asked = std::make_shared<Asked>();
+  asked->wants_region = wants_region;
+  asked->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+  header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
+  header.length = body.size();
+  auto send = [this, self = shared_from_this(), asked, header, text = std::string(body)] {
+    {
+      std::lock_guard lock(mutex_);
+      if (!lost_) {
+        asked_.emplace(header.transfer, asked);
+      } else {
+        asked->transfer->complete(lost_status_.code, lost_status_.message);
+        return asked->transfer;
+      }
+    }
+    stream_->send(header, text);
+    return asked->transfer;
+  };
+  if (!faulty()) {
+    send();
+    return asked;
+  }
+  // The fault may give another transfer; the question ends as that one does.
+  auto transfer = guarded(0, send);
+  if (transfer != asked->transfer) {
+    auto outer = std::make_shared<Asked>();
+    outer->wants_region = wants_region;
+    outer->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+    transfer->then([outer, asked, inner = transfer.get(), progress = fabric_.progress] {
+      outer->region = asked->region;
+      outer->transfer->complete(inner->status().code, inner->status().message);
+      progress->notify();
+    });
+    if (!asked->transfer->done()) {
+      // Never sent, or not yet: only a delayed one completes the inner transfer by itself.
+      transfer->then([asked] {
+        if (!asked->transfer->done()) asked->transfer->complete(Code::kUnavailable, "never sent");
+      });
+    }
+    return outer;
+  }
+  return asked;
+}
+
+AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access access) {
+  if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
+  if (name.size() > kMaxNameBytes) {
+    throw Error(Code::kInvalid,
+                "a region's name has at most " + std::to_string(kMaxNameBytes) + " bytes");
+  }
+  Header header;
+  header.type = FrameType::kAllocate;
+  header.total = size;
+  header.flags = (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
+  return ask(header, name, true);
+}
+
+AskedPtr Peer::ask_lookup(const std::string& name) {
+  if (name.empty() || name.size() > kMaxNameBytes) {
+    throw Error(Code::kInvalid,
+                "a region's name has 1 to " + std::to_string(kMaxNameBytes) + " bytes");
+  }
+  Header header;
+  header.type = FrameType::kLookup;
+  return ask(header, name, true);
+}
+
+AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation) {
+  Header header;
+  header.type = FrameType::kLookup;
+  header.region = id;
+  header.generation = generation;
+  return ask(header, {}, true);
+}
+
+AskedPtr Peer::ask_free(const RemoteRegion& region) {
+  check_region(region);
+  Header header;
+  header.type = FrameType::kFree;
+  header.region = region.id;
+  header.generation = region.generation;
+  return ask(header, {}, false);
+}
+
+RemoteRegionPtr Peer::finish(const AskedPtr& asked) const {
+  const Status& status = asked->transfer->status();
+  if (status.ok()) return asked->region;
+  bool ours = status.code == Code::kPeerLost || status.code == Code::kClosed;
+  throw Error(status.code, ours ? status.message : describe() + ": " + status.message);
+}
+
+void Peer::abandon(const AskedPtr& asked) { asked->abandoned = true; }
+
+bool Peer::granted(const Header& header, std::string_view body) {
+  AskedPtr asked;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = asked_.find(header.transfer);
+    if (found == asked_.end()) return false;
+    asked = found->second;
+    asked_.erase(found);
+  }
+  Status status{static_cast<Code>(header.status), std::string(body)};
+  bool well_formed = true;
+  if (header.type == FrameType::kGrant && status.ok()) {
+    auto region = std::make_shared<RemoteRegion>();
+    region->id = header.region;
+    region->generation = header.generation;
+    region->size = header.total;
+    region->incarnation = remote_.incarnation;
+    region->access = {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
+    region->name = body;
+    status.message.clear();
+    if (shm_) {
+      try {
+        region->mapping = Mapping::import(stream_->take_descriptor(), region->size,
+                                          region->access.write);
+      } catch (const Error& error) {
+        status = {error.code(), error.what()};
+        // Out of address space is our trouble; anything else is a lie.
+        well_formed = error.code() == Code::kNoMemory;
+      }
+    }
+    if (header.total == 0 || header.generation == 0) well_formed = false;
+    if (status.ok() && asked->abandoned) {
+      Header give_back;
+      give_back.type = FrameType::kFree;
+      give_back.region = region->id;
+      give_back.generation = region->generation;
+      give_back.transfer = next_id_.fetch_add(1);
+      auto nobody = std::make_shared<Asked>();
+      nobody->wants_region = false;
+      nobody->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+      {
+        std::lock_guard lock(mutex_);
+        asked_.emplace(give_back.transfer, nobody);
+      }
+      stream_->send(give_back, {}, false);
+    }
+    asked->region = std::move(region);
+  }
+  asked->transfer->complete(status.code, std::move(status.message));
+  fabric_.progress->changed();
+  return well_formed;
+}
+
+// ---- frames
+
+bool Peer::begin_payload(const Header& header, std::byte** target) {
+  if (header.type == FrameType::kWrite) return service_.begin_write(header, target);
+  return tcp_ && tcp_->begin_data(header, target);
+}
+
+bool Peer::end_payload(const Header& header) {
+  if (header.type == FrameType::kWrite) return service_.end_write(header);
+  return tcp_ && tcp_->end_data(header);
+}
+
+bool Peer::attached() {
+  Descriptor page = stream_->take_descriptor();
+  Descriptor doorbell = stream_->take_descriptor();
+  if (!shm_ || ready_ || !page || !doorbell) return false;
+  try {
+    shm_->attach(std::move(page), std::move(doorbell), remote_.incarnation);
+  } catch (const Error&) {
+    return false;
+  }
+  ready_.store(true, std::memory_order_release);
+  on_ready_(*this);
+  fabric_.progress->changed();
+  return true;
+}
+
+bool Peer::control(const Header& header, std::string_view body) {
+  switch (header.type) {
+    case FrameType::kDone: {
+      bool mine;
+      {
+        std::lock_guard lock(mutex_);
+        auto found = asked_.find(header.transfer);
+        mine = found != asked_.end();
+        if (mine && found->second->wants_region) return false;
+      }
+      return mine ? granted(header, body) : tcp_ && tcp_->done(header, body);
+    }
+    case FrameType::kGrant: {
+      {
+        std::lock_guard lock(mutex_);
+        auto found = asked_.find(header.transfer);
+        if (found == asked_.end() || !found->second->wants_region) return false;
+      }
+      return granted(header, body);
+    }
+    case FrameType::kAttach:
+      return attached();
+    case FrameType::kGoodbye:
+      lose({Code::kPeerLost, "it said goodbye: " + std::string(body)});
+      return false;
+    default:
+      return service_.request(header, body);
+  }
+}
+
+// ---- the end
+
+void Peer::lose(Status status, bool say_goodbye) {
+  auto self = shared_from_this();
+  std::unordered_map<uint64_t, AskedPtr> asked;
+  std::vector<TransferPtr> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    if (lost_) return;
+    status.message = (status.code == Code::kPeerLost ? "lost " : "") + describe() + ": " +
+                     status.message;
+    lost_status_ = status;
+    lost_.store(true, std::memory_order_release);
+    asked.swap(asked_);
+    dropped.swap(dropped_);
+  }
+  if (say_goodbye) {
+    Header header;
+    header.type = FrameType::kGoodbye;
+    constexpr std::string_view kWhy = "closed by its user";
+    header.length = kWhy.size();
+    stream_->send(header, kWhy);
+  }
+  // First the stream: afterwards nothing touches the memory of transfers.
+  stream_->close();
+  service_.close();
+  channel_->shutdown(status);
+  for (auto& [id, question] : asked) question->transfer->complete(status.code, status.message);
+  for (auto& transfer : dropped) transfer->complete(status.code, status.message);
+  if (on_lost_) on_lost_(*this);
+  fabric_.progress->changed();
+  fabric_.progress->notify();
+}
+
+// ---- faults
+
+void Peer::inject(std::shared_ptr<FaultPlan> plan) {
+  std::lock_guard lock(mutex_);
+  has_plan_ = plan != nullptr;
+  plan_ = std::move(plan);
+}
+
+TransferPtr Peer::guarded(uint64_t bytes, const std::function<TransferPtr()>& operation) {
+  std::shared_ptr<FaultPlan> plan;
+  {
+    std::lock_guard lock(mutex_);
+    plan = plan_;
+  }
+  auto action = plan ? plan->next() : FaultPlan::Action::kNone;
+  auto pending = [&] {
+    return std::make_shared<Transfer>(fabric_.progress, fabric_.counters, bytes);
+  };
+  switch (action) {
+    case FaultPlan::Action::kNone:
+      return operation();
+    case FaultPlan::Action::kFail:
+      return finished({Code::kUnavailable, "an injected fault: this operation failed"}, bytes);
+    case FaultPlan::Action::kCut:
+      fabric_.progress->post([self = shared_from_this()] {
+        self->lose({Code::kPeerLost, "an injected fault: the connection was cut"});
+        return false;
+      });
+      [[fallthrough]];
+    case FaultPlan::Action::kDrop: {
+      auto transfer = pending();
+      std::lock_guard lock(mutex_);
+      if (lost_) {
+        transfer->complete(lost_status_.code, lost_status_.message);
+      } else {
+        dropped_.push_back(transfer);
+      }
+      return transfer;
+    }
+    case FaultPlan::Action::kDelay: {
+      auto outer = pending();
+      fabric_.progress->after(plan->delay_s, [outer, operation, progress = fabric_.progress] {
+        auto inner = operation();
+        inner->then([inner = inner.get(), outer, progress] {
+          outer->complete(inner->status().code, inner->status().message, inner->value());
+          progress->notify();
+        });
+      });
+      return outer;
+    }
+  }
+  return operation();
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,134 @@
+// A Peer: another process, used as memory. Joins the stream (control, and data on tcp), the channel
+// (the data path) and the service (what the peer may do here).
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fault.h"
+#include "handshake.h"
+#include "service.h"
+#include "shm.h"
+#include "stream.h"
+#include "tcp.h"
+#include "transport.h"
+
+namespace tensorwire {
+
+// What a Peer needs from its Node. Outlives it.
+struct Fabric {
+  std::shared_ptr<Progress> progress;
+  std::shared_ptr<Traffic> traffic;
+  std::shared_ptr<Transfer::Counters> counters;
+  RegionTable* regions = nullptr;
+  Service::Limits limits;
+  bool shareable = false;
+  uint64_t incarnation = 0;
+  std::shared_ptr<Mapping> page;
+  int doorbell = -1;
+  std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
+};
+
+// A question to the peer that is answered with a region.
+struct Asked {
+  TransferPtr transfer;
+  RemoteRegionPtr region;  // valid when the transfer is done well
+  bool wants_region = true;
+  std::atomic<bool> abandoned{false};
+};
+using AskedPtr = std::shared_ptr<Asked>;
+
+class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
+ public:
+  // `id` is this Node's own number for the connection.
+  Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
+       std::string reason);
+  ~Peer() override;
+
+  // Takes over the connected socket; the peer works from then on (on shm: once ready()).
+  void start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_ready,
+             std::function<void(Peer&)> on_lost);
+
+  const std::string& name() const { return remote_.name; }
+  const std::string& address() const { return address_; }
+  uint64_t incarnation() const { return remote_.incarnation; }
+  uint32_t pid() const { return remote_.pid; }
+  const std::string& transport() const { return transport_; }
+  const std::string& reason() const { return reason_; }
+  uint64_t id() const { return id_; }
+  bool ready() const { return ready_.load(std::memory_order_acquire); }
+  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  Status lost_status() const;
+
+  // Regions of the peer. Non-blocking: wait for ->transfer; finish() gives the region or throws.
+  AskedPtr ask_allocate(uint64_t size, const std::string& name, Access access);
+  AskedPtr ask_lookup(const std::string& name);
+  AskedPtr ask_attach(uint32_t id, uint64_t generation);
+  AskedPtr ask_free(const RemoteRegion& region);
+  RemoteRegionPtr finish(const AskedPtr& asked) const;
+  // Nobody waits any more: a region that still comes is given back.
+  void abandon(const AskedPtr& asked);
+
+  // One-sided operations. Throws kInvalid, kPermission or kStaleHandle for what can be seen here;
+  // everything else is told by the transfer.
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t inline_limit);
+  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit);
+  TransferPtr signal(const SignalTo& signal, std::span<const TransferPtr> after);
+  TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value);
+  void check(std::span<const Piece> pieces, bool write) const;
+  void check_word(const RemoteRegion& region, uint64_t offset) const;
+
+  void inject(std::shared_ptr<FaultPlan> plan);
+
+  // Driving thread only. Idempotent; the first status stays.
+  void lose(Status status, bool say_goodbye = false);
+  void revoke(const Region& region) { service_.revoke(region); }
+
+  // FrameSink, driving thread.
+  bool begin_payload(const Header& header, std::byte** target) override;
+  bool end_payload(const Header& header) override;
+  bool control(const Header& header, std::string_view body) override;
+
+ private:
+  std::string describe() const;
+  void check_alive() const;
+  void check_region(const RemoteRegion& region) const;
+  AskedPtr ask(Header header, std::string_view body, bool wants_region);
+  bool granted(const Header& header, std::string_view body);
+  bool attached();
+  TransferPtr finished(const Status& status, uint64_t bytes = 0);
+  // Runs the operation, or what the fault plan makes of it.
+  TransferPtr guarded(uint64_t bytes, const std::function<TransferPtr()>& operation);
+  bool faulty() const { return has_plan_.load(std::memory_order_relaxed); }
+
+  const Fabric fabric_;
+  const uint64_t id_;
+  const Hello remote_;
+  const std::string address_, transport_, reason_;
+  const uint32_t epoch_;
+  std::atomic<uint64_t> next_id_{1};
+  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<ShmChannel> shm_;
+  std::shared_ptr<TcpChannel> tcp_;
+  std::shared_ptr<Channel> channel_;
+  Service service_;
+  std::function<void(Peer&)> on_ready_, on_lost_;
+  std::atomic<bool> ready_{false}, lost_{false};
+
+  mutable std::mutex mutex_;
+  Status lost_status_;
+  std::unordered_map<uint64_t, AskedPtr> asked_;
+  std::vector<TransferPtr> dropped_;
+  std::shared_ptr<FaultPlan> plan_;
+  std::atomic<bool> has_plan_{false};
+};
+
+using PeerPtr = std::shared_ptr<Peer>;
+
+}  // namespace tensorwire

@@ -1,0 +1,534 @@
+#include "progress.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <new>
+
+#include "error.h"
+
+namespace tensorwire {
+namespace {
+
+// How long the thread leaves the loop to waiters that come and go before it drives itself.
+constexpr int64_t kParkNs = 200'000;
+constexpr int kMaxEvents = 64;
+
+enum ParkState : int { kAwake, kParked, kParkedForEver };
+
+enum class Woken { kYes, kTimeout, kSignal };
+
+Woken futex_wait(std::atomic<uint32_t>& word, uint32_t seen, const int64_t* timeout_ns) {
+  timespec limit{};
+  if (timeout_ns != nullptr) {
+    limit.tv_sec = *timeout_ns / 1'000'000'000;
+    limit.tv_nsec = *timeout_ns % 1'000'000'000;
+  }
+  long result = ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen,
+                          timeout_ns ? &limit : nullptr, nullptr, 0);
+  if (result == 0 || errno == EAGAIN) return Woken::kYes;
+  return errno == EINTR ? Woken::kSignal : Woken::kTimeout;
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr,
+            nullptr, 0);
+}
+
+void ring(int event) {
+  uint64_t one = 1;
+  while (::write(event, &one, sizeof one) < 0 && errno == EINTR) {
+  }
+}
+
+void drain(int event) {
+  uint64_t count;
+  while (::read(event, &count, sizeof count) < 0 && errno == EINTR) {
+  }
+}
+
+int cores() {
+  cpu_set_t set;
+  return ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+// Threads that want to run now, on the whole host; 0 if unknown.
+int runnable() {
+  int fd = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  char text[64] = {};
+  ssize_t size = ::read(fd, text, sizeof text - 1);
+  ::close(fd);
+  if (size <= 0) return 0;
+  const char* p = text;
+  for (int spaces = 0; *p && spaces < 3; ++p) spaces += *p == ' ';
+  return std::atoi(p);
+}
+
+// Half of the median round trip between two threads that sleep on eventfds.
+int64_t measure_wake_ns() {
+  Descriptor there(::eventfd(0, EFD_CLOEXEC)), back(::eventfd(0, EFD_CLOEXEC));
+  if (!there || !back) return 0;
+  constexpr int kRounds = 31;
+  auto receive = [](int fd) {
+    pollfd p{fd, POLLIN, 0};
+    ::poll(&p, 1, 100);
+    drain(fd);
+  };
+  std::thread other([&] {
+    for (int i = 0; i < kRounds; ++i) receive(there.get()), ring(back.get());
+  });
+  std::vector<int64_t> times;
+  for (int i = 0; i < kRounds; ++i) {
+    auto start = Clock::now();
+    ring(there.get());
+    receive(back.get());
+    times.push_back(std::chrono::nanoseconds(Clock::now() - start).count());
+  }
+  other.join();
+  std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
+  return std::clamp<int64_t>(times[kRounds / 2] / 2, 1'000, 100'000);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+thread_local bool Progress::interruptible_ = false;
+thread_local bool Progress::interrupted_ = false;
+
+Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno));
+}
+
+void Notifier::drain() { tensorwire::drain(event_.get()); }
+
+Progress::Progress()
+    : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
+      page_(new (page_mapping_->data()) NodePage),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      doorbell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      epoch_(fork::epoch()) {
+  if (!epoll_ || !doorbell_) {
+    throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
+  }
+  spin_bound_ns();
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = doorbell_.get();
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &event);
+  // Signals belong to the user's threads.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { thread_main(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Progress::~Progress() {
+  if (epoch_ != fork::epoch()) {
+    // The thread lives in the parent only; forget it without joining.
+    new (&thread_) std::thread;
+    return;
+  }
+  stop();
+}
+
+void Progress::stop() {
+  if (stopping_.exchange(true)) return;
+  urgent_ = true;
+  unpark();
+  kick();
+  notify();
+  if (thread_.joinable()) thread_.join();
+  // What is still queued must end too; its owners were told that all is over.
+  while (run_jobs()) {
+  }
+  std::vector<Timer> timers;
+  {
+    std::lock_guard lock(jobs_mutex_);
+    timers.swap(timers_);
+  }
+  for (auto& timer : timers) timer.job();
+  while (run_jobs()) {
+  }
+  notify();
+}
+
+int64_t Progress::spin_bound_ns() {
+  static const int64_t cost = measure_wake_ns();
+  // Looking at the load costs some microseconds, so it is done now and then.
+  static std::atomic<int64_t> bound{cost}, looked_at{0};
+  int64_t now = Clock::now().time_since_epoch().count();
+  int64_t last = looked_at.load(std::memory_order_relaxed);
+  if (now - last > 50'000'000 && looked_at.compare_exchange_strong(last, now)) {
+    int here = cores();
+    bound = here < 2 || runnable() > here ? 0 : cost;
+  }
+  return bound.load(std::memory_order_relaxed);
+}
+
+// ---- handlers
+
+void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) {
+  {
+    std::lock_guard lock(handlers_mutex_);
+    handlers_[fd] = std::move(handler);
+  }
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    int error_number = errno;
+    std::lock_guard lock(handlers_mutex_);
+    handlers_.erase(fd);
+    throw Error(Code::kBusy, system_message("epoll_ctl", error_number));
+  }
+}
+
+void Progress::change(int fd, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+}
+
+void Progress::unwatch(int fd) {
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  std::shared_ptr<Handler> gone;  // destroyed without the lock
+  std::lock_guard lock(handlers_mutex_);
+  auto found = handlers_.find(fd);
+  if (found != handlers_.end()) {
+    gone = std::move(found->second);
+    handlers_.erase(found);
+  }
+}
+
+void Progress::flush_later(std::shared_ptr<Handler> handler) {
+  to_flush_.push_back(std::move(handler));
+}
+
+void Progress::flush() {
+  while (!to_flush_.empty()) {
+    auto handlers = std::move(to_flush_);
+    to_flush_.clear();
+    for (auto& handler : handlers) handler->on_flush();
+  }
+}
+
+// ---- jobs and timers
+
+void Progress::post(std::function<bool()> job) {
+  {
+    std::lock_guard lock(jobs_mutex_);
+    jobs_.push_back(std::move(job));
+    have_jobs_ = true;
+  }
+  attention();
+}
+
+void Progress::after(double seconds, std::function<void()> job) {
+  {
+    std::lock_guard lock(jobs_mutex_);
+    timers_.push_back({Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                          std::chrono::duration<double>(seconds)),
+                       std::move(job)});
+    have_timers_ = true;
+  }
+  attention();
+}
+
+void Progress::run(const std::function<void()>& job) {
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  // The job may outlive neither the caller's frame nor run(): it is waited for without limit.
+  post([&job, done] {
+    job();
+    done->store(true, std::memory_order_release);
+    return false;
+  });
+  wait([&] { return done->load(std::memory_order_acquire); }, Deadline());
+}
+
+bool Progress::run_jobs() {
+  if (!have_jobs_) return false;
+  std::deque<std::function<bool()>> jobs;
+  {
+    std::lock_guard lock(jobs_mutex_);
+    jobs.swap(jobs_);
+    have_jobs_ = false;
+  }
+  std::deque<std::function<bool()>> again;
+  for (auto& job : jobs) {
+    if (job()) again.push_back(std::move(job));
+  }
+  changed_ = true;
+  std::lock_guard lock(jobs_mutex_);
+  for (auto& job : jobs_) again.push_back(std::move(job));
+  jobs_ = std::move(again);
+  have_jobs_ = !jobs_.empty();
+  return have_jobs_;
+}
+
+bool Progress::run_timers() {
+  if (!have_timers_) return false;
+  std::vector<std::function<void()>> due;
+  {
+    std::lock_guard lock(jobs_mutex_);
+    auto now = Clock::now();
+    for (size_t i = 0; i < timers_.size();) {
+      if (timers_[i].at <= now) {
+        due.push_back(std::move(timers_[i].job));
+        timers_[i] = std::move(timers_.back());
+        timers_.pop_back();
+      } else {
+        ++i;
+      }
+    }
+    have_timers_ = !timers_.empty();
+  }
+  for (auto& job : due) job();
+  changed_ = changed_ || !due.empty();
+  return !due.empty();
+}
+
+int Progress::bounded(int timeout_ms) {
+  if (have_jobs_) return 0;
+  if (!have_timers_) return timeout_ms;
+  std::lock_guard lock(jobs_mutex_);
+  if (timers_.empty()) return timeout_ms;
+  auto next = std::min_element(timers_.begin(), timers_.end(),
+                               [](const Timer& a, const Timer& b) { return a.at < b.at; });
+  auto left = std::chrono::ceil<std::chrono::milliseconds>(next->at - Clock::now()).count();
+  int limit = static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
+  return timeout_ms < 0 ? limit : std::min(timeout_ms, limit);
+}
+
+// ---- waking
+
+void Progress::kick() { ring(doorbell_.get()); }
+
+void Progress::notify() {
+  event_seq_.fetch_add(1);
+  if (sleepers_.load() > 0) futex_wake_all(event_seq_);
+  if (armed_notifiers_.load() > 0) {
+    std::lock_guard lock(notifiers_mutex_);
+    for (auto& notifier : notifiers_) {
+      if (notifier->armed_) ring(notifier->event_.get());
+    }
+  }
+}
+
+void Progress::attention() {
+  urgent_ = true;
+  if (driver_.load() == kNobody) {
+    unpark();
+  } else {
+    kick();
+  }
+}
+
+void Progress::backlog(int change) {
+  if (backlog_.fetch_add(change) == 0 && driver_.load() == kNobody) {
+    urgent_ = true;
+    unpark();
+  }
+}
+
+void Progress::add(std::shared_ptr<Notifier> notifier) {
+  std::lock_guard lock(notifiers_mutex_);
+  notifiers_.push_back(std::move(notifier));
+}
+
+void Progress::remove(const std::shared_ptr<Notifier>& notifier) {
+  disarm(*notifier);
+  std::lock_guard lock(notifiers_mutex_);
+  std::erase(notifiers_, notifier);
+}
+
+void Progress::arm(Notifier& notifier) {
+  if (notifier.armed_.exchange(true)) return;
+  armed_notifiers_.fetch_add(1);
+  page_->armed.fetch_add(1);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Progress::disarm(Notifier& notifier) {
+  if (!notifier.armed_.exchange(false)) return;
+  page_->armed.fetch_sub(1);
+  armed_notifiers_.fetch_sub(1);
+}
+
+// ---- driving
+
+bool Progress::try_drive(Driver who) {
+  int expected = kNobody;
+  return driver_.load(std::memory_order_relaxed) == kNobody &&
+         driver_.compare_exchange_strong(expected, who);
+}
+
+void Progress::release_drive() {
+  driver_.store(kNobody);
+  if (sleepers_.load() > 0) {
+    event_seq_.fetch_add(1);
+    futex_wake_all(event_seq_);
+  }
+  bool work = have_jobs_.load() || urgent_.load() || backlog_.load() > 0;
+  if (work) urgent_ = true;
+  if (work || park_state_.load() == kParkedForEver) unpark();
+}
+
+void Progress::drive_once(int timeout_ms) {
+  counters_.rounds.fetch_add(1, std::memory_order_relaxed);
+  urgent_.store(false);
+  bool more = run_jobs();
+  run_timers();
+  flush();
+  if (changed_) {
+    changed_ = false;
+    notify();
+    timeout_ms = 0;  // the driver's own condition may hold now
+  }
+  epoll_event events[kMaxEvents];
+  int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, more ? 0 : bounded(timeout_ms));
+  if (count < 0 && errno == EINTR) interrupted_ = true;
+  for (int i = 0; i < count; ++i) {
+    int fd = events[i].data.fd;
+    if (fd == doorbell_.get()) {
+      drain(fd);
+      counters_.rings.fetch_add(1, std::memory_order_relaxed);
+      changed_ = true;
+      continue;
+    }
+    std::shared_ptr<Handler> handler;
+    {
+      std::lock_guard lock(handlers_mutex_);
+      auto found = handlers_.find(fd);
+      if (found != handlers_.end()) handler = found->second;
+    }
+    if (handler) handler->on_ready(events[i].events);
+  }
+  if (changed_) {
+    changed_ = false;
+    notify();
+  }
+}
+
+bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline deadline) {
+  if (deadline.passed()) return false;
+  interrupted_ = false;
+  bool leading = false;
+  auto lead = [&] {
+    if (!leading && try_drive(kWaiter)) {
+      leading = true;
+      leads_.fetch_add(1, std::memory_order_relaxed);
+    }
+    return leading;
+  };
+  auto leave = [&](bool result) {
+    if (leading) release_drive();
+    return result;
+  };
+
+  if (int64_t bound = spin_bound_ns(); bound > 0) {
+    auto end = Clock::now() + std::chrono::nanoseconds(bound);
+    do {
+      for (int i = 0; i < 16; ++i) {
+        if (ready(argument)) return leave(true);
+        relax();
+      }
+      // Words that peers on other hosts raise arrive through the loop.
+      if (lead()) drive_once(0);
+    } while (Clock::now() < end);
+  }
+
+  page_->armed.fetch_add(1);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  bool result = false;
+  for (;;) {
+    uint32_t seq = event_seq_.load();
+    if (ready(argument)) {
+      result = true;
+      break;
+    }
+    if (deadline.passed() || (interruptible_ && interrupted_)) break;
+    counters_.sleeps.fetch_add(1, std::memory_order_relaxed);
+    if (lead()) {
+      drive_once(deadline.left_ms());
+      continue;
+    }
+    sleepers_.fetch_add(1);
+    int driver = driver_.load();
+    if (driver == kThread && !yield_.exchange(true)) kick();
+    if (driver != kNobody) {
+      int64_t left = deadline.never() ? 0 : deadline.left_ns();
+      if (futex_wait(event_seq_, seq, deadline.never() ? nullptr : &left) == Woken::kSignal) {
+        interrupted_ = true;
+      }
+    }
+    sleepers_.fetch_sub(1);
+  }
+  page_->armed.fetch_sub(1);
+  return leave(result);
+}
+
+void Progress::unpark() {
+  park_word_.fetch_add(1);
+  futex_wake_all(park_word_);
+}
+
+void Progress::park() {
+  for (;;) {
+    uint32_t word = park_word_.load();
+    uint64_t leads = leads_.load();
+    park_state_ = kParked;
+    if (stopping_ || urgent_) break;
+    int64_t period = kParkNs;
+    Woken woken = futex_wait(park_word_, word, &period);
+    if (stopping_ || urgent_) break;
+    if (woken != Woken::kTimeout) continue;  // somebody stopped driving: leave waiters one more period
+    if (driver_.load() == kNobody) break;
+    if (leads_.load() != leads) continue;
+    // One waiter drove all that time. It wakes us when it stops.
+    word = park_word_.load();
+    park_state_ = kParkedForEver;
+    if (driver_.load() != kNobody && !urgent_ && !stopping_) {
+      futex_wait(park_word_, word, nullptr);
+    }
+  }
+  park_state_ = kAwake;
+}
+
+void Progress::thread_main() {
+  while (!stopping_) {
+    if (try_drive(kThread)) {
+      while (!stopping_ && !yield_) drive_once(-1);
+      yield_ = false;
+      counters_.handovers.fetch_add(1, std::memory_order_relaxed);
+      release_drive();
+      if (stopping_) return;
+      // Whoever asked for the loop takes it now; our own wake-up above must not take it back.
+      urgent_ = false;
+    }
+    park();
+    // While a waiter drives, urgent work is its: do not turn round and round.
+    if (driver_.load() != kNobody) urgent_ = false;
+  }
+}
+
+}  // namespace tensorwire

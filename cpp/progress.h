@@ -1,0 +1,169 @@
+// Progress: one epoll loop per Node that whoever waits drives, and a thread that drives it when
+// nobody waits. It knows descriptors, doorbells and conditions; no frames, no regions.
+//
+// Invariants (docs/threads.md explains them, models/wake.pml checks them):
+//  - At most one thread drives: driver_ says who. Only it dispatches handlers, jobs and timers.
+//  - A waiter raises page.armed before its last look at its condition. A writer in another process
+//    stores its word, fences, and rings the doorbell if armed is not 0. So either the waiter sees
+//    the word or the doorbell rings.
+//  - Waiters that do not drive sleep on event_seq_. Whoever drives raises it after every change
+//    that a condition may depend on, and so does whoever stops driving while others sleep.
+//  - The thread parks while others drive: with a time limit kParkNs while they change quickly, for
+//    ever once one stays; whoever stops driving then wakes it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "clock.h"
+#include "fork.h"
+#include "mapping.h"
+#include "page.h"
+
+namespace tensorwire {
+
+// Called by whoever drives, never concurrently.
+class Handler {
+ public:
+  virtual ~Handler() = default;
+  virtual void on_ready(uint32_t events) = 0;
+  // Called before the driver sleeps if the handler asked for it with flush_later().
+  virtual void on_flush() {}
+};
+
+// An eventfd for an event loop that cannot block in wait(): readable after any change while armed.
+class Notifier {
+ public:
+  Notifier();
+  int descriptor() const { return event_.get(); }
+  void drain();
+
+ private:
+  friend class Progress;
+  Descriptor event_;
+  std::atomic<bool> armed_{false};
+};
+
+class Progress {
+ public:
+  Progress();
+  ~Progress();  // stop() must have been called, or the process forked
+  void stop();
+
+  NodePage* page() const { return page_; }
+  const std::shared_ptr<Mapping>& page_mapping() const { return page_mapping_; }
+  int doorbell() const { return doorbell_.get(); }
+
+  // Handlers. Any thread. unwatch() returns at once; on_ready is not called again once a handler
+  // unwatched itself from the driving thread.
+  void watch(int fd, uint32_t events, std::shared_ptr<Handler> handler);
+  void change(int fd, uint32_t events);
+  void unwatch(int fd);
+  void flush_later(std::shared_ptr<Handler> handler);  // driving thread only
+
+  // Jobs run in the driving thread. post: later, again while it returns true. run: now, and waits;
+  // must not be called by a handler.
+  void post(std::function<bool()> job);
+  void run(const std::function<void()>& job);
+  void after(double seconds, std::function<void()> job);
+
+  // Waits until ready() or the deadline; true if ready. ready must be cheap, may be called often
+  // and must only read. Any thread but not from a handler.
+  template <class Ready>
+  bool wait(const Ready& ready, Deadline deadline) {
+    if (ready()) return true;
+    return wait_slow([](const void* r) { return (*static_cast<const Ready*>(r))(); }, &ready,
+                     deadline);
+  }
+
+  // A condition may have become true: wakes sleepers and notifiers. Any thread.
+  void notify();
+  // The same, once, at the end of the present round. Driving thread only.
+  void changed() { changed_ = true; }
+  // Work was queued that only a driver can finish. Any thread.
+  void attention();
+  // +1 when a stream starts to wait for room in its socket, -1 when it stops. Any thread.
+  void backlog(int change);
+
+  // While set, a signal that reaches a thread in wait() ends the wait as a timeout does, so that
+  // an interpreter can run its handlers.
+  static void set_interruptible(bool value) { interruptible_ = value; }
+  static bool interrupted() { return interrupted_; }
+
+  void add(std::shared_ptr<Notifier> notifier);
+  void remove(const std::shared_ptr<Notifier>& notifier);
+  void arm(Notifier& notifier);
+  void disarm(Notifier& notifier);
+
+  // How long a waiter polls before it sleeps: the cost of being woken, measured once per process;
+  // 0 on one core or when more threads want to run than there are cores.
+  static int64_t spin_bound_ns();
+
+  struct Counters {
+    std::atomic<uint64_t> rings{0}, sleeps{0}, rounds{0}, handovers{0};
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  enum Driver : int { kNobody, kWaiter, kThread };
+  using ReadyFunction = bool (*)(const void*);
+  struct Timer {
+    Clock::time_point at;
+    std::function<void()> job;
+  };
+
+  bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline);
+  bool spin(ReadyFunction ready, const void* argument);
+  bool try_drive(Driver who);
+  void release_drive();
+  void drive_once(int timeout_ms);
+  int bounded(int timeout_ms);
+  bool run_timers();
+  bool run_jobs();
+  void flush();
+  void thread_main();
+  void park();
+  void unpark();
+  void kick();
+
+  std::shared_ptr<Mapping> page_mapping_;
+  NodePage* page_ = nullptr;
+  Descriptor epoll_, doorbell_;
+  uint32_t epoch_ = 0;
+
+  std::atomic<int> driver_{kNobody};
+  std::atomic<uint32_t> event_seq_{0};   // futex
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<uint32_t> park_word_{0};   // futex
+  std::atomic<int> park_state_{0};
+  std::atomic<int> backlog_{0};          // streams with bytes that the kernel did not take yet
+  std::atomic<bool> yield_{false}, urgent_{false}, stopping_{false};
+  std::atomic<uint64_t> leads_{0};       // times that a waiter took the lead
+  bool changed_ = false;                 // driving thread only
+
+  std::mutex handlers_mutex_;
+  std::unordered_map<int, std::shared_ptr<Handler>> handlers_;
+  std::vector<std::shared_ptr<Handler>> to_flush_;  // driving thread only
+
+  std::mutex jobs_mutex_;
+  std::deque<std::function<bool()>> jobs_;
+  std::vector<Timer> timers_;
+  std::atomic<bool> have_jobs_{false}, have_timers_{false};
+
+  std::mutex notifiers_mutex_;
+  std::vector<std::shared_ptr<Notifier>> notifiers_;
+  std::atomic<uint32_t> armed_notifiers_{0};
+
+  static thread_local bool interruptible_, interrupted_;
+
+  Counters counters_;
+  std::thread thread_;
+};
+
+}  // namespace tensorwire

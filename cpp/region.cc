@@ -1,0 +1,104 @@
+#include "region.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "error.h"
+
+namespace tensorwire {
+
+uint64_t random_id() {
+  uint64_t value = 0;
+  while (value == 0) {
+    if (::getrandom(&value, sizeof value, 0) != sizeof value) value = 0;
+  }
+  return value;
+}
+
+std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& name, Access access,
+                                              bool shareable, uint64_t lessee) {
+  if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
+  uint64_t physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+                      static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (size > physical) {
+    throw Error(Code::kNoMemory, "a region of " + std::to_string(size) +
+                                     " bytes is larger than this host's memory (" +
+                                     std::to_string(physical) + " bytes)");
+  }
+  if (name.size() > kMaxNameBytes) {
+    throw Error(Code::kInvalid,
+                "a region's name has at most " + std::to_string(kMaxNameBytes) + " bytes");
+  }
+  auto taken = [&] {
+    return Error(Code::kInvalid,
+                 "there is already a region named '" + name + "'; free it or choose another name");
+  };
+  {
+    std::lock_guard lock(mutex_);
+    if (!name.empty() && names_.contains(name)) throw taken();
+  }
+  auto region = std::make_shared<Region>();
+  region->size = size;
+  region->access = access;
+  region->name = name;
+  region->lessee = lessee;
+  region->generation = random_id();
+  region->mapping = Mapping::create(size, shareable, access.write);
+
+  std::lock_guard lock(mutex_);
+  if (!name.empty() && names_.contains(name)) throw taken();
+  if (!free_slots_.empty()) {
+    region->id = free_slots_.back();
+    free_slots_.pop_back();
+  } else {
+    if (slots_.size() == kMaxRegions) {
+      throw Error(Code::kBusy, "this Node already has " + std::to_string(kMaxRegions) +
+                                   " regions; put several tensors into one region");
+    }
+    region->id = static_cast<uint32_t>(slots_.size());
+    slots_.emplace_back();
+  }
+  slots_[region->id] = region;
+  if (!name.empty()) names_[name] = region->id;
+  if (lessee != 0) leased_bytes_ += size;
+  page_->generations[region->id].store(region->generation, std::memory_order_release);
+  return region;
+}
+
+std::shared_ptr<Region> RegionTable::find(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  auto found = names_.find(name);
+  return found == names_.end() ? nullptr : slots_[found->second];
+}
+
+std::shared_ptr<Region> RegionTable::find(uint32_t id, uint64_t generation) const {
+  std::lock_guard lock(mutex_);
+  if (id >= slots_.size() || !slots_[id] || slots_[id]->generation != generation) return nullptr;
+  return slots_[id];
+}
+
+void RegionTable::free(Region& region) {
+  std::lock_guard lock(mutex_);
+  if (region.freed.exchange(true)) return;
+  page_->generations[region.id].store(0, std::memory_order_release);
+  if (!region.name.empty()) names_.erase(region.name);
+  if (region.lessee != 0) leased_bytes_ -= region.size;
+  free_slots_.push_back(region.id);
+  slots_[region.id].reset();  // last: may destroy the region
+}
+
+std::vector<std::shared_ptr<Region>> RegionTable::leased_to(uint64_t peer) const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Region>> result;
+  for (const auto& region : slots_) {
+    if (region && region->lessee == peer) result.push_back(region);
+  }
+  return result;
+}
+
+uint64_t RegionTable::leased_bytes() const {
+  std::lock_guard lock(mutex_);
+  return leased_bytes_;
+}
+
+}  // namespace tensorwire

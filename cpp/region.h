@@ -1,0 +1,70 @@
+// Regions: memory that this Node allocated and that peers may reach, and the table of them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mapping.h"
+#include "page.h"
+
+namespace tensorwire {
+
+inline constexpr size_t kMaxNameBytes = 255;
+
+// What peers may do with a region.
+struct Access {
+  bool read = true;
+  bool write = true;
+};
+
+struct Region {
+  uint32_t id = 0;          // slot in the table
+  uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
+  uint64_t size = 0;
+  Access access;
+  std::string name;    // "" = unnamed, reachable by handle only
+  uint64_t lessee = 0;  // the peer that asked for it, 0 = this process
+  std::shared_ptr<Mapping> mapping;
+  std::atomic<bool> freed{false};
+
+  std::byte* data() const { return mapping->data(); }
+  // Overflow-safe: [offset, offset + length) lies inside.
+  bool contains(uint64_t offset, uint64_t length) const {
+    return offset <= size && length <= size - offset;
+  }
+};
+
+// Thread-safe.
+class RegionTable {
+ public:
+  explicit RegionTable(NodePage* page) : page_(page) {}
+
+  // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory.
+  std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
+                                   bool shareable, uint64_t lessee);
+  std::shared_ptr<Region> find(const std::string& name) const;  // null if there is none
+  std::shared_ptr<Region> find(uint32_t id, uint64_t generation) const;
+  // Takes it out of the table; peers' handles go stale. The memory lives until the last user.
+  void free(Region& region);
+  std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
+  // Bytes that peers asked for and that were not freed yet.
+  uint64_t leased_bytes() const;
+
+ private:
+  NodePage* page_;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Region>> slots_;
+  std::vector<uint32_t> free_slots_;
+  std::map<std::string, uint32_t> names_;
+  uint64_t leased_bytes_ = 0;
+};
+
+// 64 bits from the kernel's generator, never 0.
+uint64_t random_id();
+
+}  // namespace tensorwire

@@ -1,0 +1,278 @@
+#include "service.h"
+
+#include <algorithm>
+
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+// An honest peer has at most kWindow (tcp.cc) requests open; these leave room for control frames.
+constexpr size_t kMaxOpenWrites = 1024;
+constexpr size_t kMaxAnswers = 4096;
+// Answers to larger transfers do not wait for company.
+constexpr uint64_t kAnswerAtOnceBytes = 64 << 10;
+
+// Streams bytes of a region as the answer to one kRead.
+class Answer : public FrameSource {
+ public:
+  Answer(std::shared_ptr<Region> region, const Header& request,
+         std::shared_ptr<std::atomic<size_t>> answering)
+      : region_(std::move(region)), request_(request), answering_(std::move(answering)) {
+    answering_->fetch_add(1, std::memory_order_relaxed);
+  }
+  ~Answer() override { answering_->fetch_sub(1, std::memory_order_relaxed); }
+
+  bool next(Header& header, std::span<const std::byte>& payload) override {
+    uint64_t length = std::min(request_.length - sent_, kMaxChunkBytes);
+    payload = {region_->data() + request_.offset + sent_, static_cast<size_t>(length)};
+    header.type = FrameType::kData;
+    header.transfer = request_.transfer;
+    header.offset = request_.total + sent_;
+    header.length = length;
+    sent_ += length;
+    bool more = sent_ < request_.length;
+    header.flags = more ? 0 : kLast;
+    return more;
+  }
+
+ private:
+  std::shared_ptr<Region> region_;
+  const Header request_;
+  std::shared_ptr<std::atomic<size_t>> answering_;
+  uint64_t sent_ = 0;
+};
+
+}  // namespace
+
+Service::Service(RegionTable& regions, std::shared_ptr<Progress> progress,
+                 std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
+                 std::function<void(const std::shared_ptr<Region>&)> free_region)
+    : regions_(regions),
+      progress_(std::move(progress)),
+      traffic_(std::move(traffic)),
+      limits_(limits),
+      shareable_(shareable),
+      peer_(peer),
+      free_region_(std::move(free_region)),
+      answering_(std::make_shared<std::atomic<size_t>>(0)) {}
+
+Region* Service::granted(const Header& header, uint64_t offset, uint64_t length, bool write,
+                         Status& status) {
+  auto found = grants_.find(header.region);
+  if (found == grants_.end() || found->second->generation != header.generation ||
+      found->second->freed.load(std::memory_order_relaxed)) {
+    status = {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"};
+    return nullptr;
+  }
+  Region& region = *found->second;
+  if (!region.contains(offset, length)) {
+    status = {Code::kInvalid, "out of range: the region has " + std::to_string(region.size) +
+                                  " bytes"};
+    return nullptr;
+  }
+  if (write ? !region.access.write : !region.access.read) {
+    status = {Code::kPermission, write ? "the region was granted read-only"
+                                       : "the region was granted without read access"};
+    return nullptr;
+  }
+  return &region;
+}
+
+Region* Service::granted_word(const Header& header, Status& status) {
+  Region* region = granted(header, header.offset, sizeof(uint64_t), true, status);
+  if (region != nullptr && header.offset % sizeof(uint64_t) != 0) {
+    status = {Code::kInvalid, "a word's offset must be a multiple of 8"};
+    return nullptr;
+  }
+  return region;
+}
+
+void Service::done(const Header& header, const Status& status, bool now, uint64_t value) {
+  Header answer;
+  answer.type = FrameType::kDone;
+  answer.status = static_cast<uint16_t>(status.code);
+  answer.transfer = header.transfer;
+  answer.value = value;
+  answer.length = std::min(status.message.size(), kMaxBodyBytes);
+  stream_->send(answer, std::string_view(status.message).substr(0, kMaxBodyBytes), now);
+}
+
+bool Service::begin_write(const Header& header, std::byte** target) {
+  current_ = {};
+  Region* region = granted(header, header.offset, header.length, true, current_);
+  *target = region ? region->data() + header.offset : nullptr;
+  return true;
+}
+
+bool Service::end_write(const Header& header) {
+  traffic_->bytes_received.fetch_add(header.length, std::memory_order_relaxed);
+  auto found = open_.find(header.transfer);
+  if (found == open_.end() && (header.flags & kLast)) {
+    OpenWrite whole{header.length, std::move(current_)};
+    return finish(header, whole);
+  }
+  if (found == open_.end()) {
+    if (open_.size() >= kMaxOpenWrites) return false;
+    found = open_.try_emplace(header.transfer).first;
+  }
+  OpenWrite& write = found->second;
+  write.placed += header.length;
+  if (write.status.ok() && !current_.ok()) write.status = std::move(current_);
+  if (!(header.flags & kLast)) return true;
+  OpenWrite whole = std::move(write);
+  open_.erase(found);
+  return finish(header, whole);
+}
+
+bool Service::finish(const Header& header, OpenWrite& write) {
+  if (write.placed != header.total) return false;
+  done(header, write.status, header.total >= kAnswerAtOnceBytes);
+  return true;
+}
+
+bool Service::signal(const Header& header) {
+  OpenWrite write;
+  if (auto found = open_.find(header.transfer); found != open_.end()) {
+    write = std::move(found->second);
+    open_.erase(found);
+  }
+  if (write.placed != header.total || !(header.flags & kLast)) return false;
+  Status refusal;
+  Region* word = granted_word(header, refusal);
+  if (write.status.ok()) write.status = std::move(refusal);
+  if (word != nullptr && write.status.ok()) {
+    // All bytes of the transfer were placed by this thread before: the word follows them.
+    store_max(word->data() + header.offset, header.value);
+    progress_->changed();
+  }
+  done(header, write.status, header.total >= kAnswerAtOnceBytes);
+  return true;
+}
+
+bool Service::request(const Header& header, std::string_view body) {
+  if (stream_->queued() + answering_->load(std::memory_order_relaxed) > kMaxAnswers) return false;
+  Status status;
+  switch (header.type) {
+    case FrameType::kRead: {
+      Region* region = granted(header, header.offset, header.length, false, status);
+      if (region == nullptr || header.length == 0) {
+        if (region != nullptr) status = {Code::kInvalid, "an empty read"};
+        done(header, status);
+        return true;
+      }
+      traffic_->bytes_served.fetch_add(header.length, std::memory_order_relaxed);
+      stream_->send(std::make_shared<Answer>(grants_[header.region], header, answering_));
+      return true;
+    }
+    case FrameType::kSignal:
+      return signal(header);
+    case FrameType::kFetchAdd: {
+      Region* region = granted_word(header, status);
+      uint64_t before = 0;
+      if (region != nullptr) {
+        before = word_at(region->data() + header.offset).fetch_add(header.value);
+        progress_->changed();
+      }
+      done(header, status, false, before);
+      return true;
+    }
+    case FrameType::kAllocate:
+      return allocate(header, body);
+    case FrameType::kLookup:
+      return lookup(header, body);
+    case FrameType::kFree:
+      return free(header);
+    default:
+      return false;
+  }
+}
+
+void Service::grant(const Header& header, const std::shared_ptr<Region>& region) {
+  grants_[region->id] = region;
+  Header answer;
+  answer.type = FrameType::kGrant;
+  answer.transfer = header.transfer;
+  answer.flags = (region->access.read ? kReadable : 0) | (region->access.write ? kWritable : 0);
+  answer.region = region->id;
+  answer.generation = region->generation;
+  answer.total = region->size;
+  answer.length = region->name.size();
+  int memory = region->mapping->descriptor();
+  bool send_memory = stream_->is_unix() && memory >= 0;
+  stream_->send(answer, region->name, false, {&memory, send_memory ? 1u : 0u}, region);
+}
+
+void Service::refuse(const Header& header, const Status& status) {
+  Header answer;
+  answer.type = FrameType::kGrant;
+  answer.status = static_cast<uint16_t>(status.code);
+  answer.transfer = header.transfer;
+  answer.length = std::min(status.message.size(), kMaxBodyBytes);
+  stream_->send(answer, std::string_view(status.message).substr(0, kMaxBodyBytes), false);
+}
+
+bool Service::allocate(const Header& header, std::string_view name) {
+  uint64_t leased = regions_.leased_bytes();
+  if (header.total > limits_.quota_bytes || leased > limits_.quota_bytes - header.total) {
+    refuse(header, {Code::kBusy, "the Node's quota for peers is " +
+                                     std::to_string(limits_.quota_bytes) + " bytes, of which " +
+                                     std::to_string(leased) +
+                                     " are in use; free regions or raise quota_bytes there"});
+    return true;
+  }
+  try {
+    Access access{(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
+    grant(header, regions_.allocate(header.total, std::string(name), access, shareable_, peer_));
+  } catch (const Error& error) {
+    refuse(header, {error.code(), error.what()});
+  }
+  return true;
+}
+
+bool Service::lookup(const Header& header, std::string_view name) {
+  auto region = name.empty() ? regions_.find(header.region, header.generation)
+                             : regions_.find(std::string(name));
+  if (region) {
+    grant(header, region);
+  } else if (name.empty()) {
+    refuse(header,
+           {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"});
+  } else {
+    refuse(header, {Code::kNotFound, "no region is named '" + std::string(name) + "' there"});
+  }
+  return true;
+}
+
+bool Service::free(const Header& header) {
+  Status status;
+  auto found = grants_.find(header.region);
+  if (found == grants_.end() || found->second->generation != header.generation ||
+      found->second->freed) {
+    status = {Code::kStaleHandle, "the region was freed already"};
+  } else if (found->second->lessee != peer_) {
+    status = {Code::kPermission, "only whoever allocated a region may free it"};
+  } else {
+    free_region_(std::shared_ptr<Region>(found->second));
+  }
+  done(header, status);
+  return true;
+}
+
+void Service::revoke(const Region& region) {
+  auto found = grants_.find(region.id);
+  if (found == grants_.end() || found->second.get() != &region) return;
+  if (stream_->discard_payload_in(region.data(), region.data() + region.size)) {
+    current_ = {Code::kStaleHandle, "the region was freed during the transfer"};
+  }
+  grants_.erase(found);
+}
+
+void Service::close() {
+  for (const auto& region : regions_.leased_to(peer_)) free_region_(region);
+  grants_.clear();
+  open_.clear();
+  stream_.reset();
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,85 @@
+// Service: what one peer may do to this Node's memory by frames. It trusts nothing that it reads:
+// a frame reaches only regions that were granted to this peer, inside their bounds, as their access
+// allows. Driving thread only.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <unordered_map>
+
+#include "error.h"
+#include "frame.h"
+#include "progress.h"
+#include "region.h"
+#include "stream.h"
+
+namespace tensorwire {
+
+// Counts of one Node, for stats() and for proofs that nothing was copied.
+struct Traffic {
+  std::atomic<uint64_t> bytes_written{0}, bytes_read{0};     // by this Node, to and from peers
+  std::atomic<uint64_t> bytes_received{0}, bytes_served{0};  // by peers, through frames
+  std::atomic<uint64_t> writes{0}, reads{0}, signals{0};     // issued by this Node
+};
+
+class Service {
+ public:
+  struct Limits {
+    uint64_t quota_bytes = 0;  // of all regions that peers allocated on this Node
+  };
+
+  Service(RegionTable& regions, std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
+          Limits limits, bool shareable, uint64_t peer,
+          std::function<void(const std::shared_ptr<Region>&)> free_region);
+
+  void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
+
+  // For kWrite. False is a breach.
+  bool begin_write(const Header& header, std::byte** target);
+  bool end_write(const Header& header);
+  // For kRead, kSignal, kFetchAdd, kAllocate, kLookup, kFree.
+  bool request(const Header& header, std::string_view body);
+
+  // The region was freed: forget the grant, and stop placing bytes in it.
+  void revoke(const Region& region);
+  // The peer is gone: gives back what it leased.
+  void close();
+
+ private:
+  struct OpenWrite {
+    uint64_t placed = 0;
+    Status status;
+  };
+
+  // The granted region if the access is allowed, else null and why.
+  Region* granted(const Header& header, uint64_t offset, uint64_t length, bool write,
+                  Status& status);
+  Region* granted_word(const Header& header, Status& status);
+  void done(const Header& header, const Status& status, bool now = false, uint64_t value = 0);
+  void grant(const Header& header, const std::shared_ptr<Region>& region);
+  void refuse(const Header& header, const Status& status);
+  bool signal(const Header& header);
+  bool allocate(const Header& header, std::string_view name);
+  bool lookup(const Header& header, std::string_view name);
+  bool free(const Header& header);
+  bool finish(const Header& header, OpenWrite& write);
+
+  RegionTable& regions_;
+  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<Traffic> traffic_;
+  const Limits limits_;
+  const bool shareable_;
+  const uint64_t peer_;
+  std::function<void(const std::shared_ptr<Region>&)> free_region_;
+  std::shared_ptr<Stream> stream_;
+
+  std::unordered_map<uint32_t, std::shared_ptr<Region>> grants_;
+  std::unordered_map<uint64_t, OpenWrite> open_;   // transfers of several frames
+  Status current_;                                 // of the payload being received
+  std::shared_ptr<std::atomic<size_t>> answering_; // reads whose answer is not sent yet
+};
+
+}  // namespace tensorwire

@@ -1,0 +1,170 @@
+#include "shm.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+constexpr uint64_t kJobChunkBytes = 1 << 20;  // copied per round of the driver
+
+const Status& stale() {
+  static const Status status{Code::kStaleHandle,
+                             "the region was freed, or its handle is of an earlier process"};
+  return status;
+}
+
+inline void copy_piece(const Piece& piece, uint64_t from, uint64_t length, bool is_read) {
+  std::byte* remote = piece.remote->mapping->data() + piece.offset + from;
+  std::byte* local = piece.local + from;
+  // memmove: a Node may be its own peer, and then source and target may overlap.
+  std::memmove(is_read ? local : remote, is_read ? remote : local, length);
+}
+
+}  // namespace
+
+void ShmChannel::attach(Descriptor page, Descriptor doorbell, uint64_t incarnation) {
+  page_mapping_ = Mapping::import(std::move(page), sizeof(NodePage), false);
+  page_ = reinterpret_cast<const NodePage*>(page_mapping_->data());
+  if (page_->magic != kPageMagic || page_->incarnation != incarnation) {
+    throw Error(Code::kInvalid, "a peer offered a page that is not its own");
+  }
+  doorbell_ = std::move(doorbell);
+}
+
+bool ShmChannel::live(const RemoteRegion& region) const {
+  return region.mapping != nullptr && region.id < kMaxRegions &&
+         page_->generations[region.id].load(std::memory_order_acquire) == region.generation;
+}
+
+Status ShmChannel::down() const {
+  std::lock_guard lock(mutex_);
+  return down_status_;
+}
+
+Status ShmChannel::check(std::span<const Piece> pieces, const SignalTo& signal) const {
+  if (down_.load(std::memory_order_acquire)) return down();
+  for (const Piece& piece : pieces) {
+    if (!live(*piece.remote)) return stale();
+  }
+  if (signal.region != nullptr && !live(*signal.region)) return stale();
+  return {};
+}
+
+void ShmChannel::ring() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (page_->armed.load(std::memory_order_relaxed) == 0) return;
+  uint64_t one = 1;
+  while (::write(doorbell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  }
+}
+
+void ShmChannel::raise(const SignalTo& signal) {
+  store_max(signal.region->mapping->data() + signal.offset, signal.value);
+  ring();
+}
+
+// Copies by the driver, a chunk a round, for callers that must not be held up.
+struct ShmChannel::CopyJob {
+  std::vector<Piece> pieces;
+  std::vector<RemoteRegionPtr> regions;  // keeps what pieces and signal point to
+  SignalTo signal;
+  bool is_read;
+  TransferPtr transfer;
+  size_t piece = 0;
+  uint64_t from = 0;
+};
+
+TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& signal,
+                             uint64_t inline_limit, bool is_read) {
+  uint64_t total = 0;
+  for (const Piece& piece : pieces) total += piece.length;
+  auto transfer = std::make_shared<Transfer>(progress_, counters_, total);
+  Status status = check(pieces, signal);
+  if (!status.ok()) {
+    transfer->complete(status.code, std::move(status.message));
+    return transfer;
+  }
+  if (inline_limit == 0 || total <= inline_limit) {
+    for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
+    if (signal.region != nullptr) raise(signal);
+    transfer->complete();
+    return transfer;
+  }
+  auto job = std::make_shared<CopyJob>();
+  job->pieces.assign(pieces.begin(), pieces.end());
+  for (const Piece& piece : pieces) job->regions.push_back(piece.remote->shared_from_this());
+  job->signal = signal;
+  if (signal.region != nullptr) job->regions.push_back(signal.region->shared_from_this());
+  job->is_read = is_read;
+  job->transfer = transfer;
+  // Jobs may outlive the peer but not the Node, which runs or fails them all before it stops.
+  progress_->post([this, self = shared_from_this(), job] {
+    if (Status broken = check(job->pieces, job->signal); !broken.ok()) {
+      job->transfer->complete(broken.code, std::move(broken.message));
+      return false;
+    }
+    uint64_t budget = kJobChunkBytes;
+    while (budget > 0 && job->piece < job->pieces.size()) {
+      const Piece& piece = job->pieces[job->piece];
+      uint64_t length = std::min(budget, piece.length - job->from);
+      copy_piece(piece, job->from, length, job->is_read);
+      budget -= length;
+      job->from += length;
+      if (job->from == piece.length) {
+        ++job->piece;
+        job->from = 0;
+      }
+    }
+    if (job->piece < job->pieces.size()) return true;
+    if (job->signal.region != nullptr) raise(job->signal);
+    job->transfer->complete();
+    return false;
+  });
+  return transfer;
+}
+
+TransferPtr ShmChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
+                              uint64_t inline_limit) {
+  auto transfer = copy(pieces, signal, inline_limit, false);
+  traffic_->writes.fetch_add(1, std::memory_order_relaxed);
+  traffic_->bytes_written.fetch_add(transfer->bytes, std::memory_order_relaxed);
+  return transfer;
+}
+
+TransferPtr ShmChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
+  auto transfer = copy(pieces, {}, inline_limit, true);
+  traffic_->reads.fetch_add(1, std::memory_order_relaxed);
+  traffic_->bytes_read.fetch_add(transfer->bytes, std::memory_order_relaxed);
+  return transfer;
+}
+
+TransferPtr ShmChannel::signal(const SignalTo& signal) {
+  traffic_->signals.fetch_add(1, std::memory_order_relaxed);
+  return copy({}, signal, 0, false);
+}
+
+TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
+  auto transfer = std::make_shared<Transfer>(progress_, counters_, 0);
+  if (Status status = check({}, {&region, offset, value}); !status.ok()) {
+    transfer->complete(status.code, std::move(status.message));
+    return transfer;
+  }
+  uint64_t before = word_at(region.mapping->data() + offset).fetch_add(value);
+  ring();
+  transfer->complete(Code::kOk, {}, before);
+  return transfer;
+}
+
+void ShmChannel::shutdown(const Status& status) {
+  std::lock_guard lock(mutex_);
+  down_status_ = status;
+  down_.store(true, std::memory_order_release);
+}
+
+}  // namespace tensorwire

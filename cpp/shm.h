@@ -1,0 +1,56 @@
+// The shm transport: the peer's regions are mapped here, a write is one memcpy by the caller.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "page.h"
+#include "service.h"
+#include "transport.h"
+
+namespace tensorwire {
+
+class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChannel> {
+ public:
+  ShmChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
+             std::shared_ptr<Traffic> traffic)
+      : progress_(std::move(progress)),
+        counters_(std::move(counters)),
+        traffic_(std::move(traffic)) {}
+
+  // The peer's page and doorbell, when they arrived. Before that no region is known, so nothing
+  // can be written. Throws kInvalid if the page is not what it should be.
+  void attach(Descriptor page, Descriptor doorbell, uint64_t incarnation);
+
+  const char* transport() const override { return "shm"; }
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
+                    uint64_t inline_limit) override;
+  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
+  TransferPtr signal(const SignalTo& signal) override;
+  TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
+  void shutdown(const Status& status) override;
+
+ private:
+  struct CopyJob;
+
+  bool live(const RemoteRegion& region) const;
+  Status check(std::span<const Piece> pieces, const SignalTo& signal) const;
+  Status down() const;
+  void raise(const SignalTo& signal);
+  void ring();
+  TransferPtr copy(std::span<const Piece> pieces, const SignalTo& signal, uint64_t inline_limit,
+                   bool is_read);
+
+  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<Transfer::Counters> counters_;
+  std::shared_ptr<Traffic> traffic_;
+  std::shared_ptr<Mapping> page_mapping_;
+  const NodePage* page_ = nullptr;
+  Descriptor doorbell_;
+  std::atomic<bool> down_{false};
+  mutable std::mutex mutex_;
+  Status down_status_;
+};
+
+}  // namespace tensorwire

@@ -1,0 +1,283 @@
+#include "stream.h"
+
+#include <sys/epoll.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+
+namespace tensorwire {
+namespace {
+
+constexpr size_t kMaxSegments = 32;              // in one system call
+constexpr uint64_t kInlineBudget = 1u << 20;     // bytes that a caller pushes itself
+constexpr uint64_t kRoundBudget = 8u << 20;      // bytes per direction and round of the driver
+constexpr size_t kMaxUnclaimedDescriptors = 4;
+
+}  // namespace
+
+Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, bool is_unix, FrameSink& sink,
+               std::function<void(Status)> on_lost, std::shared_ptr<void> owner)
+    : progress_(std::move(progress)),
+      socket_(std::move(socket)),
+      is_unix_(is_unix),
+      on_lost_(std::move(on_lost)),
+      owner_(std::move(owner)),
+      parser_(sink) {}
+
+void Stream::start() { progress_->watch(socket_.get(), EPOLLIN, shared_from_this()); }
+
+// ---- sending
+
+void Stream::send(const Header& header, std::string_view body, bool now,
+                  std::span<const int> descriptors, std::shared_ptr<void> keep) {
+  std::lock_guard lock(mutex_);
+  if (failed_ || closed_) return;
+  Segment& segment = wire_.emplace_back();
+  segment.header = header;
+  segment.body = body;
+  segment.keep = std::move(keep);
+  for (int fd : descriptors) segment.descriptors[segment.descriptor_count++] = fd;
+  queued_.fetch_add(1, std::memory_order_relaxed);
+  if (waiting_for_room_) return;
+  if (now) {
+    push(kInlineBudget);
+  } else if (!flush_asked_) {
+    flush_asked_ = true;
+    progress_->flush_later(shared_from_this());
+  }
+}
+
+void Stream::send(std::shared_ptr<FrameSource> source) {
+  std::lock_guard lock(mutex_);
+  if (failed_ || closed_) return;
+  sources_.push_back(std::move(source));
+  if (!waiting_for_room_) push(kInlineBudget);
+}
+
+void Stream::on_flush() {
+  std::lock_guard lock(mutex_);
+  flush_asked_ = false;
+  if (!failed_ && !closed_ && !waiting_for_room_) push(kInlineBudget);
+}
+
+void Stream::fill() {
+  uint64_t bytes = 0;
+  for (const auto& segment : wire_) {
+    bytes += segment.size();
+    if (bytes >= kMaxChunkBytes) return;
+  }
+  while (!sources_.empty() && wire_.size() < kMaxSegments && bytes < kMaxChunkBytes) {
+    auto source = std::move(sources_.front());
+    sources_.pop_front();
+    Segment& segment = wire_.emplace_back();
+    segment.source = source;
+    bool more = source->next(segment.header, segment.payload);
+    bytes += segment.size();
+    // To the back of the queue: large transfers share the stream.
+    if (more) sources_.push_back(std::move(source));
+  }
+}
+
+ssize_t Stream::send_some() {
+  std::array<iovec, 3 * kMaxSegments> parts;
+  size_t count = 0;
+  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))];
+  msghdr message{};
+  size_t segments = 0;
+  for (auto& segment : wire_) {
+    if (segments == kMaxSegments) break;
+    if (segment.descriptor_count > 0 && segment.sent == 0) {
+      if (segments > 0) break;  // descriptors go with the first byte of their frame, alone
+      message.msg_control = control;
+      message.msg_controllen = CMSG_SPACE(segment.descriptor_count * sizeof(int));
+      cmsghdr* header = CMSG_FIRSTHDR(&message);
+      header->cmsg_level = SOL_SOCKET;
+      header->cmsg_type = SCM_RIGHTS;
+      header->cmsg_len = CMSG_LEN(segment.descriptor_count * sizeof(int));
+      std::memcpy(CMSG_DATA(header), segment.descriptors, segment.descriptor_count * sizeof(int));
+    }
+    uint64_t skip = segment.sent;
+    auto add = [&](const void* data, uint64_t size) {
+      if (skip >= size) {
+        skip -= size;
+        return;
+      }
+      parts[count++] = {const_cast<char*>(static_cast<const char*>(data)) + skip,
+                        static_cast<size_t>(size - skip)};
+      skip = 0;
+    };
+    add(&segment.header, sizeof(Header));
+    add(segment.body.data(), segment.body.size());
+    add(segment.payload.data(), segment.payload.size());
+    ++segments;
+    if (message.msg_control != nullptr) break;
+  }
+  message.msg_iov = parts.data();
+  message.msg_iovlen = count;
+  return ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+bool Stream::push(uint64_t budget) {
+  for (;;) {
+    fill();
+    if (wire_.empty()) {
+      want_output(false);
+      return true;
+    }
+    if (budget == 0) {
+      want_output(true);
+      return true;
+    }
+    ssize_t sent = send_some();
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        want_output(true);
+        return true;
+      }
+      // The driver finds out too, from the socket itself, and reports it.
+      failed_ = true;
+      failure_ = system_message("send", errno);
+      want_output(true);
+      return false;
+    }
+    uint64_t left = static_cast<uint64_t>(sent);
+    budget -= std::min(budget, left);
+    while (left > 0) {
+      Segment& segment = wire_.front();
+      uint64_t step = std::min(left, segment.size() - segment.sent);
+      segment.sent += step;
+      left -= step;
+      if (segment.sent < segment.size()) break;
+      if (!segment.source) queued_.fetch_sub(1, std::memory_order_relaxed);
+      wire_.pop_front();
+    }
+  }
+}
+
+void Stream::want_output(bool want) {
+  if (want == waiting_for_room_) return;
+  waiting_for_room_ = want;
+  progress_->change(socket_.get(), want ? EPOLLIN | EPOLLOUT : EPOLLIN);
+  progress_->backlog(want ? 1 : -1);
+}
+
+// ---- receiving
+
+void Stream::on_ready(uint32_t events) {
+  auto keep = owner_;  // it may drop its last reference below
+  if (events & EPOLLOUT) {
+    std::unique_lock lock(mutex_);
+    if (closed_) return;
+    if (failed_) {
+      std::string failure = failure_;
+      lock.unlock();
+      lose({Code::kPeerLost, failure});
+      return;
+    }
+    push(kRoundBudget);
+  }
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive();
+}
+
+ssize_t Stream::receive_some(std::span<std::span<std::byte>> spans) {
+  std::array<iovec, 2> parts;
+  for (size_t i = 0; i < spans.size(); ++i) parts[i] = {spans[i].data(), spans[i].size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxUnclaimedDescriptors * sizeof(int))];
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = spans.size();
+  if (is_unix_) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+  ssize_t size = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (size >= 0 && is_unix_) {
+    for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+      if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+      size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      for (size_t i = 0; i < count; ++i) {
+        int fd;
+        std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
+        received_.emplace_back(fd);
+      }
+    }
+  }
+  return size;
+}
+
+bool Stream::receive() {
+  uint64_t budget = kRoundBudget;
+  while (!closed_ && budget > 0) {
+    std::array<std::span<std::byte>, 2> spans;
+    size_t count = parser_.spans(spans);
+    ssize_t size = receive_some({spans.data(), count});
+    if (size < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
+      lose({Code::kPeerLost, system_message("receive", errno)});
+      return false;
+    }
+    if (size == 0) {
+      lose({Code::kPeerLost, "the connection was closed by the other side"});
+      return false;
+    }
+    if (!parser_.commit(static_cast<size_t>(size))) {
+      if (!closed_) {
+        lose({Code::kPeerLost, std::string("the peer broke the protocol: ") + parser_.breach()});
+      }
+      return false;
+    }
+    if (received_.size() > kMaxUnclaimedDescriptors) {
+      lose({Code::kPeerLost, "the peer broke the protocol: descriptors that nobody asked for"});
+      return false;
+    }
+    budget -= std::min<uint64_t>(budget, static_cast<uint64_t>(size));
+    // A short read emptied the socket: the next one would only say so.
+    if (static_cast<size_t>(size) < spans[0].size()) return true;
+  }
+  return true;
+}
+
+Descriptor Stream::take_descriptor() {
+  if (received_.empty()) return {};
+  Descriptor fd = std::move(received_.front());
+  received_.pop_front();
+  return fd;
+}
+
+bool Stream::discard_payload_in(const std::byte* begin, const std::byte* end) {
+  const std::byte* target = parser_.target();
+  if (target == nullptr || target < begin || target >= end) return false;
+  parser_.discard_target();
+  return true;
+}
+
+void Stream::lose(Status status) {
+  if (closed_) return;
+  on_lost_(std::move(status));
+}
+
+void Stream::close() {
+  auto self = shared_from_this();
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    if (!failed_ && !waiting_for_room_) push(kInlineBudget);
+    want_output(false);
+    closed_ = true;
+  }
+  progress_->unwatch(socket_.get());
+  ::shutdown(socket_.get(), SHUT_RDWR);
+  std::lock_guard lock(mutex_);
+  wire_.clear();
+  sources_.clear();
+  queued_ = 0;
+  received_.clear();
+  socket_.reset();
+  owner_.reset();
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,268 @@
+#include "tcp.h"
+
+#include <algorithm>
+
+namespace tensorwire {
+namespace {
+
+// Frames that wait for an answer; more are held back here, so that the peer's queue of answers is
+// bounded by a constant that it can enforce.
+constexpr size_t kWindow = 512;
+
+}  // namespace
+
+// A transfer on its way. As a FrameSource it yields the chunks of a write.
+struct TcpChannel::Request : FrameSource {
+  struct Part {
+    std::byte* local;
+    uint32_t region;
+    uint64_t generation;
+    uint64_t offset;  // in the region
+    uint64_t length;
+    uint64_t start;   // in the byte stream of the transfer
+  };
+
+  TransferPtr transfer;
+  uint64_t id = 0;
+  bool is_read = false;
+  std::vector<Part> parts;
+  bool has_signal = false;
+  Header signal;          // kSignal or kFetchAdd
+  size_t part = 0;        // cursor: next part to send or ask for
+  uint64_t part_sent = 0;
+  // Reads; the channel's lock, then the driving thread.
+  size_t answers_left = 0;
+  uint64_t bytes_left = 0;
+  Status status;
+
+  bool next(Header& header, std::span<const std::byte>& payload) override {
+    if (part == parts.size()) {
+      header = signal;
+      return false;
+    }
+    const Part& p = parts[part];
+    uint64_t length = std::min(p.length - part_sent, kMaxChunkBytes);
+    header.type = FrameType::kWrite;
+    header.region = p.region;
+    header.generation = p.generation;
+    header.offset = p.offset + part_sent;
+    header.length = length;
+    header.transfer = id;
+    header.total = transfer->bytes;
+    payload = {p.local + part_sent, static_cast<size_t>(length)};
+    part_sent += length;
+    if (part_sent == p.length) {
+      ++part;
+      part_sent = 0;
+    }
+    bool more = part < parts.size() || has_signal;
+    header.flags = more ? 0 : kLast;
+    return more;
+  }
+};
+
+TcpChannel::TcpChannel(std::shared_ptr<Progress> progress,
+                       std::shared_ptr<Transfer::Counters> counters,
+                       std::shared_ptr<Traffic> traffic, std::shared_ptr<Stream> stream,
+                       std::atomic<uint64_t>& next_id)
+    : progress_(std::move(progress)),
+      counters_(std::move(counters)),
+      traffic_(std::move(traffic)),
+      stream_(std::move(stream)),
+      next_id_(next_id) {}
+
+TcpChannel::~TcpChannel() = default;
+
+TcpChannel::RequestPtr TcpChannel::make(std::span<const Piece> pieces, const SignalTo& signal,
+                                        bool is_read) {
+  auto request = std::make_shared<Request>();
+  request->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+  request->is_read = is_read;
+  uint64_t total = 0;
+  request->parts.reserve(pieces.size());
+  for (const Piece& piece : pieces) {
+    if (piece.length == 0) continue;
+    request->parts.push_back({piece.local, piece.remote->id, piece.remote->generation, piece.offset,
+                              piece.length, total});
+    total += piece.length;
+  }
+  request->answers_left = request->parts.size();
+  request->bytes_left = total;
+  request->transfer = std::make_shared<Transfer>(progress_, counters_, total);
+  if (signal.region != nullptr) {
+    Header& header = request->signal;
+    header.type = FrameType::kSignal;
+    header.flags = kLast;
+    header.region = signal.region->id;
+    header.generation = signal.region->generation;
+    header.offset = signal.offset;
+    header.transfer = request->id;
+    header.total = total;
+    header.value = signal.value;
+    request->has_signal = true;
+  }
+  return request;
+}
+
+TransferPtr TcpChannel::start(RequestPtr request) {
+  TransferPtr transfer = request->transfer;
+  if (request->parts.empty() && !request->has_signal) {
+    transfer->complete();
+    return transfer;
+  }
+  std::unique_lock lock(mutex_);
+  if (down_) {
+    Status status = down_status_;
+    lock.unlock();
+    transfer->complete(status.code, status.message);
+    return transfer;
+  }
+  pending_.emplace(request->id, request);
+  waiting_.push_back(std::move(request));
+  issue(lock);
+  return transfer;
+}
+
+// Only one thread issues at a time, outside the lock, so that requests leave in order.
+void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
+  if (issuing_) return;
+  issuing_ = true;
+  while (!waiting_.empty() && open_ < kWindow && !down_) {
+    RequestPtr request = waiting_.front();
+    ++open_;
+    Header header;
+    bool last = true;
+    if (request->is_read) {
+      const auto& part = request->parts[request->part++];
+      header.type = FrameType::kRead;
+      header.region = part.region;
+      header.generation = part.generation;
+      header.offset = part.offset;
+      header.length = part.length;
+      header.transfer = request->id;
+      header.total = part.start;
+      last = request->part == request->parts.size();
+    }
+    if (last) waiting_.pop_front();
+    lock.unlock();
+    if (request->is_read) {
+      stream_->send(header);
+    } else if (request->parts.empty()) {
+      stream_->send(request->signal);
+    } else {
+      stream_->send(std::move(request));
+    }
+    lock.lock();
+  }
+  issuing_ = false;
+}
+
+void TcpChannel::answered(std::unique_lock<std::mutex>& lock) {
+  --open_;
+  if (!waiting_.empty()) issue(lock);
+}
+
+TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {
+  auto request = make(pieces, signal, false);
+  traffic_->writes.fetch_add(1, std::memory_order_relaxed);
+  traffic_->bytes_written.fetch_add(request->transfer->bytes, std::memory_order_relaxed);
+  return start(std::move(request));
+}
+
+TransferPtr TcpChannel::read(std::span<const Piece> pieces, uint64_t) {
+  auto request = make(pieces, {}, true);
+  traffic_->reads.fetch_add(1, std::memory_order_relaxed);
+  traffic_->bytes_read.fetch_add(request->transfer->bytes, std::memory_order_relaxed);
+  return start(std::move(request));
+}
+
+TransferPtr TcpChannel::signal(const SignalTo& signal) {
+  traffic_->signals.fetch_add(1, std::memory_order_relaxed);
+  return start(make({}, signal, false));
+}
+
+TransferPtr TcpChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
+  auto request = make({}, {&region, offset, value}, false);
+  request->signal.type = FrameType::kFetchAdd;
+  request->signal.flags = 0;
+  return start(std::move(request));
+}
+
+void TcpChannel::shutdown(const Status& status) {
+  std::unordered_map<uint64_t, RequestPtr> pending;
+  {
+    std::lock_guard lock(mutex_);
+    down_ = true;
+    down_status_ = status;
+    pending.swap(pending_);
+    waiting_.clear();
+  }
+  for (auto& [id, request] : pending) request->transfer->complete(status.code, status.message);
+}
+
+TcpChannel::RequestPtr TcpChannel::find(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  auto found = pending_.find(id);
+  return found == pending_.end() ? nullptr : found->second;
+}
+
+bool TcpChannel::begin_data(const Header& header, std::byte** target) {
+  RequestPtr request = find(header.transfer);
+  if (!request || !request->is_read || header.length == 0) return false;
+  // The part that holds this position of the transfer's byte stream.
+  auto after = std::upper_bound(
+      request->parts.begin(), request->parts.end(), header.offset,
+      [](uint64_t position, const Request::Part& part) { return position < part.start; });
+  if (after == request->parts.begin()) return false;
+  const auto& part = *(after - 1);
+  uint64_t inside = header.offset - part.start;
+  if (inside >= part.length || header.length > part.length - inside) return false;
+  *target = part.local + inside;
+  return true;
+}
+
+bool TcpChannel::end_data(const Header& header) {
+  RequestPtr request = find(header.transfer);
+  if (!request || header.length > request->bytes_left) return false;
+  request->bytes_left -= header.length;
+  if (!(header.flags & kLast)) return true;
+  std::unique_lock lock(mutex_);
+  if (request->answers_left-- > 1) {
+    answered(lock);
+    return true;
+  }
+  if (request->status.ok() && request->bytes_left != 0) return false;
+  pending_.erase(header.transfer);
+  answered(lock);
+  lock.unlock();
+  request->transfer->complete(request->status.code, request->status.message);
+  progress_->changed();
+  return true;
+}
+
+bool TcpChannel::done(const Header& header, std::string_view message) {
+  std::unique_lock lock(mutex_);
+  auto found = pending_.find(header.transfer);
+  if (found == pending_.end()) return false;
+  RequestPtr request = found->second;
+  auto code = static_cast<Code>(header.status);
+  if (request->is_read) {
+    if (code == Code::kOk) return false;  // a read is answered by data
+    if (request->status.ok()) request->status = {code, std::string(message)};
+    if (request->answers_left-- > 1) {
+      answered(lock);
+      return true;
+    }
+    code = request->status.code;
+  } else {
+    request->status.message = message;
+  }
+  pending_.erase(found);
+  answered(lock);
+  lock.unlock();
+  request->transfer->complete(code, request->status.message, header.value);
+  progress_->changed();
+  return true;
+}
+
+}  // namespace tensorwire

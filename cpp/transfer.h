@@ -1,0 +1,70 @@
+// A Transfer: one or a batch of operations in flight. Completes exactly once.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "progress.h"
+
+namespace tensorwire {
+
+// Something that must live until a transfer is over. release may be called on any thread.
+struct Keepalive {
+  void* object = nullptr;
+  void (*release)(void*) = nullptr;
+};
+
+class Transfer {
+ public:
+  // Every Transfer of a Node counts in these two, which are equal when nothing is in flight.
+  struct Counters {
+    std::atomic<uint64_t> started{0}, completed{0};
+  };
+
+  Transfer(std::shared_ptr<Progress> progress, std::shared_ptr<Counters> counters, uint64_t bytes)
+      : bytes(bytes), progress_(std::move(progress)), counters_(std::move(counters)) {
+    counters_->started.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~Transfer();
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  const uint64_t bytes;
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // False if the deadline passed first; the operation goes on all the same.
+  bool wait(Deadline deadline) const {
+    return progress_->wait([this] { return done(); }, deadline);
+  }
+  // Valid when done.
+  const Status& status() const { return status_; }
+  uint64_t value() const { return value_; }  // of fetch_add: what the word held before
+
+  // Called by whoever carries it out, exactly once; later calls are a broken invariant.
+  void complete(Code code = Code::kOk, std::string message = {}, uint64_t value = 0);
+
+  // Keeps an object until the end. False if the transfer is over already: the caller releases.
+  bool hold(Keepalive keepalive);
+  // Runs the function at the end, on the completing thread; at once if it is over already.
+  void then(std::function<void()> function);
+
+ private:
+  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<Counters> counters_;
+  std::atomic<bool> done_{false};
+  Status status_;
+  uint64_t value_ = 0;
+  std::mutex mutex_;
+  std::vector<Keepalive> held_;
+  std::vector<std::function<void()>> then_;
+};
+
+using TransferPtr = std::shared_ptr<Transfer>;
+
+}  // namespace tensorwire

@@ -1,0 +1,78 @@
+// The seam: what a transport must do, and what it may rely on. One suite (tensorwire.testing.
+// check_transport) proves it for every backend.
+//
+// Semantics, the same on every transport:
+//  - Completion means: placed in the target's memory. It never means that the target is alive,
+//    awake or has consumed the data.
+//  - Every transfer completes exactly once: also when the peer is lost or the Node is closed.
+//  - A signal given to write() is stored after all bytes of that call are placed: whoever sees
+//    word >= value through wait sees the bytes. Nothing follows about other calls. The word is
+//    stored as a maximum, so it never falls.
+//  - The source of a write may be reused, and the destination of a read be looked at, when the
+//    transfer is done, not before.
+//  - Nothing is thrown on the data path.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "error.h"
+#include "mapping.h"
+#include "region.h"
+#include "transfer.h"
+
+namespace tensorwire {
+
+// A region of a peer, as this Node may use it.
+struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
+  uint32_t id = 0;
+  uint64_t generation = 0;
+  uint64_t size = 0;
+  uint64_t incarnation = 0;  // of the peer
+  Access access;
+  std::string name;
+  std::shared_ptr<Mapping> mapping;  // on one host: its memory
+
+  bool contains(uint64_t offset, uint64_t length) const {
+    return offset <= size && length <= size - offset;
+  }
+};
+using RemoteRegionPtr = std::shared_ptr<const RemoteRegion>;
+
+// One contiguous part of a write or read. Checked by the caller: inside the region, access given.
+struct Piece {
+  std::byte* local = nullptr;
+  const RemoteRegion* remote = nullptr;
+  uint64_t offset = 0;
+  uint64_t length = 0;
+};
+
+struct SignalTo {
+  const RemoteRegion* region = nullptr;  // null = no signal
+  uint64_t offset = 0;                   // of the word, a multiple of 8
+  uint64_t value = 0;
+};
+
+// The data path to one peer. Any thread may call, several at a time. Arguments are only valid
+// during the call; local memory must stay until the transfer is done.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual const char* transport() const = 0;
+
+  // inline_limit: bytes that may be copied by the calling thread; 0 = any number.
+  virtual TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
+                            uint64_t inline_limit) = 0;
+  virtual TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) = 0;
+  virtual TransferPtr signal(const SignalTo& signal) = 0;
+  virtual TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) = 0;
+
+  // Completes whatever is in flight with this status and refuses what comes later. Called once,
+  // by the driving thread.
+  virtual void shutdown(const Status& status) = 0;
+};
+
+}  // namespace tensorwire

@@ -1,0 +1,279 @@
+"""How figures are taken: timing, alternating with a limit, statistics, repeat counts.
+
+A *limit* is what the machine allows (memcpy, a raw socket). It alternates with the measured system,
+A limit B limit …, so that whatever disturbs the machine disturbs both; the ratio is the median of
+the paired ratios and its interval comes from order statistics, so it assumes no distribution. This
+module knows neither tensorwire nor any rival: an operation is a callable that takes a count and
+returns that many seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tensorwire.bench.machine import process_cpu_seconds
+
+Runner = Callable[[int], Sequence[float]]
+"""Runs an operation `count` times and returns the seconds that each one took."""
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("the median of no values")
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest value that at least `fraction` of all values do not exceed (nearest rank).
+
+    Raises:
+        ValueError: no values, or a fraction outside 0 to 1.
+    """
+    if not values or not 0 < fraction <= 1:
+        raise ValueError(f"percentile {fraction} of {len(values)} values")
+    return sorted(values)[max(1, math.ceil(fraction * len(values))) - 1]
+
+
+def median_rank(count: int, confidence: float = 0.95) -> int | None:
+    """The rank whose value and mirror image enclose the true median with this confidence.
+
+    Counted from 1: of `count` sorted values the r-th smallest and the r-th largest are the
+    interval. None when even the extremes do not suffice (count < 6 at 95 %). The number of values
+    below the median is binomial with p = 1/2, whatever their distribution: r is the largest rank
+    with P(fewer than r below) <= (1 - confidence) / 2.
+    """
+    tail = (1 - confidence) / 2
+    probability = math.exp(-count * math.log(2)) if count < 1000 else 0.0
+    if count >= 1000:  # the normal approximation is exact to a rank here
+        return max(1, math.floor((count - _normal_quantile(1 - tail) * math.sqrt(count)) / 2))
+    cumulative, rank = 0.0, 0
+    for below in range(count):
+        cumulative += probability
+        if cumulative > tail:
+            break
+        rank = below + 1
+        probability *= (count - below) / (below + 1)
+    return rank or None
+
+
+def _normal_quantile(fraction: float) -> float:
+    from statistics import NormalDist
+
+    return NormalDist().inv_cdf(fraction)
+
+
+def median_interval(
+    values: Sequence[float], confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """The interval of the true median by order statistics; None with too few values."""
+    rank = median_rank(len(values), confidence)
+    if rank is None:
+        return None
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[-rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A paired ratio: median, 95 % interval (None under six pairs), number of pairs."""
+
+    median: float
+    interval: tuple[float, float] | None
+    pairs: int
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
+    """The median of above[i] / below[i]. None when there is no pair.
+
+    Raises:
+        ValueError: sequences of unequal length.
+    """
+    if len(above) != len(below):
+        raise ValueError(f"{len(above)} values cannot pair with {len(below)}")
+    ratios = [a / b for a, b in zip(above, below, strict=True) if b > 0]
+    if not ratios:
+        return None
+    return Ratio(median(ratios), median_interval(ratios), len(ratios))
+
+
+# --- timing -------------------------------------------------------------------------------------
+
+
+def time_each(operation: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each of `count` calls, with the garbage collector off as `timeit` does.
+
+    Two looks at the clock (about 0.1 µs together) are part of every figure.
+    """
+    clock = time.perf_counter
+    samples = [0.0] * count
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for i in range(count):
+            begin = clock()
+            operation()
+            samples[i] = clock() - begin
+    finally:
+        if collecting:
+            gc.enable()
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some operations of one system in a row, with the CPU that both processes spent on them."""
+
+    seconds: list[float]
+    cpu_seconds_local: float
+    cpu_seconds_remote: float
+    operations: int
+
+    @property
+    def median(self) -> float:
+        """Of the block's samples."""
+        return median(self.seconds)
+
+
+def run_block(
+    runner: Runner, count: int, remote_pid: int, batch: int = 1, extra_operations: int = 0
+) -> Block:
+    """Runs `count` samples and reads both CPU clocks around them.
+
+    `batch` is the number of operations behind one sample (the C++ loops average over it);
+    `extra_operations` run inside the block without being timed.
+    """
+    local, remote = time.process_time(), process_cpu_seconds(remote_pid)
+    seconds = list(runner(count))
+    return Block(
+        seconds,
+        time.process_time() - local,
+        process_cpu_seconds(remote_pid) - remote,
+        count * batch + extra_operations,
+    )
+
+
+@dataclass(slots=True)
+class Series:
+    """All blocks of one system in one case, in the order in which they ran."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """All samples."""
+        return [sample for block in self.blocks for sample in block.seconds]
+
+    @property
+    def operations(self) -> int:
+        """All operations, those between samples included."""
+        return sum(block.operations for block in self.blocks)
+
+    @property
+    def medians(self) -> list[float]:
+        """One figure per block: what pairs with another system's."""
+        return [block.median for block in self.blocks]
+
+    def cpu_per_operation(self) -> tuple[float, float]:
+        """CPU seconds per operation, local and remote."""
+        operations = max(1, self.operations)
+        return (
+            sum(block.cpu_seconds_local for block in self.blocks) / operations,
+            sum(block.cpu_seconds_remote for block in self.blocks) / operations,
+        )
+
+
+def alternate(
+    run: Callable[[str, int], Block],
+    systems: Sequence[str],
+    limit: str | None,
+    counts: Mapping[str, int],
+    rounds: int,
+) -> dict[str, Series]:
+    """Runs `rounds` times: first system, limit, second system, limit, and so on.
+
+    Without a limit just the systems. Their order is reversed in every other round, so that none
+    profits from its place.
+
+    Returns:
+        One series per system. The limit's series for system s is under "s|limit": block i of it ran
+        right after block i of s.
+    """
+    series: dict[str, Series] = {name: Series() for name in systems}
+    if limit is not None:
+        series |= {f"{name}|limit": Series() for name in systems}
+    for index in range(rounds):
+        for name in systems if index % 2 == 0 else reversed(systems):
+            series[name].blocks.append(run(name, counts[name]))
+            if limit is not None:
+                series[f"{name}|limit"].blocks.append(run(limit, counts[limit]))
+    return series
+
+
+# --- repeat counts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long one case may take and how the time is cut.
+
+    Attributes:
+        case_s: time for all systems of one case together.
+        block_s: aim for one block; short operations repeat within a block, long ones run once.
+        min_rounds, max_rounds: alternations, whatever the budget says. Six give a first interval.
+    """
+
+    case_s: float = 2.0
+    block_s: float = 2e-3
+    min_rounds: int = 7
+    max_rounds: int = 200
+    max_count: int = 2000
+
+    def count(self, seconds_each: float) -> int:
+        """Operations of this length in one block, at least one."""
+        return max(1, min(self.max_count, int(self.block_s / max(seconds_each, 1e-9))))
+
+    def rounds(self, seconds_per_round: float) -> int:
+        """Rounds that fit, within the bounds."""
+        wanted = int(self.case_s / max(seconds_per_round, 1e-9))
+        return max(self.min_rounds, min(self.max_rounds, wanted))
+
+
+def warm_up(runner: Runner, max_s: float = 0.2, max_count: int = 50) -> float:
+    """Runs an operation until it is warm and returns its length, the median without the first.
+
+    Ends after `max_s` or `max_count` operations, at least two.
+    """
+    seconds = list(runner(1))
+    begin = time.perf_counter()
+    while len(seconds) < max_count and (
+        len(seconds) < 2 or time.perf_counter() - begin + seconds[-1] < max_s
+    ):
+        seconds.extend(runner(1))
+    return median(seconds[1:])
+
+
+def laps_of(rounds: int, laps: int) -> list[int]:
+    """`rounds` cut into at most `laps` parts that differ by one at most."""
+    laps = max(1, min(laps, rounds))
+    return [rounds // laps + (1 if i < rounds % laps else 0) for i in range(laps)]
+
+
+def flatten(parts: Iterable[Series]) -> Series:
+    """The blocks of several series as one."""
+    return Series([block for part in parts for block in part.blocks])

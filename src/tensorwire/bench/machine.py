@@ -1,0 +1,171 @@
+"""What a figure was measured on: processor, memory, kernel, versions, load.
+
+Reads /proc and /sys and the installed distributions; changes nothing but, on request, the cores on
+which this process may run. Anything that cannot be read is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("tensorwire", "numpy", "torch", "grpcio", "nixl-cu12", "nixl-cu13", "nixl")
+"""Distributions whose version may explain a figure."""
+
+
+def read_text(path: str) -> str | None:
+    """The stripped content of a small file, None when it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def chosen(path: str) -> str | None:
+    """The bracketed word of a kernel switch: "always [madvise] never" gives "madvise"."""
+    text = read_text(path)
+    if text is None:
+        return None
+    for word in text.split():
+        if word.startswith("[") and word.endswith("]"):
+            return word[1:-1]
+    return text
+
+
+def cpu_model() -> str | None:
+    """The processor's name as the kernel gives it."""
+    for line in (read_text("/proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Processor"):
+            return value.strip()
+    return platform.processor() or None
+
+
+def memory_bytes(key: str = "MemTotal") -> int | None:
+    """A figure of /proc/meminfo in bytes."""
+    for line in (read_text("/proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def cpu_quota() -> float | None:
+    """Cores that the control group grants this process, None when it sets no limit."""
+    quota, _, period = (read_text("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
+    if quota == "max" or not period:
+        return None
+    return int(quota) / int(period)
+
+
+def version(package: str) -> str | None:
+    """The version of an installed distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def load_average() -> tuple[float, float, float] | None:
+    """Runnable tasks over 1, 5 and 15 minutes."""
+    try:
+        return os.getloadavg()
+    except OSError:
+        return None
+
+
+def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Everything about this machine that a reader of the figures needs, as JSON-ready data."""
+    load = load_average()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "cpu_quota": cpu_quota(),
+        "governor": read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "hypervisor": _hypervisor(),
+        "kernel": platform.release(),
+        "memory_bytes": memory_bytes(),
+        "memory_available_bytes": memory_bytes("MemAvailable"),
+        "page_bytes": os.sysconf("SC_PAGE_SIZE"),
+        "transparent_huge_pages": chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "transparent_huge_pages_shmem": chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "python": platform.python_version(),
+        "c_library": " ".join(platform.libc_ver()),
+        "packages": {package: version(package) for package in packages},
+        "load_average": list(load) if load else None,
+    }
+
+
+def _hypervisor() -> str | None:
+    flags = next(
+        (
+            line.partition(":")[2].split()
+            for line in (read_text("/proc/cpuinfo") or "").splitlines()
+            if line.startswith("flags")
+        ),
+        [],
+    )
+    if "hypervisor" not in flags:
+        return None
+    return read_text("/sys/class/dmi/id/sys_vendor") or "unknown"
+
+
+def warnings_about(machine: dict[str, Any]) -> list[str]:
+    """What makes figures worse or less certain than the machine is, one sentence each."""
+    found = []
+    cores = len(machine["affinity"])
+    load = machine["load_average"]
+    if load and load[0] > 0.25 * cores:
+        found.append(
+            f"load average {load[0]:.2f} on {cores} cores: other work disturbs the figures; "
+            "run again on a quiet machine"
+        )
+    if cores < 2:
+        found.append("one core only: both processes share it, so latency is that of the scheduler")
+    quota = machine["cpu_quota"]
+    if quota is not None and quota < 2:
+        found.append(f"the control group grants {quota:g} cores: long runs will be throttled")
+    if machine["governor"] not in (None, "performance"):
+        found.append(
+            f"frequency governor {machine['governor']}: small transfers look slower; "
+            "'cpupower frequency-set -g performance' steadies them"
+        )
+    return found
+
+
+def pin_process(cores: Iterable[int]) -> None:
+    """Lets every thread of this process run on `cores` only, threads started before included.
+
+    Raises:
+        OSError: none of the cores may be used.
+    """
+    wanted = set(cores)
+    for task in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(task), wanted)
+        except ProcessLookupError:
+            continue  # the thread ended between the listing and the call
+
+
+def process_cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of another process, dead ones included, without disturbing it.
+
+    It is the process CPU clock of `clock_getcpuclockid(3)`: the kernel encodes it as the complement
+    of the process number, shifted by three, with 2 for the scheduler's nanosecond clock.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError as error:
+        raise ProcessLookupError(f"no CPU clock of process {pid}: {error}") from error

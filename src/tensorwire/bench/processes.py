@@ -1,0 +1,182 @@
+"""Two processes for one system: a driver that is measured and the target that it works on.
+
+Every system, tensorwire included, runs in a pair of its own, spawned (never forked), so that no
+library disturbs another one and CPU time can be told apart. The bench's own process only sends
+commands and draws. A pair that dies or stops answering becomes an error with a reason, never a
+hang.
+
+A module that runs in a pair has
+
+    class Driver:                      # in the driver process; its methods are called by name
+        def __init__(self, link: Connection, options: dict[str, Any]) -> None
+    def serve(link: Connection, options: dict[str, Any]) -> None      # in the target, until "stop"
+
+`link` joins the two; `options` is what the bench passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+
+class PairError(Exception):
+    """A pair could not do what it was asked; the message is the reason for a row's note."""
+
+
+class Pair:
+    """Owns the driver and the target process of one system.
+
+    Calls block and are for one thread. `close` always ends both processes and may be called twice.
+
+    Raises:
+        PairError: the two did not come up within `start_timeout_s`.
+    """
+
+    def __init__(
+        self, module: str, options: dict[str, Any] | None = None, start_timeout_s: float = 120.0
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._module = module
+        self._control, driver_control = context.Pipe()
+        driver_link, target_link = context.Pipe()
+        options = options or {}
+        self._target = context.Process(
+            target=_run_target, args=(module, target_link, options), daemon=True
+        )
+        self._driver = context.Process(
+            target=_run_driver, args=(module, driver_control, driver_link, options), daemon=True
+        )
+        self._closed = False
+        try:
+            self._target.start()
+            target_link.close()
+            self._driver.start()
+            driver_link.close()
+            driver_control.close()
+            self._answer("start", start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def target_pid(self) -> int:
+        """The process number of the target."""
+        assert self._target.pid is not None
+        return self._target.pid
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pair has ended, by close or because it failed."""
+        return self._closed
+
+    def call(self, method: str, *args: Any, timeout_s: float = 120.0) -> Any:
+        """Calls a method of the Driver in its process and returns the result.
+
+        Raises:
+            PairError: the method raised, a process died, or no answer came in time. After the last
+                two the pair is closed.
+        """
+        if self._closed:
+            raise PairError(f"{self._module}: its processes have ended")
+        try:
+            self._control.send((method, args))
+        except OSError as error:
+            self.close()
+            raise PairError(f"{self._module}: the driver process has ended ({error})") from error
+        return self._answer(method, timeout_s)
+
+    def _answer(self, method: str, timeout_s: float) -> Any:
+        try:
+            if not self._control.poll(timeout_s):
+                self.close()
+                raise PairError(f"no answer to '{method}' within {timeout_s:g} s")
+            good, result = self._control.recv()
+        except (EOFError, OSError) as error:
+            self._driver.join(1)
+            code = self._driver.exitcode
+            self.close()
+            raise PairError(f"the driver process ended in '{method}', exit code {code}") from error
+        if not good:
+            raise PairError(str(result))
+        return result
+
+    def close(self) -> None:
+        """Ends both processes: asks first, then kills. Always succeeds."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._control.send(("stop", ()))
+        for process in (self._driver, self._target):
+            if process.pid is None:
+                continue
+            process.join(3)
+            for end in (process.terminate, process.kill):
+                if process.exitcode is None:
+                    end()
+                    process.join(2)
+        self._control.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _quiet_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the bench ends its pairs in order
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {text[0] if text else 'no message'}"
+    if os.environ.get("TENSORWIRE_BENCH_DEBUG"):
+        traceback.print_exception(error, file=sys.stderr)
+    return reason[:300]
+
+
+def _run_target(module: str, link: Connection, options: dict[str, Any]) -> None:
+    _quiet_interrupts()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        importlib.import_module(module).serve(link, options)
+
+
+def _run_driver(
+    module: str, control: Connection, link: Connection, options: dict[str, Any]
+) -> None:
+    _quiet_interrupts()
+    try:
+        driver = importlib.import_module(module).Driver(link, options)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            control.send((False, _reason(error)))
+        return
+    control.send((True, None))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            method, args = control.recv()
+            if method == "stop":
+                break
+            try:
+                control.send((True, getattr(driver, method)(*args)))
+            except Exception as error:
+                control.send((False, _reason(error)))
+    with contextlib.suppress(Exception):
+        driver.close()
+    with contextlib.suppress(OSError):
+        link.send(("stop", ()))

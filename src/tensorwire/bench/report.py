@@ -1,0 +1,222 @@
+"""Rows for people: tables for the terminal, a figure for paper.
+
+It decides nothing and hides nothing: a missed bar and a missing system are printed like the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
+from tensorwire.errors import UnavailableError
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Machine, one table per case, what is missing, verdicts."""
+    console.print(machine_line(report))
+    for case in dict.fromkeys(row.case for row in report.rows):
+        rows = [row for row in report.rows if row.case == case and row.measured]
+        if rows:
+            console.print(case_table(case, rows))
+    for line in missing_lines(report.rows):
+        console.print(line)
+    for warning in report.settings.get("warnings", []):
+        console.print(Text(f"note: {warning}", style="yellow"))
+    if report.settings.get("interrupted"):
+        console.print(Text("interrupted: the rows so far", style="yellow"))
+    console.print(verdict_lines(report.verdicts))
+
+
+def machine_line(report: Report) -> Text:
+    """Where and with what this was measured, in one line."""
+    about = report.machine
+    memory = about.get("memory_bytes") or 0
+    parts = [
+        f"{about.get('cpu')}, {len(about.get('affinity') or [])} cores",
+        f"{memory / (1 << 30):.0f} GiB",
+        f"Linux {about.get('kernel')}",
+        f"Python {about.get('python')}",
+    ]
+    packages = about.get("packages") or {}
+    parts += [f"{name} {found}" for name, found in packages.items() if found]
+    load = about.get("load_average")
+    if load:
+        parts.append(f"load {load[0]:.2f}")
+    return Text(" · ".join(parts), style="dim")
+
+
+def case_table(case: str, rows: Iterable[Row]) -> Table:
+    """The rows of one case, sizes apart."""
+    table = Table(title=case, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("size", justify="right")
+    table.add_column("system")
+    for heading in ("median", "p99", "GB/s", "of limit", "95 %", "CPU here", "CPU there"):
+        table.add_column(heading, justify="right")
+    previous = None
+    for row in sorted(rows, key=lambda row: row.bytes):
+        if previous is not None and row.bytes != previous:
+            table.add_section()
+        interval = row.ratio_interval
+        table.add_row(
+            format_size(row.bytes) if row.bytes != previous else "",
+            row.system,
+            format_seconds(row.seconds_median),
+            format_seconds(row.seconds_p99),
+            "–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}",
+            _ratio(row.ratio_to_limit),
+            "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+            format_seconds(row.cpu_seconds_local),
+            format_seconds(row.cpu_seconds_remote),
+        )
+        previous = row.bytes
+    return table
+
+
+def _ratio(ratio: float | None) -> Text:
+    if ratio is None:
+        return Text("–")
+    style = "green" if ratio >= 0.9 else "yellow" if ratio >= 0.5 else "red"
+    return Text(f"{ratio:.2f}", style=style)
+
+
+def missing_lines(rows: Iterable[Row]) -> list[Text]:
+    """One line per system and reason, with the number of cases that it concerns."""
+    counts: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row.measured:
+            counts.setdefault((row.system, row.note), []).append(row.case)
+    return [
+        Text(f"missing: {system} in {', '.join(dict.fromkeys(cases))}: {note}", style="yellow")
+        for (system, note), cases in counts.items()
+    ]
+
+
+def verdict_lines(verdicts: Iterable[Verdict]) -> RenderableType:
+    """All verdicts, missed ones in red."""
+    styles = {True: "green", False: "bold red", None: "yellow"}
+    lines = [Text(verdict.line(), style=styles[verdict.met]) for verdict in verdicts]
+    return Group(Text("against the bars", style="bold"), *lines)
+
+
+# --- figure -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """Colour, marker and line all differ, so that it reads without colour too (Okabe–Ito)."""
+
+    color: str
+    marker: str
+    line: str
+    width: float = 1.4
+
+
+_STYLES = {
+    "tensorwire": _Style("#0072B2", "o", "-", 2.2),
+    "tensorwire-c++": _Style("#56B4E9", "s", "-", 1.8),
+    "memcpy": _Style("#000000", "", ":", 1.6),
+    "raw-socket": _Style("#000000", "", ":", 1.6),
+    "nixl": _Style("#D55E00", "^", "--"),
+    "torch-rpc": _Style("#009E73", "D", "-."),
+    "gloo": _Style("#CC79A7", "v", "--"),
+    "grpc": _Style("#E69F00", "P", "-."),
+}
+_OTHER = _Style("#666666", "x", "-")
+_PANELS = ("time until complete", "bandwidth, GB/s", "ratio to the limit")
+
+
+def draw(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draws time, bandwidth and ratio to the limit over size, for write and read on each wire.
+
+    The file's ending (.svg, .pdf, .png) says the format.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: the report has no row of a write or read.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UnavailableError(
+            "a figure needs matplotlib: pip install 'tensorwire[bench]'"
+        ) from error
+
+    cases = [
+        case
+        for case in ("shm.write", "shm.read", "tcp.write", "tcp.read")
+        if any(row.case == case and row.measured for row in report.rows)
+    ]
+    if not cases:
+        raise ValueError("the report has no measured write or read to draw")
+    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9, "svg.hashsalt": "tensorwire"}):
+        figure = Figure(figsize=(11, 2.7 * len(cases) + 0.9), layout="constrained")
+        grid = figure.subplots(len(cases), 3, squeeze=False)
+        for axes, case in zip(grid, cases, strict=True):
+            _draw_case(axes, case, [r for r in report.rows if r.case == case and r.measured])
+        handles = {
+            label: handle
+            for axes in grid
+            for handle, label in zip(*axes[0].get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False
+        )
+        about = report.machine
+        figure.suptitle(
+            f"{about.get('cpu')}, {len(about.get('affinity') or [])} cores, one host; medians",
+            fontsize=9,
+        )
+        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    sizes = sorted({row.bytes for row in rows})
+    for panel, title in zip(axes, _PANELS, strict=True):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45, ha="right")
+        panel.minorticks_off()
+        panel.set_title(f"{case.replace('.', ' ')}: {title}", loc="left")
+        panel.grid(True, color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+    axes[2].axhline(1.0, color="black", linewidth=0.8)
+    axes[2].set_ylim(0, 1.25)
+    for system in dict.fromkeys(row.system for row in rows):
+        style = _STYLES.get(system, _OTHER)
+        mine = sorted((row for row in rows if row.system == system), key=lambda row: row.bytes)
+        look = {
+            "color": style.color, "marker": style.marker, "linestyle": style.line,
+            "linewidth": style.width, "markersize": 4,
+        }  # fmt: skip
+        figures = (
+            [(row.bytes, row.seconds_median) for row in mine],
+            [(row.bytes, row.gb_per_s) for row in mine],
+            [(row.bytes, row.ratio_to_limit) for row in mine],
+        )
+        label = f"{system} (limit)" if system in ("memcpy", "raw-socket") else system
+        for panel, points in zip(axes, figures, strict=True):
+            known = [(x, y) for x, y in points if y is not None]
+            if known:
+                panel.plot(*zip(*known, strict=True), label=label, **look)
+        banded = [row for row in mine if row.ratio_interval is not None]
+        if banded:
+            axes[2].fill_between(
+                [row.bytes for row in banded],
+                [row.ratio_interval[0] for row in banded if row.ratio_interval],
+                [row.ratio_interval[1] for row in banded if row.ratio_interval],
+                color=style.color, alpha=0.15, linewidth=0,
+            )  # fmt: skip

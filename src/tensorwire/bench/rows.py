@@ -1,0 +1,237 @@
+"""The result of a bench: one row per case, system and size, and the JSON file that holds them.
+
+A row is plain data and knows nothing about how it was measured. All figures are None in a row of a
+system that could not run; `note` then carries the reason, so that a missing rival is seen and not
+silently left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Version of the JSON layout; grows when a key changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure with everything needed to judge it.
+
+    Attributes:
+        bench: the question, for example "memory".
+        case: what was done, wire first: "shm.write", "tcp.round_trip.one_core".
+        system: who did it: "tensorwire" (from Python), "tensorwire-c++", a limit or a rival.
+        bytes: payload of one operation.
+        seconds_median, seconds_p99: of one operation, from call to completion.
+        gb_per_s: bytes / seconds_median / 1e9; None where a case moves no bytes.
+        ratio_to_limit: median of the paired ratios limit time / own time. 1.0 is the speed of the
+            limit, 0.5 half of it. None where the case moves no bytes or has no limit.
+        ratio_interval: its 95 % interval, None with fewer than six pairs.
+        cpu_seconds_local, cpu_seconds_remote: CPU time of the calling process and of its peer per
+            operation (all threads), taken over the whole measured interval. Divided by
+            seconds_median they give the share of a core.
+        operations: how many operations the figures rest on.
+        spin_bound_s: how long the measured node spins before it sleeps; None for other systems.
+        note: how the system was tuned, or why there is no figure.
+    """
+
+    bench: str
+    case: str
+    system: str
+    bytes: int
+    seconds_median: float | None = None
+    seconds_p99: float | None = None
+    gb_per_s: float | None = None
+    ratio_to_limit: float | None = None
+    ratio_interval: tuple[float, float] | None = None
+    cpu_seconds_local: float | None = None
+    cpu_seconds_remote: float | None = None
+    operations: int = 0
+    spin_bound_s: float | None = None
+    note: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the row has figures at all."""
+        return self.seconds_median is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One bar and how far the measurement is from it.
+
+    `measured` and `bar` are in `unit`; `direction` is ">=" or "<=". `met` is None when the case was
+    not measured (a missing rival, a size left out), which is not the same as met.
+    """
+
+    name: str
+    bar: float
+    direction: str
+    unit: str
+    measured: float | None = None
+    interval: tuple[float, float] | None = None
+    met: bool | None = None
+    detail: str = ""
+
+    @property
+    def distance(self) -> float | None:
+        """What is missing to the bar, in `unit`; 0 when it is met, None when not measured."""
+        if self.measured is None or self.met is None:
+            return None
+        return 0.0 if self.met else abs(self.measured - self.bar)
+
+    def line(self) -> str:
+        """The verdict as one line of text."""
+        if self.measured is None or self.met is None:
+            return f"not measured  {self.name}: {self.detail}"
+        word = "met   " if self.met else "MISSED"
+        text = f"{word}  {self.name}: {self.measured:.3g} {self.unit}".rstrip()
+        text += f" (bar {self.direction} {self.bar:g}"
+        if self.interval is not None:
+            text += f", 95 % interval {self.interval[0]:.3g} to {self.interval[1]:.3g}"
+        text += ")"
+        if not self.met:
+            text += f", {' '.join(f'{self.distance:.3g} {self.unit}'.split())} away"
+        return f"{text}; {self.detail}" if self.detail else text
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A paired ratio of speeds, rival time / own time: 1.0 is equal, 2.0 twice as fast as it."""
+
+    case: str
+    bytes: int
+    system: str
+    rival: str
+    ratio: float
+    interval: tuple[float, float] | None
+    pairs: int
+
+
+@dataclass(slots=True)
+class Report:
+    """All rows of one run, the machine they were taken on, comparisons with rivals, verdicts."""
+
+    bench: str
+    machine: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def find(self, case: str, system: str, size_bytes: int) -> Row | None:
+        """The row of a case, system and size; None when there is none."""
+        for row in self.rows:
+            if row.case == case and row.system == system and row.bytes == size_bytes:
+                return row
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-ready data. Not-a-number never appears: it becomes null."""
+        return {
+            "format": FORMAT,
+            "bench": self.bench,
+            "settings": self.settings,
+            "machine": dict(self.machine),
+            "rows": [_plain(row) for row in self.rows],
+            "comparisons": [_plain(comparison) for comparison in self.comparisons],
+            "verdicts": [
+                {**_plain(verdict), "distance": verdict.distance, "line": verdict.line()}
+                for verdict in self.verdicts
+            ],
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON file in one step: readers see the old file or the whole new one."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads a file that `write` made.
+
+        Raises:
+            ValueError: not such a file, or one of another format.
+        """
+        data = json.loads(Path(path).read_text())
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"{path}: not a bench report of format {FORMAT}")
+        return cls(
+            bench=data["bench"],
+            machine=data["machine"],
+            settings=data["settings"],
+            rows=[Row(**_with_interval(row, "ratio_interval")) for row in data["rows"]],
+            comparisons=[
+                Comparison(**_with_interval(item, "interval")) for item in data["comparisons"]
+            ],
+            verdicts=[
+                Verdict(
+                    **_with_interval(
+                        {k: v for k, v in item.items() if k not in ("distance", "line")},
+                        "interval",
+                    )
+                )
+                for item in data["verdicts"]
+            ],
+        )
+
+
+def _plain(item: Row | Comparison | Verdict) -> dict[str, Any]:
+    return {key: _finite(value) for key, value in dataclasses.asdict(item).items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def _with_interval(data: dict[str, Any], key: str) -> dict[str, Any]:
+    interval = data.get(key)
+    return {**data, key: tuple(interval) if interval is not None else None}
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8", "64KiB" or "1 MiB" (binary units, any case).
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    stripped = text.strip()
+    digits = stripped.rstrip("KkMmGgIiBb ")
+    unit = stripped[len(digits) :].strip().upper()
+    if unit not in _UNITS or not digits.isdigit() or int(digits) == 0:
+        raise ValueError(f"{text!r} is no size; write for example 8, 64KiB or 1MiB")
+    return int(digits) * _UNITS[unit]
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact text for a size: "8 B", "64 KiB", "1 MiB"."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= factor and size_bytes % factor == 0:
+            return f"{size_bytes // factor} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Three significant figures in the unit that suits: "1.85 µs"."""
+    if seconds is None:
+        return "–"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,38 @@
+"""The command `tensorwire`: what a person types. Each subcommand is one file of this package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import click
+
+from tensorwire.cli.bench import bench
+from tensorwire.cli.info import info
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tensorwire")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Each command has its own --help with examples.",
+)
+@click.version_option(_version(), prog_name="tensorwire")
+def main() -> None:
+    r"""Another process as memory: allocate it, write it, read it, signal it.
+
+    \b
+    See first what this machine can do and what is missing:
+        tensorwire info
+    \b
+    Then what a transfer costs here, beside memcpy and other libraries:
+        tensorwire bench memory --quick
+    """
+
+
+main.add_command(info)
+main.add_command(bench)

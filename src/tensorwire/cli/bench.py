@@ -1,0 +1,202 @@
+"""`tensorwire bench`: runs a bench, shows its tables and verdicts, writes JSON and a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tensorwire.bench.rows import parse_size
+from tensorwire.errors import TensorwireError
+
+if TYPE_CHECKING:
+    from tensorwire.bench.memory import Settings
+    from tensorwire.bench.rows import Report
+
+
+class _Sizes(click.ParamType[tuple[int, ...]]):
+    name = "sizes"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return tuple(parse_size(part) for part in str(value).split(","))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Names(click.ParamType[tuple[str, ...]]):
+    """A comma-separated list of words that are known only when the bench is loaded."""
+
+    name = "names"
+
+    def __init__(self, known: Callable[[], tuple[str, ...]]) -> None:
+        self._known = known
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in str(value).split(","))
+        known = self._known()
+        for name in names:
+            if name not in known:
+                self.fail(f"{name!r} is unknown; choose from {', '.join(known)}", param, ctx)
+        return names
+
+
+def _systems() -> tuple[str, ...]:
+    from tensorwire.bench.memory import SYSTEMS
+
+    return SYSTEMS
+
+
+def _cases() -> tuple[str, ...]:
+    from tensorwire.bench.memory import CASES
+
+    return CASES
+
+
+@click.group()
+def bench() -> None:
+    """Measure tensorwire beside the machine's limits and beside other libraries."""
+
+
+@bench.command()
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write all rows, the machine and the verdicts to FILE.",
+)
+@click.option(
+    "--figure",
+    "figure_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw a figure; .svg, .pdf or .png.",
+)
+@click.option("--quick", is_flag=True, help="Few sizes and little time: a look, not a measurement.")
+@click.option(
+    "--systems",
+    type=_Names(_systems),
+    metavar="A,B",
+    help="Only these: tensorwire, tensorwire-c++, memcpy, raw-socket, nixl, torch-rpc, "
+    "gloo, grpc. The limit of a system runs with it.",
+)
+@click.option(
+    "--cases",
+    type=_Names(_cases),
+    metavar="A,B",
+    help="Only these: write, read, batch, signal, fetch_add, round_trip, waiting.",
+)
+@click.option(
+    "--sizes",
+    type=_Sizes(),
+    metavar="A,B",
+    help="Sizes of write and read, for example 8,64KiB,16MiB.",
+)
+@click.option(
+    "--wires", type=_Names(lambda: ("shm", "tcp")), metavar="A,B", help="shm, tcp or both."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 600),
+    help="Time for each case of tensorwire and its limit (default 2).",
+)
+@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+def memory(
+    json_path: Path | None,
+    figure_path: Path | None,
+    quick: bool,
+    systems: tuple[str, ...] | None,
+    cases: tuple[str, ...] | None,
+    sizes: tuple[int, ...] | None,
+    wires: tuple[str, ...] | None,
+    seconds: float | None,
+    strict: bool,
+) -> None:
+    r"""What does it cost to use another process as memory?
+
+    Writes, reads, prepared batches, signals and fetch_add, over shared memory and TCP, each beside
+    the limit (memcpy, a raw socket) in alternation and beside the rivals that are installed. The
+    full run takes about ten minutes; other work on the machine spoils it.
+
+    \b
+    A first look, a minute or two:
+        tensorwire bench memory --quick
+    \b
+    Everything, kept for comparison:
+        tensorwire bench memory --json memory.json --figure memory.svg
+    \b
+    One question only:
+        tensorwire bench memory --systems tensorwire,nixl --wires shm --sizes 8,1MiB,64MiB
+    \b
+    The rivals: pip install 'tensorwire[bench,nixl]'
+    """  # fmt: skip
+    from tensorwire.bench.memory import Settings
+    from tensorwire.bench.report import draw, print_report
+
+    settings = Settings.quick() if quick else Settings()
+    _choose(settings, systems, cases, sizes, wires, seconds)
+    for path in (json_path, figure_path):
+        if path is not None and not path.parent.is_dir():
+            raise click.BadParameter(f"the folder of {path} does not exist")
+    console = Console()
+    report = _run(settings, console)
+    print_report(report, console)
+    if json_path is not None:
+        report.write(json_path)
+        console.print(f"rows written to {json_path}")
+    if figure_path is not None:
+        try:
+            draw(report, figure_path)
+        except (TensorwireError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+        console.print(f"figure written to {figure_path}")
+    if strict and any(verdict.met is False for verdict in report.verdicts):
+        raise SystemExit(1)
+
+
+def _choose(
+    settings: Settings,
+    systems: tuple[str, ...] | None,
+    cases: tuple[str, ...] | None,
+    sizes: tuple[int, ...] | None,
+    wires: tuple[str, ...] | None,
+    seconds: float | None,
+) -> None:
+    settings.systems = systems or settings.systems
+    settings.cases = cases or settings.cases
+    settings.sizes = sizes or settings.sizes
+    settings.wires = wires or settings.wires
+    if seconds is not None:
+        settings.budget = dataclasses.replace(settings.budget, case_s=seconds)
+
+
+def _run(settings: Settings, console: Console) -> Report:
+    """Runs with a progress bar.
+
+    It is redrawn between the cases only: nothing of this process disturbs a measurement.
+    """
+    from tensorwire.bench.memory import run
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{label:34}", refresh=True)
+
+        return run(settings, show)

@@ -1,0 +1,25 @@
+"""The device: memory of other processes, allocated, written, read and signalled.
+
+Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
+"""
+
+from tensorwire._core import Transfer
+
+from .handle import Handle
+from .node import Node, wait_all
+from .peer import Path, Peer, Prepared
+from .region import Region, RemoteRegion, RemoteWord, Word
+
+__all__ = [
+    "Handle",
+    "Node",
+    "Path",
+    "Peer",
+    "Prepared",
+    "Region",
+    "RemoteRegion",
+    "RemoteWord",
+    "Transfer",
+    "Word",
+    "wait_all",
+]

@@ -1,0 +1,163 @@
+"""Waiting without blocking an asyncio event loop.
+
+One descriptor per Node and event loop is watched by the loop; the core rings it at completions and
+doorbells while somebody here waits. asyncio is imported at the first wait, not before.
+
+The order is always: arm, look at the condition, sleep. The core changes the condition first and
+then looks at whether somebody is armed, so no wake-up is lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from sys import modules
+from typing import TYPE_CHECKING, Any
+
+from tensorwire._core import Node, Notifier, Transfer
+from tensorwire.errors import TimeoutError
+
+if TYPE_CHECKING:
+    import asyncio
+
+_INLINE_LIMIT = 1 << 20
+_get_running_loop: Callable[[], Any] | None = None
+
+
+def inline_limit() -> int:
+    """Bytes that the caller's own thread may copy: 1 MiB under a running event loop, else 0.
+
+    0 means no limit. The core's thread copies what is above the limit.
+    """
+    if _get_running_loop is None:
+        return _first_inline_limit()
+    return 0 if _get_running_loop() is None else _INLINE_LIMIT
+
+
+def _first_inline_limit() -> int:
+    # Without asyncio imported there is no event loop; importing it here would slow every start.
+    global _get_running_loop
+    getter = getattr(modules.get("asyncio"), "_get_running_loop", None)
+    if getter is None:
+        return 0
+    _get_running_loop = getter
+    return inline_limit()
+
+
+class _Bell:
+    """The descriptor that wakes one event loop for one Node, and who waits for what.
+
+    The loop alone owns it, through its registered reader: it goes away when the loop is closed or
+    its Node is. All methods run in the loop's thread.
+    """
+
+    __slots__ = ("__weakref__", "_loop", "_notifier", "_waiters", "node")
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        self.node = node
+        self._loop = loop
+        self._notifier = Notifier(node)
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        loop.add_reader(self._notifier.fileno(), self._ring)
+
+    def belongs_to(self, node: Node, loop: asyncio.AbstractEventLoop) -> bool:
+        return self.node is node and self._loop is loop
+
+    async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Returns True when ready() is, False after the timeout. Cancelling ends the wait only."""
+        future = self._loop.create_future()
+        self._notifier.arm()
+        self._waiters[future] = ready
+        timer = None
+        try:
+            if ready():
+                return True
+            if timeout_s is not None:
+                timer = self._loop.call_later(timeout_s, _wake, future)
+            await future
+            return ready()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._waiters.pop(future, None)
+            if not self._waiters:
+                self._notifier.disarm()
+
+    def _ring(self) -> None:
+        self._notifier.drain()
+        for future, ready in self._waiters.items():
+            if ready():
+                _wake(future)
+        if self.node.closed:
+            self.close()
+
+    def close(self) -> None:
+        """Wakes everybody and gives the descriptor back. The Node is closed."""
+        for future in self._waiters:
+            _wake(future)
+        self._loop.remove_reader(self._notifier.fileno())
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+# Weak: the loops own the bells. Keyed by identity; `belongs_to` tells a reused id.
+_bells: weakref.WeakValueDictionary[tuple[int, int], _Bell] = weakref.WeakValueDictionary()
+
+
+def _bell(node: Node) -> _Bell:
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    key = id(node), id(loop)
+    bell = _bells.get(key)
+    if bell is None or not bell.belongs_to(node, loop):
+        bell = _bells[key] = _Bell(node, loop)
+    return bell
+
+
+def release(node: Node) -> None:
+    """Gives back the descriptors of a Node that was closed. Any thread."""
+    for bell in list(_bells.values()):
+        if bell.node is node:
+            try:
+                bell._loop.call_soon_threadsafe(bell.close)
+            except RuntimeError:
+                pass  # the loop is closed, and the bell with it
+
+
+async def wait_until(node: Node, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Waits in the running event loop until ready() is true or the timeout has passed.
+
+    Args:
+        node: whose completions and doorbells may make it true.
+        ready: cheap and without side effects; called in the loop's thread, must not raise, and must
+            be true once the node is closed.
+        timeout_s: None waits for ever.
+
+    Returns:
+        What ready() said last.
+    """
+    if ready():
+        return True
+    return await _bell(node).wait(ready, timeout_s)
+
+
+async def wait_transfer(transfer: Transfer, timeout_s: float | None = None) -> None:
+    """Waits for a transfer in the running event loop; `await transfer` does this without timeout.
+
+    Cancelling the task stops the waiting. The transfer goes on and keeps its buffers.
+
+    Raises:
+        TimeoutError: `timeout_s` has passed; the transfer goes on and can be awaited again.
+        ClosedError, PeerLostError, StaleHandleError, ...: the transfer failed, as from
+            `Transfer.wait`.
+    """
+    if not await wait_until(transfer.node, transfer.done, timeout_s):
+        raise TimeoutError(
+            f"the transfer of {transfer.bytes} bytes was not complete after {timeout_s:g} s; "
+            "it goes on"
+        )
+    transfer.wait(0)

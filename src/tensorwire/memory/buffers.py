@@ -1,0 +1,125 @@
+"""The local side of a transfer: which objects of this process may be read or filled, and how.
+
+Everything with the buffer protocol goes to the core as it is. Tensors and DLPack objects are
+checked here. torch is never imported: a tensor can only exist if somebody else has imported it.
+"""
+
+from __future__ import annotations
+
+from sys import modules
+from typing import Any
+
+import numpy as np
+
+from tensorwire._core import Buffer
+
+
+def as_local(local: Any) -> object:
+    """Turns an object into one that the core accepts: a buffer exporter or a `Buffer`.
+
+    The result keeps the memory alive. Whether a buffer is contiguous, free of Python objects and,
+    where it is filled, writable, is checked by the core.
+
+    Args:
+        local: numpy array, bytes-like object, torch tensor, `Region`, or any object with DLPack
+            on the CPU.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a tensor that is not contiguous, not on the CPU, or not dense.
+    """
+    if isinstance(local, np.ndarray):
+        return local
+    if is_tensor(local):
+        return _tensor_buffer(local)
+    region_buffer = getattr(local, "_local_buffer", None)
+    if region_buffer is not None:
+        return region_buffer()
+    try:
+        memoryview(local)
+        return local
+    except TypeError:
+        pass
+    if hasattr(local, "__dlpack__") and hasattr(local, "__dlpack_device__"):
+        return _from_dlpack(local)
+    raise TypeError(f"{describe(local)} has no memory to transfer; {_advice(local)}")
+
+
+def size_bytes(local: Any) -> int:
+    """The length of an object that `as_local` returned from or accepts."""
+    nbytes = getattr(local, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    size = getattr(local, "size_bytes", None)
+    return size if isinstance(size, int) else memoryview(local).nbytes
+
+
+def is_tensor(value: object) -> bool:
+    """True for a torch tensor; never imports torch."""
+    tensor_type = getattr(modules.get("torch"), "Tensor", None)
+    return tensor_type is not None and isinstance(value, tensor_type)
+
+
+def describe(value: Any) -> str:
+    """A few words about an object, for messages: its type and, if it has them, dtype and shape."""
+    words = type(value).__name__
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is not None and shape is not None:
+        words += f" ({dtype}, shape {tuple(shape)})"
+    return words
+
+
+def check_tensor(tensor: Any) -> None:
+    """Refuses a torch tensor whose bytes are not one plain piece of this process's memory.
+
+    Raises:
+        ValueError: it is on a device, sparse, not contiguous, or a lazy view (conjugate, negative).
+        TypeError: it has no memory at all (fake or functional tensors).
+    """
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"{describe(tensor)} is on {tensor.device}; transfers take tensors on the CPU: "
+            "pass tensor.cpu()"
+        )
+    if tensor.layout is not modules["torch"].strided:
+        raise ValueError(f"{describe(tensor)} is sparse; pass tensor.to_dense() or its parts")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{describe(tensor)} is not contiguous (strides {tensor.stride()}); "
+            "pass tensor.contiguous(), or slice the first dimension only"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{describe(tensor)} is a conjugate or negative view; "
+            "pass tensor.resolve_conj().resolve_neg()"
+        )
+
+
+def _tensor_buffer(tensor: Any) -> Buffer:
+    check_tensor(tensor)
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise TypeError(f"{describe(tensor)} has no memory of its own: {error}") from error
+    return Buffer(address, tensor.nbytes, True, tensor)
+
+
+def _from_dlpack(local: Any) -> object:
+    device, _ = local.__dlpack_device__()
+    if device != 1:
+        raise ValueError(
+            f"{describe(local)} is on DLPack device type {device}; "
+            "transfers take memory of the CPU (1): copy it there first"
+        )
+    try:
+        return np.from_dlpack(local)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{describe(local)} cannot be shared by DLPack: {error}") from error
+
+
+def _advice(local: object) -> str:
+    if isinstance(local, str):
+        return "encode the text to bytes"
+    if isinstance(local, list | tuple):
+        return "for a batch pass a sequence of remotes of the same length too"
+    return "pass a numpy array, a torch tensor, a bytes-like object or a Region"

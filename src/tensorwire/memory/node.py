@@ -1,0 +1,328 @@
+"""This process on the fabric: the Node, its settings from arguments and environment.
+
+What peers are and what regions hold is elsewhere; this module joins them to the core's Node.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable
+from pathlib import Path as FilePath
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from tensorwire import _core
+from tensorwire._core import Transfer
+from tensorwire.errors import UnavailableError
+
+from . import aio
+from .handle import Handle, access_flags, join_address, split_address
+from .peer import Peer
+from .region import Region, Word, adoptable, byte_count
+
+TRANSPORTS = ("shm", "tcp")
+MIN_SECRET_BYTES = 16
+
+
+class Node:
+    """This process as others see it: owns regions, listens for peers, and drives all transfers.
+
+    One per process is enough; several are allowed. It has one background thread, which works only
+    while no thread of yours waits. Any thread may use it. In a forked child it is unusable: every
+    method raises `ClosedError` there; start a Node of its own in the child.
+
+    Args:
+        name: shown to peers; default host name and process number. At most 255 bytes.
+        listen: "host:port" to accept peers on; port 0 chooses a free one.
+        secret: what every process of the job shares, at least 16 bytes. Default: the content of the
+            file named by TENSORWIRE_SECRET_FILE (surrounding white space is removed), else
+            TENSORWIRE_SECRET. Without one, only a loopback address is accepted.
+        transports: which may be used, fastest first: "shm", "tcp". Default: TENSORWIRE_TRANSPORTS
+            (separated by commas), else both.
+        quota_bytes: how much all peers together may allocate here with `Peer.allocate`.
+        max_peers: how many connections are held at a time.
+        handshake_timeout_s: how long a new connection may take to prove itself.
+        peer_timeout_s: after how long a silent link counts as lost.
+
+    Attributes:
+        name: the name that peers see.
+        address: "host:port" to connect to, with the real port.
+        incarnation: 64 random bits that identify this Node among all that ever lived.
+
+    Raises:
+        ValueError: a malformed address, an unknown transport, a secret that is too short, or an
+            address other than loopback without a secret.
+        UnavailableError: a transport is known but not available here.
+        BusyError: the address is in use, or a system limit is reached.
+    """
+
+    __slots__ = ("__weakref__", "_closer", "_core", "_owner_pid", "address", "incarnation", "name")
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        listen: str = "127.0.0.1:0",
+        secret: bytes | None = None,
+        transports: Iterable[str] | None = None,
+        quota_bytes: int = 4 << 30,
+        max_peers: int = 1024,
+        handshake_timeout_s: float = 10.0,
+        peer_timeout_s: float = 10.0,
+    ) -> None:
+        host, port = split_address(listen)
+        secret = _choose_secret(secret)
+        if not secret and not _is_loopback(host):
+            raise ValueError(
+                f"without a secret a Node listens on loopback only, not on {host}: pass secret=, "
+                "or set TENSORWIRE_SECRET_FILE to a file with at least "
+                f"{MIN_SECRET_BYTES} random bytes that every process of the job can read"
+            )
+        self._core = _core.Node(
+            name or f"{os.uname().nodename}-{os.getpid()}",
+            host,
+            port,
+            secret,
+            _choose_transports(transports),
+            quota_bytes,
+            max_peers,
+            handshake_timeout_s,
+            peer_timeout_s,
+        )
+        self.name = self._core.name
+        self.address = join_address(self._core.host, self._core.port)
+        self.incarnation = self._core.incarnation
+        self._owner_pid = os.getpid()
+        # Also at exit of the interpreter, so that peers see an orderly end.
+        self._closer = weakref.finalize(self, _close, self._core, self._owner_pid, forgotten=True)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._core.closed
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Peers that are connected now, whoever began."""
+        return [Peer(self, core) for core in self._core.peers()]
+
+    def __repr__(self) -> str:
+        return f"<Node {self.name!r} at {self.address}{', closed' if self.closed else ''}>"
+
+    def allocate(self, size_bytes: int, *, name: str | None = None, access: str = "rw") -> Region:
+        """Allocates zeroed memory that peers can reach.
+
+        Args:
+            size_bytes: at least 1. Starts on a page.
+            name: unique in this Node; peers find it by `Peer.region(name)`. Without a name they
+                need its handle.
+            access: what peers may do: "rw", "r" (a write grant cannot be revoked later on one
+                host, so give it only where it is needed), "w", or "none".
+
+        Raises:
+            ValueError: size, access or name is not valid, or the name is taken.
+            MemoryError: the system has not so much memory.
+            BusyError: the Node has as many regions as it can have.
+            ClosedError: the Node was closed.
+        """
+        readable, writable = access_flags(access)
+        size_bytes = byte_count(size_bytes)
+        core = self._core.allocate(size_bytes, name or "", writable, readable)
+        return Region(self, core, 0, core.size_bytes)
+
+    def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:
+        """Allocates a region of the right size and moves an array or tensor in.
+
+        See `Region.adopt`: a torch tensor lives in the region afterwards; of a numpy array a copy
+        does, reached by `region.array(dtype, shape)`.
+
+        Raises:
+            TypeError: neither an array nor a tensor, or it holds Python objects.
+            ValueError: it is empty, not contiguous, or not on the CPU.
+            MemoryError, BusyError, ClosedError: as for `allocate`.
+        """
+        size, _ = adoptable(tensor)
+        region = self.allocate(size, name=name, access=access)
+        region.adopt(tensor)
+        return region
+
+    def region(self, name: str) -> Region:
+        """Finds a region of this Node by name, also one that a peer allocated here.
+
+        Raises:
+            LookupError: there is none.
+            ClosedError: the Node was closed.
+        """
+        core = self._core.region(name)
+        return Region(self, core, 0, core.size_bytes)
+
+    def connect(
+        self,
+        address_or_handle: str | Handle,
+        *,
+        timeout_s: float = 10.0,
+        require: str | None = None,
+    ) -> Peer:
+        """Connects to the Node that listens at an address; its side needs no call.
+
+        Args:
+            address_or_handle: "host:port", or a Handle, of which only the address is used:
+                `Peer.region(handle)` then tells whether it is still valid.
+            timeout_s: for connecting and the mutual proof of the secret.
+            require: a transport, to fail rather than fall back to a slower one.
+
+        Raises:
+            PeerLostError: nobody listens there, or the other side hung up.
+            TimeoutError: no answer in time.
+            PermissionError: the secrets differ.
+            UnavailableError: `require` cannot be had, or no transport is common to both.
+            ValueError: malformed address or unknown transport.
+            ClosedError: the Node was closed.
+        """
+        if isinstance(address_or_handle, Handle):
+            address_or_handle = address_or_handle.address
+        host, port = split_address(address_or_handle)
+        if port == 0:
+            raise ValueError(f"{address_or_handle!r} has port 0; use the other Node's .address")
+        required = "" if require is None else _choose_transports([require])[0]
+        return Peer(self, self._core.connect(host, port, timeout_s, required))
+
+    def accept(self, timeout_s: float | None = None) -> Peer:
+        """Waits for the next peer that connects here; each is returned once.
+
+        Calling it is not needed to be reachable: connections are served in any case.
+
+        Raises:
+            TimeoutError: nobody came in time (None waits for ever).
+            ClosedError: the Node was closed.
+        """
+        return Peer(self, self._core.accept(timeout_s))
+
+    def wait_until(self, word: Word, value: int, timeout_s: float | None = None) -> None:
+        """Blocks until a word of this Node is at least `value`; see `Word.wait_until`."""
+        if not isinstance(word, Word):
+            raise TypeError(f"wait_until takes a Word (region.word(offset)), not {word!r}")
+        word.wait_until(value, timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of this Node since its start; docs/memory.md explains each."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Ends everything; calling it again, or in a forked child, does nothing.
+
+        Transfers in flight complete with `ClosedError`, waiting calls raise it, and peers see this
+        Node as lost at once. Memory that arrays and tensors still use stays valid for them.
+        """
+        self._closer.detach()
+        _close(self._core, self._owner_pid)
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def wait_all(transfers: Iterable[Transfer], timeout_s: float | None = None) -> None:
+    """Waits until every transfer is complete.
+
+    Also after the first failure it waits for the others, so that all buffers are free to use
+    afterwards, unless it raises TimeoutError.
+
+    Args:
+        transfers: of any peers.
+        timeout_s: for all together; None waits for ever.
+
+    Raises:
+        TimeoutError: not all were complete in time. They go on.
+        ClosedError, PeerLostError, StaleHandleError, ...: the error of the first transfer, in the
+            order given, that failed.
+    """
+    deadline = None if timeout_s is None else monotonic() + timeout_s
+    failed = None
+    for transfer in transfers:
+        try:
+            transfer.wait(None if deadline is None else max(deadline - monotonic(), 0.0))
+        except Exception as error:
+            if not transfer.done():
+                raise
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child: the Node lives in the parent
+    forgotten = forgotten and not core.closed
+    core.close()
+    aio.release(core)
+    if forgotten:
+        warnings.warn(
+            f"Node {core.name!r} was never closed; use 'with Node(...)' or close()",
+            ResourceWarning,
+            stacklevel=1,
+        )
+
+
+def _choose_secret(secret: bytes | None) -> bytes:
+    source = "secret"
+    if secret is None:
+        if path := os.environ.get("TENSORWIRE_SECRET_FILE"):
+            source = f"the secret in {path} (TENSORWIRE_SECRET_FILE)"
+            try:
+                secret = FilePath(path).read_bytes().strip()
+            except OSError as error:
+                raise ValueError(f"{source} cannot be read: {error}") from error
+        elif text := os.environ.get("TENSORWIRE_SECRET"):
+            source = "TENSORWIRE_SECRET"
+            secret = os.fsencode(text)
+        else:
+            return b""
+    if not isinstance(secret, bytes):
+        raise TypeError(f"secret is bytes, not {type(secret).__name__}")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"{source} has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are asked")
+    return secret
+
+
+def _choose_transports(transports: Iterable[str] | None) -> list[str]:
+    if transports is None:
+        text = os.environ.get("TENSORWIRE_TRANSPORTS", "")
+        transports = [name.strip() for name in text.split(",")] if text.strip() else TRANSPORTS
+    elif isinstance(transports, str):
+        raise TypeError(f"transports is a list of names, such as [{transports!r}]")
+    chosen = list(transports)
+    for name in chosen:
+        if name == "rdma":
+            raise UnavailableError("this tensorwire has no rdma transport yet; use shm and tcp")
+        if name not in TRANSPORTS:
+            raise ValueError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"transports names each transport at most once and one at least: {chosen}")
+    return chosen
+
+
+def _is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host!r}: {error}") from error
+    return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)

@@ -1,0 +1,226 @@
+"""Checks of a conforming transport: a peer reaches what it was given, as it was given, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import BusyError, StaleHandleError
+from tensorwire.memory import RemoteRegion
+
+from ..stage import WAIT_S, Stage, finish, must_fail, pattern
+
+
+def access(stage: Stage) -> None:
+    """What the owner does not allow is refused and leaves no trace."""
+    for grant in ("rw", "r", "w", "none"):
+        remote = stage.remote(grant, 64, grant)
+        assert remote.access == grant
+        content = pattern(64).tobytes()
+        stage.target.fill(grant, 0, content)
+        free = stage.remote("free " + grant, 64)
+        writes: list[Callable[[], Any]] = [
+            lambda remote=remote: remote.write(b"x" * 64),
+            lambda remote=remote: stage.peer.write([b"x"], [remote[3:]]),
+            lambda remote=remote: stage.peer.prepare_write([b"x"], [remote]).start(),
+            lambda remote=remote: remote.word(0).set(2**64 - 1),
+            lambda remote=remote: remote.word(8).fetch_add(1),
+            lambda remote=remote, free=free: free.write(b"y", signal=(remote.word(0), 2**64 - 1)),
+        ]
+        reads: list[Callable[[], Any]] = [
+            lambda remote=remote: remote.read(bytearray(64)),
+            lambda remote=remote: stage.peer.read([bytearray(1)], [remote[3:]]),
+            lambda remote=remote: stage.peer.prepare_read([bytearray(1)], [remote]).start(),
+        ]
+        if "w" not in grant:
+            for write in writes:
+                must_fail(PermissionError, write)
+            assert stage.target.contents(grant) == content
+        if "r" not in grant:
+            for read in reads:
+                must_fail(PermissionError, read)
+        for allowed in (writes[:3] if "w" in grant else []) + (reads if "r" in grant else []):
+            finish(allowed())
+
+
+def fetch_add_needs_both(stage: Stage) -> None:
+    """An addition tells the old value, so it needs both rights."""
+    for grant, allowed in (("rw", True), ("r", False), ("w", False)):
+        word = stage.remote(grant, 8, grant).word(0)
+        if allowed:
+            assert word.fetch_add(1, WAIT_S) == 0
+        else:
+            must_fail(PermissionError, lambda word=word: word.fetch_add(1, WAIT_S))
+            assert stage.target.value(grant, 0) == 0
+
+
+def out_of_range(stage: Stage) -> None:
+    """Nothing reaches past a region's end."""
+    remote, neighbour = stage.remote("r", 100), stage.remote("n", 100)
+    for start in (
+        lambda: remote.write(bytes(101)),
+        lambda: remote[50:].write(bytes(51)),
+        lambda: remote.read(bytearray(101)),
+        lambda: stage.peer.write([b"a", bytes(101)], [neighbour, remote]),
+        lambda: stage.peer.read([bytearray(51)], [remote[50:]]),
+        lambda: stage.peer.prepare_write([bytes(51)], [remote[50:]]),
+        lambda: remote[0:101],
+        lambda: remote[-1:],
+        lambda: remote[20:10],
+        lambda: remote.word(96),
+        lambda: remote.word(-8),
+        lambda: remote.word(4),
+        lambda: remote[4:].word(0),
+    ):
+        must_fail(ValueError, start)
+    assert stage.target.contents("r") == stage.target.contents("n") == bytes(100)
+    finish(remote[100:].write(b""))
+
+
+def stale_after_free(stage: Stage) -> None:
+    """After free every use fails alike, also when the slot was given to another region."""
+    handle = stage.target.allocate("r", 4096)
+    remote = stage.peer.region(handle)
+    word = remote.word(0)
+    writing = stage.peer.prepare_write([b"x"], [remote])
+    finish(writing.start())
+    stage.target.free("r")
+    again = stage.remote("again", 4096)
+    for start in (
+        lambda: remote.write(b"x"),
+        lambda: remote.write(bytes(4096)),
+        lambda: remote.read(bytearray(1)),
+        lambda: stage.peer.write([b"x"], [remote]),
+        lambda: writing.start(),
+        lambda: word.set(1),
+        lambda: word.fetch_add(1, WAIT_S),
+        lambda: again.write(b"x", signal=(word, 1)),
+        lambda: stage.peer.region(handle),
+    ):
+        must_fail(StaleHandleError, start)
+    assert stage.target.contents("again", 1) == bytes(4095)
+    finish(again.write(b"fine"))
+    assert stage.target.contents("again", 0, 4) == b"fine"
+
+
+def forged_handles(stage: Stage) -> None:
+    """A handle that is not exactly right gives nothing."""
+    handle = stage.target.allocate("r", 64)
+    for wrong in (
+        dataclasses.replace(handle, incarnation=handle.incarnation ^ 1),
+        dataclasses.replace(handle, generation=handle.generation ^ 1),
+        dataclasses.replace(handle, generation=0),
+        dataclasses.replace(handle, id=handle.id + 1),
+        dataclasses.replace(handle, id=2**32 - 1),
+    ):
+        must_fail(StaleHandleError, lambda wrong=wrong: stage.peer.region(wrong))
+    larger = dataclasses.replace(handle, size_bytes=1 << 30, access="rw")
+    assert stage.peer.region(larger).size_bytes == 64, "the owner's word counts, not the handle's"
+
+
+def names(stage: Stage) -> None:
+    """Regions are found by name; names are unique and free again after free."""
+    stage.target.allocate("a", 100, "rw", "weights/ä")
+    remote = stage.peer.region("weights/ä")
+    assert (remote.size_bytes, remote.name) == (100, "weights/ä")
+    finish(remote.write(b"hello"))
+    assert stage.target.contents("a", 0, 5) == b"hello"
+    error = must_fail(LookupError, lambda: stage.peer.region("weights/b"))
+    assert "weights/b" in str(error)
+    must_fail(LookupError, lambda: stage.near.region("weights/ä"))
+    must_fail(ValueError, lambda: stage.peer.allocate(8, "weights/ä"))
+    must_fail(ValueError, lambda: stage.peer.allocate(8, "x" * 2000))
+    stage.target.free("a")
+    must_fail(LookupError, lambda: stage.peer.region("weights/ä"))
+    stage.target.allocate("b", 8, "rw", "weights/ä")
+    assert stage.peer.region("weights/ä").size_bytes == 8
+
+
+def remote_allocation(stage: Stage) -> None:
+    """Memory can be allocated at the peer, found there by name, and given back."""
+    remote = stage.peer.allocate(100_000, "theirs")
+    back = np.ones(100_000, np.uint8)
+    finish(remote.read(back))
+    assert not back.any(), "new memory is zeroed"
+    data = pattern(100_000)
+    finish(remote.write(data))
+    assert stage.target.find("t", "theirs") == 100_000
+    assert stage.target.contents("t") == data.tobytes()
+    stage.target.fill("t", 0, b"from the owner")
+    finish(remote.read(back))
+    assert back[:14].tobytes() == b"from the owner"
+    remote.free(WAIT_S)
+    must_fail(StaleHandleError, lambda: remote.write(b"x"))
+    must_fail(StaleHandleError, lambda: remote.free(WAIT_S))
+    must_fail(LookupError, lambda: stage.peer.region("theirs"))
+
+
+def only_the_lessee_frees(stage: Stage) -> None:
+    """A peer cannot free what it did not allocate."""
+    owned = stage.remote("owned", 64)
+    must_fail(PermissionError, lambda: owned.free(WAIT_S))
+    leased = stage.peer.allocate(64, "leased")
+    with stage.third() as third:
+        seen = third.connect(stage.target.address()).region("leased")
+        must_fail(PermissionError, lambda: seen.free(WAIT_S))
+        finish(seen.write(b"shared"))
+    back = bytearray(6)
+    finish(leased.read(back))
+    assert back == b"shared"
+    finish(owned.write(b"still there"))
+
+
+def lease_ends_with_connection(stage: Stage) -> None:
+    """What a peer allocated is given back when it goes away."""
+    with stage.third() as third:
+        peer = third.connect(stage.target.address())
+        peer.allocate(1 << 20, "borrowed")
+        assert stage.peer.region("borrowed").size_bytes == 1 << 20
+    eventually(LookupError, lambda: stage.peer.region("borrowed"))
+
+
+def quota(stage: Stage) -> None:
+    """What peers allocate is bounded for all of them together, and free gives room back."""
+    mib = 1 << 20
+    first = stage.peer.allocate(3 * mib)
+    error = must_fail(BusyError, lambda: stage.peer.allocate(2 * mib))
+    assert "quota" in str(error)
+    must_fail(BusyError, lambda: stage.peer.allocate(1 << 62))
+    with stage.third() as third:
+        other = third.connect(stage.target.address())
+        must_fail(BusyError, lambda: other.allocate(2 * mib))
+        second = other.allocate(mib)
+        finish(second.write(b"fits"))
+        first.free(WAIT_S)
+        finish(other.allocate(3 * mib).write(b"fits too"))
+    stage.target.allocate("own", 64 * mib)  # the owner itself is not bound
+
+
+def eventually(kind: type[Exception], start: Callable[[], RemoteRegion]) -> None:
+    """Repeats an action until it fails as it must; every action is a round trip to the peer."""
+    for _ in range(20_000):
+        try:
+            start()
+        except kind:
+            return
+    raise AssertionError(f"{kind.__name__} never came")
+
+
+# Options of the Nodes for single checks.
+OPTIONS: dict[str, dict[str, Any]] = {"quota": {"quota_bytes": 4 << 20}}
+
+CHECKS = (
+    access,
+    fetch_add_needs_both,
+    out_of_range,
+    stale_after_free,
+    forged_handles,
+    names,
+    remote_allocation,
+    only_the_lessee_frees,
+    lease_ends_with_connection,
+    quota,
+)

@@ -1,0 +1,228 @@
+"""Checks of a conforming transport: signals tell the truth, counters count, waiting ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+
+from tensorwire.errors import StaleHandleError, TimeoutError
+from tensorwire.memory import Transfer, wait_all
+
+from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
+from ..target import round_value
+from .data import run_threads
+
+
+def signal_ordering(stage: Stage) -> None:
+    """Whoever sees word >= k sees every byte of the call that raised it to k.
+
+    The target looks at once, in another thread or process, many times, with calls of very
+    different sizes and with batches.
+    """
+    sizes = np.random.default_rng(3).choice([1, 8, 64, 1000, 5000, 40_000, 300_000], 600).tolist()
+    remote = stage.remote("r", 64 + max(sizes))
+    reply = stage.near.allocate(8, name="reply").word(0)
+    stage.target.accept()
+    finish_target = stage.target.begin("answer_rounds", "r", sizes, "reply")
+    word, payload = remote.word(0), remote[64:]
+    for round_, size in enumerate(sizes, 1):
+        data = np.full(size, round_value(round_), np.uint8)
+        if round_ % 3 == 0:  # a batch, last byte first
+            half = size // 2
+            stage.peer.write(
+                [data[half:], data[:half]],
+                [payload[half:size], payload[:half]],
+                signal=(word, round_),
+            )
+        elif round_ % 3 == 1:
+            payload.write(data, signal=(word, round_))
+        else:
+            stage.peer.signal(word, round_, after=[payload.write(data)])
+        reply.wait_until(round_, WAIT_S)
+    assert finish_target() == []
+
+
+def signal_is_maximum(stage: Stage) -> None:
+    """A word never falls, whatever is written with a lower value."""
+    remote = stage.remote("r", 64)
+    word = remote.word(8)
+    for value, expected in ((5, 5), (3, 5), (5, 5), (2**64 - 1, 2**64 - 1), (0, 2**64 - 1)):
+        finish(word.set(value))
+        assert stage.target.value("r", 8) == expected
+    other = remote.word(16)
+    finish(remote[32:].write(b"a", signal=(other, 7)))
+    finish(remote[32:].write(b"b", signal=(other, 6)))
+    assert stage.target.value("r", 16) == 7
+    assert stage.target.contents("r", 32, 33) == b"b"
+    assert stage.target.contents("r", 0, 8) == stage.target.contents("r", 24, 32) == bytes(8)
+
+
+def signal_without_bytes(stage: Stage) -> None:
+    """An empty write and an empty batch still signal."""
+    remote = stage.remote("r", 64)
+    finish(remote.write(b"", signal=(remote.word(0), 1)))
+    assert stage.target.value("r", 0) == 1
+    finish(stage.peer.write([], [], signal=(remote.word(0), 2)))
+    assert stage.target.value("r", 0) == 2
+    transfer = stage.peer.prepare_write([b"x"], [remote[8:]]).start([], signal=(remote.word(0), 3))
+    finish(transfer)
+    assert stage.target.value("r", 0) == 3
+
+
+def signal_after(stage: Stage) -> None:
+    """A signal waits for the transfers that it names, and fails with them."""
+    remote, gone = stage.remote("r", 20_000_000), stage.remote("gone", 64)
+    writes = [
+        remote[8 + i * 4_000_000 :][:4_000_000].write(np.full(4_000_000, i + 1, np.uint8))
+        for i in range(4)
+    ]
+    announce = remote.word(0).set(1, after=writes)
+    stage.target.wait_until("r", 0, 1, WAIT_S)
+    for i in range(4):
+        assert stage.target.is_filled("r", 8 + i * 4_000_000, 8 + (i + 1) * 4_000_000, i + 1)
+    finish(announce)
+    assert all(write.done() for write in writes)
+    finish(remote.word(0).set(2, after=writes))  # complete ones do not hinder
+    stage.target.free("gone")
+    failed = _failed_transfer(lambda: gone.write(b"x"))
+    if failed is not None:
+        must_fail(StaleHandleError, lambda: remote.word(0).set(3, after=[failed]))
+        assert stage.target.value("r", 0) == 2
+
+
+def _failed_transfer(start: object) -> Transfer | None:
+    """The transfer of an operation that fails, None if it raises at once instead."""
+    assert callable(start)
+    try:
+        transfer = start()
+    except StaleHandleError:
+        return None
+    assert isinstance(transfer, Transfer)
+    assert isinstance(failure_of(lambda: transfer), StaleHandleError)
+    return transfer
+
+
+def waiters(stage: Stage) -> None:
+    """Many threads wait for one word; each value wakes exactly those that it should."""
+    mine = stage.near.allocate(64, name="mine")
+    stage.target.accept()
+    woken: list[int] = []
+    lock = threading.Lock()
+
+    def wait(value: int) -> None:
+        mine.word(0).wait_until(value, WAIT_S)
+        assert mine.word(0).value >= value
+        with lock:
+            woken.append(value)
+
+    def answer() -> None:
+        # The target raises the word to 3 in three rounds, as fast as it is let.
+        remote = stage.remote("r", 128)
+        finish_target = stage.target.begin("answer_rounds", "r", [1, 1, 1], "mine")
+        for round_ in (1, 2, 3):
+            data = bytes([round_value(round_)])
+            remote[64:].write(data, signal=(remote.word(0), round_))
+            mine.word(0).wait_until(round_, WAIT_S)
+        assert finish_target() == []
+
+    run_threads([lambda v=v: wait(v) for v in (1, 1, 2, 3, 3)] + [answer])
+    assert sorted(woken) == [1, 1, 2, 3, 3]
+
+
+def word_timeouts(stage: Stage) -> None:
+    """Waiting for a word ends in time, and starting over works."""
+    mine = stage.near.allocate(64)
+    start = time.monotonic()
+    for timeout_s in (0, 0.0, 0.05):
+        must_fail(TimeoutError, lambda timeout_s=timeout_s: mine.word(0).wait_until(1, timeout_s))
+    assert time.monotonic() - start >= 0.05
+    mine.word(0).wait_until(0, 0)
+
+    async def main() -> None:
+        await mine.word(0).reached(0, 0)
+        await mine.word(0).reached(1, 0.02)
+
+    must_fail(TimeoutError, lambda: asyncio.run(main()))
+
+
+def word_awaited(stage: Stage) -> None:
+    """An event loop waits for words that the peer raises, several at a time."""
+    mine = stage.near.allocate(64, name="mine")
+    stage.target.accept()
+    remote = stage.remote("r", 128)
+    rounds = 200
+    finish_target = stage.target.begin("answer_rounds", "r", [1] * rounds, "mine")
+
+    async def main() -> None:
+        last = asyncio.create_task(mine.word(0).reached(rounds, WAIT_S))
+        for round_ in range(1, rounds + 1):
+            data = bytes([round_value(round_)])
+            await remote[64:].write(data, signal=(remote.word(0), round_))
+            await mine.word(0).reached(round_, WAIT_S)
+        await last
+
+    asyncio.run(main())
+    assert finish_target() == []
+
+
+def fetch_add(stage: Stage) -> None:
+    """Additions of two peers and several threads all count; each old value is given once."""
+    handle = stage.target.allocate("r", 64)
+    stage.target.fill("r", 0, bytes([255]) * 8)  # the neighbour must not feel a carry
+    per_thread = 200
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    with stage.third() as third:
+        peers = [stage.peer, third.connect(stage.target.address())]
+        words = [peer.region(handle).word(8) for peer in peers for _ in range(2)]
+
+        def add(number: int) -> None:
+            word = words[number]
+            mine = [word.fetch_add(3, WAIT_S) for _ in range(per_thread // 2)]
+            pending = [word.peer.fetch_add(word, 3) for _ in range(per_thread // 2)]
+            wait_all(pending, WAIT_S)
+            with lock:
+                seen.extend(mine + [transfer.value for transfer in pending])
+
+        run_threads([lambda n=n: add(n) for n in range(4)])
+    assert sorted(seen) == list(range(0, 3 * 4 * per_thread, 3))
+    assert stage.target.value("r", 8) == 3 * 4 * per_thread
+    assert stage.target.contents("r", 0, 8) == bytes([255]) * 8
+    assert stage.target.contents("r", 16) == bytes(48)
+    word = stage.peer.region(handle).word(0)
+    assert word.fetch_add(2) == 2**64 - 1
+    assert stage.target.value("r", 0) == 1, "addition is modulo 2**64"
+
+
+def transfer_timeouts(stage: Stage) -> None:
+    """A timeout of wait() ends the waiting only."""
+    size = 64 << 20
+    remote = stage.remote("r", size)
+    data = pattern(1 << 20)
+    local = np.tile(data, size >> 20)
+    for _ in range(5):
+        transfer = remote.write(local)
+        error = failure_of(lambda transfer=transfer: transfer.wait(0))
+        assert error is None or isinstance(error, TimeoutError)
+        if error is not None:
+            # It was in flight a moment ago, and neither the error nor dropping it ends it.
+            finish(transfer)
+    finish(remote.write(local))
+    assert stage.target.contents("r", size - (1 << 20), size) == data.tobytes()
+
+
+CHECKS = (
+    signal_ordering,
+    signal_is_maximum,
+    signal_without_bytes,
+    signal_after,
+    waiters,
+    word_timeouts,
+    word_awaited,
+    fetch_add,
+    transfer_timeouts,
+)

@@ -1,0 +1,77 @@
+"""The conformance suite: what every transport must do, as a list of named checks.
+
+A new backend is done when `check_transport` passes. Each check runs alone, on fresh Nodes, with the
+target in the same process and again in another one, and must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+
+from .checks import data, grants, lifetime, words
+from .leaks import assert_no_leak
+from .stage import PLACES, Stage, stage
+
+Check = Callable[[Stage], None]
+
+_CHECKS: dict[str, Check] = {
+    check.__name__: check for module in (data, words, grants, lifetime) for check in module.CHECKS
+}
+
+
+def check_names(place: str) -> list[str]:
+    """Names of the checks that can run in a place, "one process" or "two processes"."""
+    if place not in PLACES:
+        raise ValueError(f"a place is one of {PLACES}, not {place!r}")
+    return [
+        name for name in _CHECKS if place == "two processes" or name not in lifetime.TWO_PROCESSES
+    ]
+
+
+def run_check(name: str, transport: str, place: str) -> None:
+    """Runs one check.
+
+    Args:
+        name: one of `check_names(place)`.
+        transport: the only one that its Nodes may use.
+        place: "one process" or "two processes".
+
+    Raises:
+        Exception: the check failed; an AssertionError also if it left something behind.
+    """
+    with assert_no_leak(), stage(transport, place, **grants.OPTIONS.get(name, {})) as scene:
+        _CHECKS[name](scene)
+
+
+def check_transport(
+    transport: str, *, places: Iterable[str] = PLACES, only: Iterable[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Runs the suite and yields (place, name) after each check that passed.
+
+    `for _ in check_transport("tcp"): pass` is the whole suite; one failure does not hide others.
+
+    Args:
+        transport: name of the backend.
+        places: where targets run.
+        only: names of checks; None runs all.
+
+    Raises:
+        AssertionError: at the end, with every failure.
+    """
+    chosen = None if only is None else set(only)
+    failures = []
+    for place in places:
+        for name in check_names(place):
+            if chosen is not None and name not in chosen:
+                continue
+            try:
+                run_check(name, transport, place)
+            except Exception:
+                failures.append(f"{name} in {place}:\n{traceback.format_exc()}")
+                continue
+            yield place, name
+    if failures:
+        raise AssertionError(
+            f"{len(failures)} checks of {transport} failed\n\n" + "\n".join(failures)
+        )

@@ -1,0 +1,175 @@
+"""Injected faults: a scripted exchange is repeated with its n-th operation failing, for every n.
+
+This finds the error path that nobody thought of: whatever step fails, nothing may hang, nothing may
+leak and every transfer must complete exactly once.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tensorwire._core import FaultPlan
+from tensorwire.errors import TensorwireError
+from tensorwire.memory import Peer, Transfer
+
+from .leaks import assert_no_leak
+from .pair import Pair, node_pair
+
+__all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
+
+ACTIONS = ("fail", "drop", "delay")
+
+
+def inject(peer: Peer, plan: FaultPlan | None) -> None:
+    """Lets a plan act on the operations of one connection, or with None ends that.
+
+    Args:
+        peer: the connection, at the side that starts the operations.
+        plan: `FaultPlan(nth, action, delay_s)` counts operations from 1 and acts on the n-th only.
+            "fail": it completes with PeerLostError and is not carried out. "drop": it is lost on
+            the way; it ends when the connection does. "delay": it starts `delay_s` later.
+    """
+    peer._core.inject(plan)
+
+
+class Exchange:
+    """What a script works with: a connected pair, and a list of what it has started.
+
+    Attributes:
+        pair: faults act on `pair.to_far`.
+        timeout_s: the script must wait with a limit: with this one.
+        transfers: everything that went through `track`.
+    """
+
+    def __init__(self, pair: Pair, timeout_s: float) -> None:
+        self.pair = pair
+        self.timeout_s = timeout_s
+        self.transfers: list[Transfer] = []
+
+    def track(self, transfer: Transfer) -> Transfer:
+        """Notes a transfer, whose end is checked, and returns it."""
+        self.transfers.append(transfer)
+        return transfer
+
+    def finish(self, transfer: Transfer) -> None:
+        """Tracks a transfer and waits for it."""
+        self.track(transfer).wait(self.timeout_s)
+
+
+Script = Callable[[Exchange], None]
+
+
+def for_every_n(
+    script: Script,
+    action: str,
+    *,
+    transports: Iterable[str] | None = None,
+    delay_s: float = 0.02,
+    timeout_s: float = 0.5,
+    deadline_s: float = 30.0,
+    limit: int = 1000,
+    **options: Any,
+) -> int:
+    """Runs a script with a fault at its first operation, its second, and so on to its last.
+
+    Each run has a fresh pair of Nodes. The last run is the first in which the plan finds no
+    operation to act on: it must succeed without any error. In the runs before, the script may end
+    with an error of tensorwire; after a mere delay it may not.
+
+    Args:
+        script: starts operations on `exchange.pair.to_far`, tracks them, and checks what it reads.
+            It must be deterministic, so that the n-th operation is the same in every run.
+        action: "fail", "drop" or "delay".
+        transports: for both Nodes.
+        delay_s: of "delay".
+        timeout_s: `exchange.timeout_s`; with "drop" one run waits as long.
+        deadline_s: a run that takes longer hangs.
+        limit: a script with more operations is an error.
+        options: more arguments for both Nodes.
+
+    Returns:
+        How many operations were hit, one per run.
+
+    Raises:
+        AssertionError: a run hung, leaked, ended with a wrong error, or left a transfer without an
+            end or with two; the message says which n.
+    """
+    if action not in ACTIONS:
+        raise ValueError(f"action is one of {', '.join(ACTIONS)}, not {action!r}")
+    chosen = None if transports is None else list(transports)
+    for nth in range(1, limit + 1):
+        where = f"{action} of operation {nth} on {chosen}"
+        plan = FaultPlan(nth, action, delay_s)
+        with assert_no_leak():
+            _run(script, plan, action, where, chosen, timeout_s, deadline_s, options)
+        if not plan.hit:
+            return nth - 1
+    raise AssertionError(f"the script has more than {limit} operations, or the plan never ends")
+
+
+def _run(
+    script: Script,
+    plan: FaultPlan,
+    action: str,
+    where: str,
+    transports: list[str] | None,
+    timeout_s: float,
+    deadline_s: float,
+    options: dict[str, Any],
+) -> None:
+    errors: list[BaseException] = []
+    with node_pair(transports, **options) as pair:
+        exchange = Exchange(pair, timeout_s)
+        inject(pair.to_far, plan)
+
+        def body() -> None:
+            try:
+                script(exchange)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=body, name="exchange", daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+        hung = thread.is_alive()
+        if hung:
+            faulthandler.dump_traceback(all_threads=True)
+        early = [(t, t.code) for t in exchange.transfers if t.done()]
+    thread.join(deadline_s)
+    assert not hung, f"{where}: the script still ran after {deadline_s:g} s"
+    allowed = plan.hit and action != "delay"
+    for error in errors:
+        if not (allowed and isinstance(error, TensorwireError)):
+            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+    if not allowed:
+        failed = [t.code for t, code in early if code != 0]
+        assert not failed, f"{where}: transfers failed with codes {failed}"
+        assert len(early) == len(exchange.transfers), f"{where}: the script left transfers open"
+    check_completed_once(exchange.transfers, early, where)
+    for node in (pair.near, pair.far):
+        stats = node.stats()
+        assert stats["transfers_started"] == stats["transfers_completed"], f"{where}: {stats}"
+
+
+def check_completed_once(
+    transfers: list[Transfer], early: list[tuple[Transfer, int]], where: str
+) -> None:
+    """Checks, after their Nodes were closed, that transfers have ended and never changed the end.
+
+    Args:
+        transfers: all that were started.
+        early: (transfer, code) of those that had ended before the close.
+        where: begins the message of a failure.
+
+    Raises:
+        AssertionError: one has not ended, or has ended in two ways.
+    """
+    for transfer in transfers:
+        assert transfer.done(), f"{where}: a transfer has not completed although its Node is closed"
+    for transfer, code in early:
+        assert transfer.code == code, (
+            f"{where}: a transfer completed twice, with codes {code} and {transfer.code}"
+        )

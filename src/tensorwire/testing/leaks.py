@@ -1,0 +1,160 @@
+"""What a process holds of the system, counted from outside: descriptors, memory, threads, children.
+
+Reads /proc only and knows nothing of tensorwire, so it also finds what other code left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What this process holds now; `Footprint.now` takes it, `growth` compares two.
+
+    Each attribute counts things by what they are, not by their number in this process, so that
+    closing and opening the same thing again is no growth.
+
+    Attributes:
+        descriptors: open files; sockets by inode with protocol and address.
+        mappings: mapped memfds and shared memory files, by inode and length.
+        threads: running threads, by number and name.
+        children: child processes, also those that have ended and were not waited for.
+        shared_files: entries of /dev/shm, of any process.
+    """
+
+    descriptors: Counter[str] = field(default_factory=Counter)
+    mappings: Counter[str] = field(default_factory=Counter)
+    threads: Counter[str] = field(default_factory=Counter)
+    children: Counter[str] = field(default_factory=Counter)
+    shared_files: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """Takes stock. What appears or goes away meanwhile may or may not be seen."""
+        return cls(_descriptors(), _mappings(), _threads(), _children(), _shared_files())
+
+    def growth(self, since: Footprint) -> list[str]:
+        """What is here and was not there, one line each; empty if nothing is."""
+        lines = []
+        for kind in self.__slots__:
+            more = getattr(self, kind) - getattr(since, kind)
+            lines += [f"{kind}: {count} × {what}" for what, count in sorted(more.items())]
+        return lines
+
+
+@contextlib.contextmanager
+def assert_no_leak(settle_s: float = 2.0) -> Iterator[None]:
+    """Checks that the block gave back everything that it took.
+
+    What ends in the background gets `settle_s` seconds for it; the check returns as soon as
+    nothing is left. An exception of the block passes through without a check.
+
+    Raises:
+        AssertionError: something was left; the message lists it.
+    """
+    before = Footprint.now()
+    yield
+    deadline = time.monotonic() + settle_s
+    gc.collect()
+    while growth := Footprint.now().growth(before):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"left behind after {settle_s:g} s:\n  " + "\n  ".join(growth))
+        time.sleep(0.01)
+        gc.collect()
+
+
+def _descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    sockets = _sockets()
+    for name in _entries("/proc/self/fd"):
+        target = _link(f"/proc/self/fd/{name}")
+        # The listing itself shows up as a descriptor that is gone by now, or as the folder.
+        if target and not (target.startswith("/proc/") and target.endswith("/fd")):
+            found[sockets.get(target, target)] += 1
+    return found
+
+
+def _sockets() -> dict[str, str]:
+    """Link text of a socket -> the same with protocol and address."""
+    described = {}
+    for protocol in ("tcp", "tcp6"):
+        for line in _lines(f"/proc/self/net/{protocol}"):
+            words = line.split()
+            described[f"socket:[{words[9]}]"] = (
+                f"socket:[{words[9]}] {protocol} {words[1]} to {words[2]}"
+            )
+    for line in _lines("/proc/self/net/unix"):
+        words = line.split()
+        path = words[7] if len(words) > 7 else "unnamed"
+        described[f"socket:[{words[6]}]"] = f"socket:[{words[6]}] unix {path}"
+    return described
+
+
+def _mappings() -> Counter[str]:
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            words = line.split(maxsplit=5)
+            if len(words) == 6 and words[5].startswith(("/memfd:", "/dev/shm/")):
+                start, end = (int(part, 16) for part in words[0].split("-"))
+                found[f"{words[5]} inode {words[4]}, {end - start} bytes"] += 1
+    return found
+
+
+def _threads() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for tid in _entries("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+            found[f"{tid} ({name})"] += 1
+    return found
+
+
+def _children() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for tid in _entries("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            for pid in Path(f"/proc/self/task/{tid}/children").read_text().split():
+                found[f"{pid} ({_command(pid)})"] += 1
+    return found
+
+
+def _command(pid: str) -> str:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        name, _, rest = stat.rpartition(")")
+        return f"{name.partition('(')[2]}, state {rest.split()[0]}"
+    return "gone"
+
+
+def _shared_files() -> Counter[str]:
+    return Counter(_entries("/dev/shm"))
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

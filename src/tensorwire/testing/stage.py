@@ -1,0 +1,107 @@
+"""Where a check takes place: a near Node here, a Target here or in another process, connected.
+
+Also the small words that checks are written in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.memory import Node, Peer, RemoteRegion, Transfer
+
+from .group import Member, PeerGroup
+from .target import Target, serve_target, target_elsewhere
+
+# Generous: on a busy machine only the order of events may matter, never their speed.
+WAIT_S = 30.0
+
+PLACES = ("one process", "two processes")
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+
+@dataclass
+class Stage:
+    """What a check gets.
+
+    Attributes:
+        transport: the one that both Nodes may use.
+        place: "one process" or "two processes".
+        near: the Node that connected.
+        peer: the target as `near` sees it.
+        target: tells the far side what to do.
+        member: the target's process, None in one process.
+        options: of both Nodes, for a check that needs a further Node.
+    """
+
+    transport: str
+    place: str
+    near: Node
+    peer: Peer
+    target: Target
+    member: Member | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def remote(self, key: str, size_bytes: int, access: str = "rw") -> RemoteRegion:
+        """Lets the target allocate a region and gives it as the near side sees it."""
+        return self.peer.region(self.target.allocate(key, size_bytes, access))
+
+    @contextlib.contextmanager
+    def third(self) -> Iterator[Node]:
+        """One more Node, as the near one."""
+        with Node("third", **self.options) as node:
+            yield node
+
+
+@contextlib.contextmanager
+def stage(transport: str, place: str, **options: Any) -> Iterator[Stage]:
+    """Builds a Stage and takes it down, whatever the check has left of it."""
+    options = {"transports": [transport], **options}
+    with contextlib.ExitStack() as stack:
+        if place == "one process":
+            member, target = None, Target(options)
+            stack.callback(target.close)
+        else:
+            group = stack.enter_context(PeerGroup())
+            member = group.start(serve_target, options, name="target")
+            target = target_elsewhere(member)
+        near = stack.enter_context(Node("near", **options))
+        peer = near.connect(target.address())
+        yield Stage(transport, place, near, peer, target, member, options)
+
+
+def pattern(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Bytes that differ everywhere and between seeds; always the same ones."""
+    return np.random.default_rng(seed + 1).integers(0, 256, size_bytes, np.uint8)
+
+
+def finish(transfer: Transfer) -> None:
+    """Waits for a transfer that must succeed."""
+    transfer.wait(WAIT_S)
+    assert transfer.done()
+    assert transfer.code == 0
+
+
+def failure_of(start: Callable[[], Any]) -> Exception | None:
+    """Runs something, waits if it gives a transfer, and returns the error of either, or None."""
+    try:
+        result = start()
+        if isinstance(result, Transfer):
+            result.wait(WAIT_S)
+    except Exception as error:
+        return error
+    return None
+
+
+def must_fail(kind: type[ErrorT], start: Callable[[], Any]) -> ErrorT:
+    """As `failure_of`; the error must be of this kind and say something."""
+    error = failure_of(start)
+    assert isinstance(error, kind), f"expected {kind.__name__}, got {error!r}"
+    assert str(error), f"{kind.__name__} without a message"
+    return error

@@ -1,0 +1,184 @@
+"""The far side of a check: a Node that does as it is told, in this process or in another one.
+
+Checks are written once against `Target`. In another process its methods are called by name over
+the group's control channel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from tensorwire.memory import Handle, Node, Peer, Region
+
+from .group import Channel, Member
+
+
+class Target:
+    """A Node and the regions that a check lets it allocate, each under a key.
+
+    Everything is a method with picklable arguments and results, so that it can be called from
+    another process.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._node = Node("far", **options)
+        self._regions: dict[str, Region] = {}
+        self._views: dict[str, Any] = {}
+        self._peer: Peer | None = None
+
+    def address(self) -> str:
+        return self._node.address
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def allocate(
+        self, key: str, size_bytes: int, access: str = "rw", name: str | None = None
+    ) -> Handle:
+        self._regions[key] = self._node.allocate(size_bytes, access=access, name=name)
+        return self._regions[key].handle()
+
+    def find(self, key: str, name: str) -> int:
+        """Looks a region up by name, for instance one that a peer allocated; returns its size."""
+        self._regions[key] = self._node.region(name)
+        return self._regions[key].size_bytes
+
+    def fill(self, key: str, start: int, data: bytes) -> None:
+        self._regions[key].array()[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def contents(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        array = self._regions[key].array()
+        return array[start:stop].tobytes()
+
+    def is_filled(self, key: str, start: int, stop: int, value: int) -> bool:
+        return bool((self._regions[key].array()[start:stop] == value).all())
+
+    def free(self, key: str) -> None:
+        self._regions.pop(key).free()
+
+    def value(self, key: str, offset: int) -> int:
+        return self._regions[key].word(offset).value
+
+    def wait_until(self, key: str, offset: int, value: int, timeout_s: float) -> None:
+        self._node.wait_until(self._regions[key].word(offset), value, timeout_s)
+
+    def accept(self) -> str:
+        """Takes the next connection, for `answer_rounds` and `hang_up`; returns the peer's name."""
+        self._peer = self._node.accept(timeout_s=10.0)
+        return self._peer.name
+
+    def hang_up(self) -> None:
+        assert self._peer is not None
+        self._peer.close()
+
+    def answer_rounds(self, key: str, sizes: list[int], reply_to: str) -> list[int]:
+        """Checks what each signal announces.
+
+        In round k, once the word at 0 is at least k, sizes[k - 1] bytes from 64 on must all be
+        `round_value(k)`. Then word 0 of the peer's region `reply_to` is raised to k, which
+        allows the next round.
+
+        Returns:
+            The rounds in which some byte was not yet there.
+        """
+        assert self._peer is not None
+        region = self._regions[key]
+        word, payload = region.word(0), region.array()[64:]
+        reply = self._peer.region(reply_to).word(0)
+        wrong = []
+        for round_, size in enumerate(sizes, 1):
+            word.wait_until(round_, 20.0)
+            if not (payload[:size] == round_value(round_)).all():
+                wrong.append(round_)
+            reply.set(round_)
+        return wrong
+
+    def restart(self) -> None:
+        """Closes the Node and starts another one at the same address, without the old regions."""
+        address = self._node.address
+        self.close()
+        self._node = Node("far", **{**self._options, "listen": address})
+
+    def stats(self) -> dict[str, int]:
+        return self._node.stats()
+
+    def close(self) -> None:
+        self._node.close()
+        self._regions.clear()
+        self._peer = None
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        """Starts a method beside the caller; the result waits for it and gives what it returned."""
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(getattr(self, method)(*args))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"target {method}", daemon=True)
+        thread.start()
+
+        def finish() -> Any:
+            thread.join(60.0)
+            assert not thread.is_alive(), f"{method} hangs"
+            if errors:
+                raise errors[0]
+            return results[0]
+
+        return finish
+
+
+class _TargetElsewhere:
+    """Calls the methods of a Target in another process."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        self._member.send((method, args))
+        return lambda: self._finish(method)
+
+    def _finish(self, method: str) -> Any:
+        error, result = self._member.recv(timeout_s=60.0)
+        if error is not None:
+            raise AssertionError(f"{method} in the other process: {error}\n{self._member.log()}")
+        return result
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args: self.begin(method, *args)()
+
+
+def target_elsewhere(member: Member) -> Target:
+    """A Target whose methods run in the process that runs `serve_target`."""
+    return cast(Target, _TargetElsewhere(member))
+
+
+def serve_target(channel: Channel, options: dict[str, Any]) -> None:
+    """Process function: a Target that is told what to do until the channel ends."""
+    target = Target(options)
+    try:
+        while True:
+            method, args = channel.recv(None)
+            try:
+                reply = None, getattr(target, method)(*args)
+            except Exception as error:
+                reply = f"{type(error).__name__}: {error}", None
+            channel.send(reply)
+    except EOFError:
+        pass
+    finally:
+        target.close()
+
+
+def round_value(number: int) -> int:
+    """The byte that fills round `number`; differs from the 250 rounds before."""
+    return number * 37 % 251

@@ -1,0 +1,43 @@
+"""What all tests share: marks that need a device, and a clean environment."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def missing_rdma() -> str:
+    return "" if any(Path("/sys/class/infiniband").glob("*")) else "no RDMA device"
+
+
+def missing_gpu() -> str:
+    torch = pytest.importorskip("torch")
+    return "" if torch.cuda.is_available() else "no CUDA device"
+
+
+def missing_fuse() -> str:
+    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "no access to /dev/fuse"
+
+
+MISSING = {"rdma": missing_rdma, "gpu": missing_gpu, "fuse": missing_fuse}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark, missing in MISSING.items():
+        if item.get_closest_marker(mark) and (reason := missing()):
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on how the developer's shell is set up."""
+    for name in os.environ:
+        if name.startswith("TENSORWIRE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return ROOT

@@ -1,0 +1,171 @@
+"""Arrows point down only: imports between the packages, includes between the files of the core.
+
+The two tables are the order; ARCHITECTURE.md draws it. Whatever is not in a table fails.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
+PYTHON_LAYERS = (
+    ("_core", "errors"),
+    ("memory",),
+    ("placement",),
+    ("membership",),
+    ("parameters",),
+    ("torch", "rpc", "files"),
+    ("launch",),
+    ("bench",),
+    ("cli",),
+)
+# Beside the layers: shipped for users' tests, so it stands on the public memory API alone.
+TESTING_IMPORTS = {"_core", "errors", "memory"}
+# `import tensorwire` re-exports these, and nothing inside imports the names that it re-exports.
+ROOT_IMPORTS = {"errors", "memory"}
+
+# Components of the core (x.h with x.cc), lowest first, by the same rule.
+CPP_LAYERS = (
+    ("clock", "error", "fork", "page", "sha256", "word"),
+    ("frame", "mapping"),
+    ("progress", "region"),
+    ("handshake", "stream", "transfer"),
+    ("service", "transport"),
+    ("fault", "shm", "tcp"),
+    ("prepared",),
+    ("peer",),
+    ("node",),
+    ("drivers",),
+    ("bindings",),
+)
+# A library's headers are seen by these files alone.
+CPP_LIBRARIES = {
+    r"nanobind/|Python\.h": {"bindings.cc"},
+    r"ucp/|uct/|ucs/": {"rdma.cc"},
+    r"infiniband/|rdma/": {"rdma.cc"},
+}
+
+
+def ranks(layers: Iterable[tuple[str, ...]]) -> dict[str, int]:
+    return {name: rank for rank, row in enumerate(layers) for name in row}
+
+
+def imported_modules(source: str, package: list[str]) -> Iterator[str]:
+    """Dotted names that a module of `package` imports, wherever in the module the import stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            stem = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def layer_imports(source_root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(file, its layer, imported layer); the layer of tensorwire/__init__.py is ""."""
+    for path in sorted(source_root.rglob("*.py")):
+        parts = ["tensorwire", *path.relative_to(source_root).with_suffix("").parts]
+        package, layer = parts[:-1], parts[1] if parts[1] != "__init__" else ""
+        for name in imported_modules(path.read_text(), package):
+            top, _, rest = name.partition(".")
+            if top == "tensorwire":
+                yield path, layer, rest.partition(".")[0]
+
+
+def python_violations(source_root: Path) -> list[str]:
+    rank = ranks(PYTHON_LAYERS)
+    found = []
+    for path, layer, target in layer_imports(source_root):
+        where = f"{path.relative_to(source_root)} imports {target}"
+        if target == layer:
+            continue
+        if layer == "":
+            allowed = target in ROOT_IMPORTS
+        elif layer == "testing":
+            allowed = target in TESTING_IMPORTS
+        elif layer not in rank:
+            found.append(f"{layer} has no place in PYTHON_LAYERS")
+            continue
+        else:
+            allowed = target in rank and rank[target] < rank[layer]
+        if not allowed:
+            found.append(where)
+    return found
+
+
+def cpp_violations(folder: Path) -> list[str]:
+    rank = ranks(CPP_LAYERS)
+    found = []
+    for path in sorted([*folder.glob("*.h"), *folder.glob("*.cc")]):
+        if path.stem not in rank:
+            found.append(f"{path.stem} has no place in CPP_LAYERS")
+            continue
+        for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
+            target = Path(header).stem
+            if target != path.stem and rank.get(target, len(CPP_LAYERS)) >= rank[path.stem]:
+                found.append(f"{path.name} includes {header}")
+    return found
+
+
+def library_violations(folder: Path) -> list[str]:
+    found = []
+    for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.cc")]):
+        for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(), re.MULTILINE):
+            for library, users in CPP_LIBRARIES.items():
+                if re.match(library, header) and path.name not in users:
+                    found.append(f"{path.name} includes {header}")
+    return found
+
+
+def test_imports_point_down() -> None:
+    assert python_violations(ROOT / "src/tensorwire") == []
+
+
+def test_includes_point_down() -> None:
+    assert cpp_violations(ROOT / "cpp") == []
+
+
+def test_libraries_stay_behind_their_file() -> None:
+    assert library_violations(ROOT / "cpp") == []
+
+
+def test_import_needs_numpy_only() -> None:
+    """Whatever else is installed, `import tensorwire` does not load it."""
+    command = [sys.executable, "-c", "import sys, tensorwire; print(*sys.modules)"]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert "tensorwire" in loaded
+    assert not {"torch", "click", "rich", "grpc", "matplotlib", "nixl"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "violation"),
+    [
+        ("memory/node.py", "from tensorwire.errors import ClosedError", None),
+        ("memory/node.py", "from ..errors import ClosedError", None),
+        ("memory/node.py", "from .region import Region", None),
+        ("cli/info.py", "from tensorwire import memory", None),
+        ("testing/pair.py", "import tensorwire.memory.node", None),
+        ("memory/node.py", "def f():\n    from tensorwire.rpc import call", "imports rpc"),
+        ("memory/node.py", "from .. import bench", "imports bench"),
+        ("memory/node.py", "from tensorwire import Node", "imports Node"),
+        ("rpc/call.py", "import tensorwire.files", "imports files"),
+        ("testing/pair.py", "from ..bench import rows", "imports bench"),
+        ("bench/rows.py", "from tensorwire.testing import pair", "imports testing"),
+        ("__init__.py", "from .torch import Job", "imports torch"),
+        ("memori/node.py", "import tensorwire.errors", "no place"),
+    ],
+)
+def test_the_rule_itself(tmp_path: Path, file: str, source: str, violation: str | None) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    found = python_violations(tmp_path)
+    assert bool(found) == (violation is not None)
+    assert violation is None or violation in found[0]

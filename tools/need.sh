@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# tools/need.sh NEED...: sees to it that this machine has what a verb of the Makefile needs.
+# Looks for the thing itself (a command, a header), not for a package, and touches nothing that is
+# there. Root on a machine with apt gets what is missing installed; anybody else is told its name.
+# A NEED written ?NEED is wished for: its absence is reported and does not fail.
+set -euo pipefail
+PYTHON=${PYTHON:-python3}
+
+has() {
+  case $1 in
+    make) command -v make ;;
+    python) command -v "$PYTHON" ;;
+    venv) "$PYTHON" -c 'import ensurepip, venv' ;;
+    headers) "$PYTHON" -c '
+import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ;;
+    cxx) command -v c++ ;;
+    cc) command -v cc ;;
+    clang) command -v clang++ && command -v c++ ;; # clang takes the standard library from g++
+    clang-rt) find "$(clang++ -print-resource-dir)/lib" -name 'libclang_rt.fuzzer*' | grep . ;;
+    doctest) echo '#include <doctest/doctest.h>' | c++ -E -xc++ - ;;
+    spin) command -v spin ;;
+    *) echo "need.sh: unknown need: $1" >&2; exit 2 ;;
+  esac >/dev/null 2>&1
+}
+
+packages() {
+  local python=${PYTHON##*/}
+  case $1 in
+    make) echo make ;;
+    python) echo "$python" ;;
+    venv) echo "$python-venv" ;;
+    headers) echo "$python-dev" ;;
+    cxx | cc) echo build-essential ;;
+    clang) echo clang build-essential ;;
+    clang-rt) echo "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ;;
+    doctest) echo doctest-dev ;;
+    spin) echo spin ;;
+  esac
+}
+
+updated=
+for need in "$@"; do
+  essential=yes
+  [[ $need != '?'* ]] || essential=
+  need=${need#'?'}
+  has "$need" && continue
+  read -ra wanted <<<"$(packages "$need")"
+  if [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
+    echo "Installing ${wanted[*]}"
+    [[ $updated ]] || apt-get update -qq || true
+    updated=yes
+    DEBIAN_FRONTEND=noninteractive \
+      apt-get install -y -qq --no-install-recommends "${wanted[@]}" >/dev/null || true
+    has "$need" && continue
+  fi
+  {
+    echo "Missing here: $need. On Debian and Ubuntu it comes with"
+    echo "    sudo apt-get install ${wanted[*]}"
+  } >&2
+  [[ ! $essential ]] || exit 1
+done
+
+if [[ " $* " == *" python "* ]]; then
+  "$PYTHON" -c '
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"tensorwire needs Python 3.11 or newer and {sys.executable} is "
+             f"{sys.version.split()[0]}. Name a newer one: make PYTHON=python3.12 VERB")'
+fi
