@@ -109,7 +109,8 @@ class Local {
     }
     has_view_ = true;
     if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) {
-      throw Error(Code::kType, "arrays of Python objects cannot be transferred; use a numeric dtype");
+      throw Error(Code::kType,
+                  "arrays of Python objects cannot be transferred; use a numeric dtype");
     }
     data_ = static_cast<std::byte*>(view_.buf);
     size_ = static_cast<uint64_t>(view_.len);
@@ -149,9 +150,10 @@ class Local {
   }
   [[noreturn]] static void explain(nb::handle object, bool writable) {
     if (!PyObject_CheckBuffer(object.ptr())) {
-      throw Error(Code::kType, std::string("expected an array, tensor, bytes-like object or Region, "
-                                           "not ") +
-                                   Py_TYPE(object.ptr())->tp_name);
+      throw Error(Code::kType,
+                  std::string("expected an array, tensor, bytes-like object or Region, "
+                              "not ") +
+                      Py_TYPE(object.ptr())->tp_name);
     }
     Py_buffer any;
     if (PyObject_GetBuffer(object.ptr(), &any, PyBUF_STRIDED_RO | PyBUF_FORMAT) == 0) {
@@ -165,8 +167,8 @@ class Local {
       if (writable && read_only_view) throw read_only();
     }
     PyErr_Clear();
-    throw Error(Code::kType, std::string("cannot get at the memory of a ") +
-                                 Py_TYPE(object.ptr())->tp_name);
+    throw Error(Code::kType,
+                std::string("cannot get at the memory of a ") + Py_TYPE(object.ptr())->tp_name);
   }
 
   Py_buffer view_{};
@@ -184,8 +186,8 @@ template <class Wait>
 bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
   Deadline deadline = Deadline::after(timeout_s);
   for (;;) {
-    Deadline slice = deadline.never() || deadline.left_ns() > 1'000'000'000 ? Deadline::after(1.0)
-                                                                            : deadline;
+    Deadline slice =
+        deadline.never() || deadline.left_ns() > 1'000'000'000 ? Deadline::after(1.0) : deadline;
     bool ready;
     {
       nb::gil_scoped_release release;
@@ -213,7 +215,8 @@ bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
 void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s, uint32_t epoch) {
   if (!transfer->done()) {
     if (epoch != fork::epoch()) {
-      throw Error(Code::kClosed, "the transfer belongs to the process that this one was forked from");
+      throw Error(Code::kClosed,
+                  "the transfer belongs to the process that this one was forked from");
     }
     if (!wait_patiently([&](Deadline d) { return transfer->wait(d); }, timeout_s)) {
       time_out("the transfer did not complete (it goes on; only the waiting stopped)", *timeout_s);
@@ -336,6 +339,24 @@ struct PyPrepared {
 
 using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Tells an event loop of completions and doorbells of one Node.
+struct PyNotifier {
+  explicit PyNotifier(std::shared_ptr<Progress> of)
+      : progress(std::move(of)), notifier(std::make_shared<Notifier>()) {
+    progress->add(notifier);
+  }
+  PyNotifier(const PyNotifier&) = delete;
+  ~PyNotifier() { progress->remove(notifier); }
+
+  std::shared_ptr<Progress> progress;
+  std::shared_ptr<Notifier> notifier;
+};
+
+// Equal for a Node and its transfers, and for nothing else while a notifier of it lives.
+uint64_t progress_id(const std::shared_ptr<Progress>& progress) {
+  return reinterpret_cast<uint64_t>(progress.get());
+}
+
 // ---- classes
 
 int region_buffer(PyObject* object, Py_buffer* view, int flags) {
@@ -364,32 +385,40 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 void bind_transfer(nb::module_& m) {
-  nb::class_<PyTransfer>(m, "Transfer",
-                         "One or a batch of operations in flight. It completes exactly once: placed "
-                         "in the target's memory, or failed. Any thread may wait; the memory that "
-                         "it uses is kept alive until then.")
-      .def("done", [](const PyTransfer& t) { return t.transfer->done(); },
-           "True when it completed, well or not. Never blocks.")
-      .def("wait",
-           [](const PyTransfer& t, std::optional<double> timeout_s) {
-             wait_transfer(t.transfer, timeout_s, t.epoch);
-           },
-           "timeout_s"_a = nb::none(),
-           "Waits until it completed and raises its error if it failed. After TimeoutError the "
-           "transfer still goes on: only the waiting stopped, and its memory must stay as it is.")
-      .def_prop_ro("bytes", [](const PyTransfer& t) { return t.transfer->bytes; },
-                   "Payload bytes.")
-      .def_prop_ro("value",
-                   [](const PyTransfer& t) {
-                     if (!t.transfer->done()) throw Error(Code::kBusy, "the transfer is not done yet; wait() for it first");
-                     return t.transfer->value();
-                   },
-                   "What the word held before a fetch_add; valid when done.")
-      .def_prop_ro("code",
-                   [](const PyTransfer& t) {
-                     return t.transfer->done() ? static_cast<int>(t.transfer->status().code) : 0;
-                   },
-                   "The error code of a failed transfer, 0 while pending or done well.")
+  nb::class_<PyTransfer>(
+      m, "Transfer",
+      "One or a batch of operations in flight. It completes exactly once: placed "
+      "in the target's memory, or failed. Any thread may wait; the memory that "
+      "it uses is kept alive until then.")
+      .def(
+          "done", [](const PyTransfer& t) { return t.transfer->done(); },
+          "True when it completed, well or not. Never blocks.")
+      .def(
+          "wait",
+          [](const PyTransfer& t, std::optional<double> timeout_s) {
+            wait_transfer(t.transfer, timeout_s, t.epoch);
+          },
+          "timeout_s"_a = nb::none(),
+          "Waits until it completed and raises its error if it failed. After TimeoutError the "
+          "transfer still goes on: only the waiting stopped, and its memory must stay as it is.")
+      .def_prop_ro("progress_id",
+                   [](const PyTransfer& t) { return progress_id(t.transfer->progress()); })
+      .def_prop_ro(
+          "bytes", [](const PyTransfer& t) { return t.transfer->bytes; }, "Payload bytes.")
+      .def_prop_ro(
+          "value",
+          [](const PyTransfer& t) {
+            if (!t.transfer->done())
+              throw Error(Code::kBusy, "the transfer is not done yet; wait() for it first");
+            return t.transfer->value();
+          },
+          "What the word held before a fetch_add; valid when done.")
+      .def_prop_ro(
+          "code",
+          [](const PyTransfer& t) {
+            return t.transfer->done() ? static_cast<int>(t.transfer->status().code) : 0;
+          },
+          "The error code of a failed transfer, 0 while pending or done well.")
       .def("__await__", [](nb::handle self) {
         return nb::module_::import_("tensorwire.memory.aio")
             .attr("wait_transfer")(self)
@@ -407,14 +436,15 @@ void bind_regions(nb::module_& m) {
       .def_prop_ro("readable", [](const Region& r) { return r.access.read; })
       .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
       .def_prop_ro("address", [](const Region& r) { return reinterpret_cast<uint64_t>(r.data()); })
-      .def("load_word",
-           [](const Region& r, uint64_t offset) {
-             if (offset % 8 != 0 || !r.contains(offset, 8)) {
-               throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
-             }
-             return word_at(r.data() + offset).load(std::memory_order_acquire);
-           },
-           "offset"_a);
+      .def(
+          "load_word",
+          [](const Region& r, uint64_t offset) {
+            if (offset % 8 != 0 || !r.contains(offset, 8)) {
+              throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
+            }
+            return word_at(r.data() + offset).load(std::memory_order_acquire);
+          },
+          "offset"_a);
   nb::class_<RemoteRegion>(m, "RemoteRegion")
       .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
       .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
@@ -424,11 +454,12 @@ void bind_regions(nb::module_& m) {
       .def_prop_ro("writable", [](const RemoteRegion& r) { return r.access.write; })
       .def_prop_ro("readable", [](const RemoteRegion& r) { return r.access.read; });
   nb::class_<Buffer>(m, "Buffer")
-      .def("__init__",
-           [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
-             new (self) Buffer{address, size_bytes, writable, std::move(owner)};
-           },
-           "address"_a, "size_bytes"_a, "writable"_a, "owner"_a);
+      .def(
+          "__init__",
+          [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
+            new (self) Buffer{address, size_bytes, writable, std::move(owner)};
+          },
+          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a);
 }
 
 void bind_peer(nb::module_& m) {
@@ -436,24 +467,25 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("size", [](const PyPrepared& p) { return p.prepared->size(); })
       .def_prop_ro("bytes", [](const PyPrepared& p) { return p.prepared->bytes(); })
       .def_prop_ro("runs", [](const PyPrepared& p) { return p.prepared->runs(); })
-      .def("start",
-           [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
-              uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
-             auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
-             SignalTo signal = signal_to(word, word_offset, value);
-             auto transfer = start_transfer(prepared.bytes(), [&] {
-               return indices ? prepared.start({indices->data(), indices->size()}, signal,
-                                               inline_limit)
-                              : prepared.start(signal, inline_limit);
-             });
-             if (!transfer->done()) {
-               Py_INCREF(self.ptr());
-               if (!transfer->hold({self.ptr(), release_object})) Py_DECREF(self.ptr());
-             }
-             return PyTransfer{std::move(transfer)};
-           },
-           "indices"_a.none() = nb::none(), "word"_a.none() = nb::none(), "word_offset"_a = 0,
-           "value"_a = 0, "inline_limit"_a = 0);
+      .def(
+          "start",
+          [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
+             uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+            auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
+            SignalTo signal = signal_to(word, word_offset, value);
+            auto transfer = start_transfer(prepared.bytes(), [&] {
+              return indices
+                         ? prepared.start({indices->data(), indices->size()}, signal, inline_limit)
+                         : prepared.start(signal, inline_limit);
+            });
+            if (!transfer->done()) {
+              Py_INCREF(self.ptr());
+              if (!transfer->hold({self.ptr(), release_object})) Py_DECREF(self.ptr());
+            }
+            return PyTransfer{std::move(transfer)};
+          },
+          "indices"_a.none() = nb::none(), "word"_a.none() = nb::none(), "word_offset"_a = 0,
+          "value"_a = 0, "inline_limit"_a = 0);
 
   nb::class_<FaultPlan>(m, "FaultPlan")
       .def(nb::init<uint64_t, const std::string&, double>(), "nth"_a, "action"_a, "delay_s"_a = 0.0)
@@ -469,111 +501,119 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("reason", &Peer::reason)
       .def_prop_ro("lost", &Peer::lost)
       .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
-      .def("allocate",
-           [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
-              std::optional<double> timeout_s) {
-             return mutable_(answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
-                                    timeout_s));
-           },
-           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
-      .def("lookup",
-           [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
-             return mutable_(answer(p, p->ask_lookup(name), "region", timeout_s));
-           },
-           "name"_a, "timeout_s"_a.none())
-      .def("attach",
-           [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s) {
-             return mutable_(answer(p, p->ask_attach(id, generation), "region", timeout_s));
-           },
-           "id"_a, "generation"_a, "timeout_s"_a.none())
-      .def("free",
-           [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
-             answer(p, p->ask_free(remote), "free", timeout_s);
-           },
-           "remote"_a, "timeout_s"_a.none())
-      .def("write",
-           [](Peer& p, const nb::sequence& locals,
-              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-              const std::vector<uint64_t>& offsets, const MaybeWord& word, uint64_t word_offset,
-              uint64_t value, uint64_t inline_limit) {
-             return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
-                                  inline_limit, true);
-           },
-           "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none() = nb::none(), "word_offset"_a = 0,
-           "value"_a = 0, "inline_limit"_a = 0)
-      .def("read",
-           [](Peer& p, const nb::sequence& locals,
-              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-              const std::vector<uint64_t>& offsets, uint64_t inline_limit) {
-             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
-           },
-           "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
-      .def("write_one",
-           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-              const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
-             return transfer_one(p, local, remote, offset, limit,
-                                 signal_to(word, word_offset, value), inline_limit, true);
-           },
-           "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none() = nb::none(),
-           "word_offset"_a = 0, "value"_a = 0, "inline_limit"_a = 0)
-      .def("read_one",
-           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-              uint64_t inline_limit) {
-             return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
-           },
-           "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a = 0)
-      .def("signal",
-           [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,
-              const std::vector<PyTransfer*>& after) {
-             bury_the_dead();
-             std::vector<TransferPtr> transfers;
-             for (auto* t : after) transfers.push_back(t->transfer);
-             return PyTransfer{p.signal({&word, word_offset, value}, transfers)};
-           },
-           "word"_a, "word_offset"_a, "value"_a, "after"_a)
-      .def("fetch_add",
-           [](Peer& p, const RemoteRegion& remote, uint64_t offset, int64_t value) {
-             bury_the_dead();
-             return PyTransfer{p.fetch_add(remote, offset, static_cast<uint64_t>(value))};
-           },
-           "remote"_a, "offset"_a, "value"_a)
-      .def("prepare",
-           [](const PeerPtr& p, bool write, const nb::sequence& locals,
-              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-              const std::vector<uint64_t>& offsets) {
-             PieceList list = piece_list(locals, remotes, offsets, !write);
-             std::vector<Prepared::Item> items;
-             for (size_t i = 0; i < list.pieces.size(); ++i) {
-               items.push_back(
-                   {list.pieces[i].local, remotes[i], offsets[i], list.pieces[i].length});
-             }
-             return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
-                                   std::move(list.locals));
-           },
-           "write"_a, "locals"_a, "remotes"_a, "offsets"_a)
-      .def("inject",
-           [](Peer& p, std::optional<std::shared_ptr<FaultPlan>> plan) {
-             p.inject(plan ? *plan : nullptr);
-           },
-           "plan"_a.none());
+      .def(
+          "allocate",
+          [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
+             std::optional<double> timeout_s) {
+            return mutable_(
+                answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate", timeout_s));
+          },
+          "size_bytes"_a, "name"_a, "timeout_s"_a.none())
+      .def(
+          "lookup",
+          [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
+            return mutable_(answer(p, p->ask_lookup(name), "region", timeout_s));
+          },
+          "name"_a, "timeout_s"_a.none())
+      .def(
+          "attach",
+          [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s) {
+            return mutable_(answer(p, p->ask_attach(id, generation), "region", timeout_s));
+          },
+          "id"_a, "generation"_a, "timeout_s"_a.none())
+      .def(
+          "free",
+          [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
+            answer(p, p->ask_free(remote), "free", timeout_s);
+          },
+          "remote"_a, "timeout_s"_a.none())
+      .def(
+          "write",
+          [](Peer& p, const nb::sequence& locals,
+             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+             const std::vector<uint64_t>& offsets, const MaybeWord& word, uint64_t word_offset,
+             uint64_t value, uint64_t inline_limit) {
+            return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
+                                 inline_limit, true);
+          },
+          "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none() = nb::none(), "word_offset"_a = 0,
+          "value"_a = 0, "inline_limit"_a = 0)
+      .def(
+          "read",
+          [](Peer& p, const nb::sequence& locals,
+             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+             const std::vector<uint64_t>& offsets, uint64_t inline_limit) {
+            return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
+          },
+          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
+      .def(
+          "write_one",
+          [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+            return transfer_one(p, local, remote, offset, limit,
+                                signal_to(word, word_offset, value), inline_limit, true);
+          },
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none() = nb::none(),
+          "word_offset"_a = 0, "value"_a = 0, "inline_limit"_a = 0)
+      .def(
+          "read_one",
+          [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+             uint64_t inline_limit) {
+            return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
+          },
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a = 0)
+      .def(
+          "signal",
+          [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,
+             const std::vector<PyTransfer*>& after) {
+            bury_the_dead();
+            std::vector<TransferPtr> transfers;
+            for (auto* t : after) transfers.push_back(t->transfer);
+            return PyTransfer{p.signal({&word, word_offset, value}, transfers)};
+          },
+          "word"_a, "word_offset"_a, "value"_a, "after"_a)
+      .def(
+          "fetch_add",
+          [](Peer& p, const RemoteRegion& remote, uint64_t offset, int64_t value) {
+            bury_the_dead();
+            return PyTransfer{p.fetch_add(remote, offset, static_cast<uint64_t>(value))};
+          },
+          "remote"_a, "offset"_a, "value"_a)
+      .def(
+          "prepare",
+          [](const PeerPtr& p, bool write, const nb::sequence& locals,
+             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
+             const std::vector<uint64_t>& offsets) {
+            PieceList list = piece_list(locals, remotes, offsets, !write);
+            std::vector<Prepared::Item> items;
+            for (size_t i = 0; i < list.pieces.size(); ++i) {
+              items.push_back(
+                  {list.pieces[i].local, remotes[i], offsets[i], list.pieces[i].length});
+            }
+            return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
+                                  std::move(list.locals));
+          },
+          "write"_a, "locals"_a, "remotes"_a, "offsets"_a)
+      .def(
+          "inject",
+          [](Peer& p, std::optional<std::shared_ptr<FaultPlan>> plan) {
+            p.inject(plan ? *plan : nullptr);
+          },
+          "plan"_a.none());
 }
 
 void bind_node(nb::module_& m) {
-  struct PyNotifier {
-    std::shared_ptr<Progress> progress;
-    std::shared_ptr<Notifier> notifier;
-    ~PyNotifier() {
-      if (progress) progress->remove(notifier);
-    }
-  };
   nb::class_<PyNotifier>(m, "Notifier")
-      .def("__init__",
-           [](PyNotifier* self, const Node& node) {
-             auto notifier = std::make_shared<Notifier>();
-             node.progress()->add(notifier);
-             new (self) PyNotifier{node.progress(), std::move(notifier)};
-           },
-           "node"_a)
+      .def(
+          "__init__",
+          [](PyNotifier* self, const Node& node) { new (self) PyNotifier(node.progress()); },
+          "node"_a)
+      .def(
+          "__init__",
+          [](PyNotifier* self, const PyTransfer& t) {
+            new (self) PyNotifier(t.transfer->progress());
+          },
+          "transfer"_a)
       .def("fileno", [](const PyNotifier& n) { return n.notifier->descriptor(); })
       .def("arm", [](PyNotifier& n) { n.progress->arm(*n.notifier); })
       .def("disarm", [](PyNotifier& n) { n.progress->disarm(*n.notifier); })
@@ -605,58 +645,64 @@ void bind_node(nb::module_& m) {
       .def_prop_ro("port", &Node::port)
       .def_prop_ro("incarnation", &Node::incarnation)
       .def_prop_ro("closed", &Node::closed)
+      .def_prop_ro("progress_id", [](const Node& n) { return progress_id(n.progress()); })
       .def("check_open", &Node::check_open)
-      .def("allocate",
-           [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable) {
-             return n.allocate(size_bytes, name, {readable, writable});
-           },
-           "size_bytes"_a, "name"_a, "writable"_a, "readable"_a)
+      .def(
+          "allocate",
+          [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable) {
+            return n.allocate(size_bytes, name, {readable, writable});
+          },
+          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a)
       .def("region", &Node::region, "name"_a)
-      .def("free", [](Node& n, std::shared_ptr<Region> region) {
-             nb::gil_scoped_release release;
-             n.free(region);
-           },
-           "region"_a)
-      .def("connect",
-           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
-              const std::string& require) {
-             nb::gil_scoped_release release;
-             return n.connect(host, port, Deadline::after(timeout_s), require, [] {
-               nb::gil_scoped_acquire acquire;
-               if (PyErr_CheckSignals() != 0) throw nb::python_error();
-             });
-           },
-           "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
-      .def("accept",
-           [](Node& n, std::optional<double> timeout_s) {
-             PeerPtr peer;
-             auto accept = [&](Deadline d) { return (peer = n.accept(d)) != nullptr; };
-             if (!wait_patiently(accept, timeout_s)) time_out("no peer connected", *timeout_s);
-             return peer;
-           },
-           "timeout_s"_a.none())
+      .def(
+          "free",
+          [](Node& n, std::shared_ptr<Region> region) {
+            nb::gil_scoped_release release;
+            n.free(region);
+          },
+          "region"_a)
+      .def(
+          "connect",
+          [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
+             const std::string& require) {
+            nb::gil_scoped_release release;
+            return n.connect(host, port, Deadline::after(timeout_s), require, [] {
+              nb::gil_scoped_acquire acquire;
+              if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            });
+          },
+          "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
+      .def(
+          "accept",
+          [](Node& n, std::optional<double> timeout_s) {
+            PeerPtr peer;
+            auto accept = [&](Deadline d) { return (peer = n.accept(d)) != nullptr; };
+            if (!wait_patiently(accept, timeout_s)) time_out("no peer connected", *timeout_s);
+            return peer;
+          },
+          "timeout_s"_a.none())
       .def("peers", &Node::peers)
-      .def("wait_word",
-           [](Node& n, std::shared_ptr<Region> region, uint64_t offset, uint64_t value,
-              std::optional<double> timeout_s, std::optional<PeerPtr> peer) {
-             n.check_open();
-             auto wait = [&](Deadline d) {
-               return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr);
-             };
-             if (!wait_patiently(wait, timeout_s)) {
-               time_out("the word did not reach " + std::to_string(value), *timeout_s);
-             }
-           },
-           "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none())
-      .def("close_peer",
-           [](Node& n, PeerPtr peer) {
-             nb::gil_scoped_release release;
-             if (n.closed() || peer->lost()) return;
-             n.progress()->run([&] {
-               peer->lose({Code::kClosed, "you closed this peer"}, true);
-             });
-           },
-           "peer"_a)
+      .def(
+          "wait_word",
+          [](Node& n, std::shared_ptr<Region> region, uint64_t offset, uint64_t value,
+             std::optional<double> timeout_s, std::optional<PeerPtr> peer) {
+            n.check_open();
+            auto wait = [&](Deadline d) {
+              return n.wait_word(*region, offset, value, d, peer ? *peer : nullptr);
+            };
+            if (!wait_patiently(wait, timeout_s)) {
+              time_out("the word did not reach " + std::to_string(value), *timeout_s);
+            }
+          },
+          "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none())
+      .def(
+          "close_peer",
+          [](Node& n, PeerPtr peer) {
+            nb::gil_scoped_release release;
+            if (n.closed() || peer->lost()) return;
+            n.progress()->run([&] { peer->lose({Code::kClosed, "you closed this peer"}, true); });
+          },
+          "peer"_a)
       .def("stats",
            [](const Node& n) {
              nb::dict result;
@@ -705,12 +751,13 @@ void bind_drivers(nb::module_& m) {
         "offset"_a, "repeats"_a, "batch"_a, Release());
   d.def("read_complete", &drivers::read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
         "offset"_a, "repeats"_a, "batch"_a, Release());
-  d.def("start_complete",
-        [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
-          nb::gil_scoped_release release;
-          return drivers::start_complete(*p.prepared, indices, repeats, batch);
-        },
-        "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);
+  d.def(
+      "start_complete",
+      [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
+        nb::gil_scoped_release release;
+        return drivers::start_complete(*p.prepared, indices, repeats, batch);
+      },
+      "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);
   d.def("fetch_add_complete", &drivers::fetch_add_complete, "peer"_a, "remote"_a, "offset"_a,
         "repeats"_a, "batch"_a, Release());
   d.def("signal_ping", &drivers::signal_ping, "node"_a, "mine"_a, "my_offset"_a, "peer"_a,
@@ -730,11 +777,14 @@ NB_MODULE(_core, m) {
   bind_node(m);
   bind_drivers(m);
   m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
-  m.def("hmac_sha256", [](nb::bytes key, nb::bytes text) {
-    auto digest = hmac({reinterpret_cast<const uint8_t*>(key.c_str()), key.size()}, "",
-                       {reinterpret_cast<const uint8_t*>(text.c_str()), text.size()});
-    return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
-  }, "key"_a, "text"_a, "The handshake's HMAC, for tests against a known good one.");
+  m.def(
+      "hmac_sha256",
+      [](nb::bytes key, nb::bytes text) {
+        auto digest = hmac({reinterpret_cast<const uint8_t*>(key.c_str()), key.size()}, "",
+                           {reinterpret_cast<const uint8_t*>(text.c_str()), text.size()});
+        return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+      },
+      "key"_a, "text"_a, "The handshake's HMAC, for tests against a known good one.");
 }
 
 }  // namespace tensorwire

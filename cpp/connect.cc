@@ -65,8 +65,9 @@ class Line {
         bytes += got, size -= static_cast<size_t>(got);
       } else if (got == 0) {
         throw Error(Code::kPeerLost,
-                    where_ + " hung up during the handshake; it is not a tensorwire Node, speaks "
-                             "another version, is closing, or has too many strangers");
+                    where_ +
+                        " hung up during the handshake; it is not a tensorwire Node, speaks "
+                        "another version, is closing, or has too many strangers");
       } else if (errno == EAGAIN || errno == EINTR) {
         wait(POLLIN);
       } else {
@@ -169,8 +170,8 @@ Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
                       uint32_t require, double peer_timeout_s, Deadline deadline,
                       const std::function<void()>& interrupted) {
-  std::string where = (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" +
-                      std::to_string(port);
+  std::string where =
+      (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
   me.kind = HelloKind::kSession;
   me.has_secret = !secret.empty();
   Line line(dial_tcp(host, port, where, deadline, interrupted), where, deadline, interrupted);
@@ -215,7 +216,7 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
     }
   }
   if (!(common & wanted & kTcpBit)) {
-    std::string which = require == kShmBit ? "shm is required, but " + no_shm
+    std::string which = require == kShmBit   ? "shm is required, but " + no_shm
                         : require == kTcpBit ? "tcp is required, but one side does not offer it"
                                              : "no common transport: " + no_shm +
                                                    ", and one side does not offer tcp";

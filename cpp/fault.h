@@ -14,8 +14,7 @@ class FaultPlan {
  public:
   enum class Action { kNone, kFail, kDrop, kDelay, kCut };
 
-  FaultPlan(uint64_t nth, const std::string& action, double delay_s)
-      : delay_s(delay_s), nth_(nth) {
+  FaultPlan(uint64_t nth, const std::string& action, double delay_s) : delay_s(delay_s), nth_(nth) {
     if (action == "fail") {
       action_ = Action::kFail;
     } else if (action == "drop") {
@@ -25,8 +24,8 @@ class FaultPlan {
     } else if (action == "cut") {
       action_ = Action::kCut;
     } else {
-      throw Error(Code::kInvalid, "a fault's action is 'fail', 'drop', 'delay' or 'cut', not '" +
-                                      action + "'");
+      throw Error(Code::kInvalid,
+                  "a fault's action is 'fail', 'drop', 'delay' or 'cut', not '" + action + "'");
     }
     if (nth == 0) throw Error(Code::kInvalid, "operations are counted from 1");
   }

@@ -14,25 +14,25 @@
 namespace tensorwire {
 
 enum class FrameType : uint8_t {
-  kWrite = 1,      // payload for a region of the receiver
-  kRead = 2,       // asks for bytes of a region of the receiver
-  kData = 3,       // payload that answers a kRead
-  kSignal = 4,     // raises a word in a region of the receiver
-  kFetchAdd = 5,   // adds to a word in a region of the receiver
-  kDone = 6,       // answers kWrite (last), kRead (failed), kSignal, kFetchAdd, kFree
-  kAllocate = 7,   // asks for a new region
-  kLookup = 8,     // asks for a grant by name (body) or by id and generation (no body)
-  kFree = 9,       // gives a region back
-  kGrant = 10,     // answers kAllocate and kLookup; on one host carries the memory's descriptor
-  kAttach = 11,    // first frame on a unix stream: the Node's page and doorbell (two descriptors)
-  kGoodbye = 12,   // the sender closes; the body says why
+  kWrite = 1,     // payload for a region of the receiver
+  kRead = 2,      // asks for bytes of a region of the receiver
+  kData = 3,      // payload that answers a kRead
+  kSignal = 4,    // raises a word in a region of the receiver
+  kFetchAdd = 5,  // adds to a word in a region of the receiver
+  kDone = 6,      // answers kWrite (last), kRead (failed), kSignal, kFetchAdd, kFree
+  kAllocate = 7,  // asks for a new region
+  kLookup = 8,    // asks for a grant by name (body) or by id and generation (no body)
+  kFree = 9,      // gives a region back
+  kGrant = 10,    // answers kAllocate and kLookup; on one host carries the memory's descriptor
+  kAttach = 11,   // first frame on a unix stream: the Node's page and doorbell (two descriptors)
+  kGoodbye = 12,  // the sender closes; the body says why
 };
 inline constexpr uint8_t kLastFrameType = 12;
 
 // Flags.
-inline constexpr uint8_t kLast = 1;       // ends the transfer (kWrite, kSignal) or answer (kData)
-inline constexpr uint8_t kReadable = 2;   // kGrant: peers may read
-inline constexpr uint8_t kWritable = 4;   // kGrant, kAllocate: peers may write
+inline constexpr uint8_t kLast = 1;      // ends the transfer (kWrite, kSignal) or answer (kData)
+inline constexpr uint8_t kReadable = 2;  // kGrant: peers may read
+inline constexpr uint8_t kWritable = 4;  // kGrant, kAllocate: peers may write
 inline constexpr uint8_t kAllFlags = 7;
 
 inline constexpr uint8_t kFrameMagic = 0x54;
@@ -45,17 +45,17 @@ struct Header {
   FrameType type = FrameType::kGoodbye;
   uint8_t flags = 0;
   uint8_t reserved = 0;
-  uint16_t status = 0;      // a Code, in answers
+  uint16_t status = 0;  // a Code, in answers
   uint16_t reserved2 = 0;
   uint32_t reserved3 = 0;
   uint32_t region = 0;
   uint64_t generation = 0;
-  uint64_t offset = 0;      // in the region; kData: in the byte stream of the transfer
-  uint64_t length = 0;      // bytes that follow; kRead: bytes asked for
-  uint64_t transfer = 0;    // chosen by whoever asks
-  uint64_t total = 0;       // kWrite: all bytes of the transfer; kRead: where its answer goes in the
-                            // transfer's byte stream; kAllocate, kGrant: bytes of the region
-  uint64_t value = 0;       // kSignal, kFetchAdd: operand; kDone: old value
+  uint64_t offset = 0;    // in the region; kData: in the byte stream of the transfer
+  uint64_t length = 0;    // bytes that follow; kRead: bytes asked for
+  uint64_t transfer = 0;  // chosen by whoever asks
+  uint64_t total = 0;     // kWrite: all bytes of the transfer; kRead: where its answer goes in the
+                          // transfer's byte stream; kAllocate, kGrant: bytes of the region
+  uint64_t value = 0;     // kSignal, kFetchAdd: operand; kDone: old value
 };
 static_assert(sizeof(Header) == 64);
 
@@ -88,7 +88,7 @@ class FrameParser {
   // The target of the current payload must not be touched any more.
   void discard_target() { target_ = nullptr; }
   const std::byte* target() const { return in_payload_ ? target_ : nullptr; }
-  const Header& current() const { return header_; }
+  uint64_t payload_left() const { return in_payload_ && target_ != nullptr ? payload_left_ : 0; }
   const char* breach() const { return breach_; }
 
   static constexpr size_t kBufferBytes = 32 << 10;
@@ -106,7 +106,7 @@ class FrameParser {
   size_t begin_ = 0, end_ = 0;  // unread bytes of buffer_
   Header header_;
   bool in_payload_ = false;
-  std::byte* target_ = nullptr;   // next byte to place; null = discard
+  std::byte* target_ = nullptr;  // next byte to place; null = discard
   uint64_t payload_left_ = 0;
   const char* breach_ = "";
 };

@@ -41,11 +41,11 @@ struct Hello {
   bool has_secret = false;
   uint32_t transports = 0;
   uint64_t incarnation = 0;
-  uint64_t session = 0;                // kAttach only
+  uint64_t session = 0;  // kAttach only
   std::array<uint8_t, 32> nonce{};
-  std::array<uint8_t, 16> host{};      // equal on one host (a hash of its boot id)
+  std::array<uint8_t, 16> host{};  // equal on one host (a hash of its boot id)
   uint32_t pid = 0;
-  uint16_t port = 0;                   // where the sender listens
+  uint16_t port = 0;  // where the sender listens
   std::string name;
 
   std::array<uint8_t, kHelloBytes> encode() const;
@@ -84,7 +84,7 @@ struct Session {
 class ServerHandshake {
  public:
   struct Context {
-    Hello me;                // kind, nonce and session are filled in here
+    Hello me;  // kind, nonce and session are filled in here
     Secret secret;
     bool attach_only = false;  // a unix socket takes only further streams of known sessions
     std::function<std::optional<Session>(uint64_t id)> find_session;

@@ -123,9 +123,9 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
       std::vector<uint8_t> reply;
       auto state = handshake_.feed({bytes.data(), static_cast<size_t>(size)}, reply);
       // A few hundred bytes always fit an empty socket; whoever does not read is not served.
-      if (!reply.empty() && ::send(socket_.get(), reply.data(), reply.size(),
-                                   MSG_NOSIGNAL | MSG_DONTWAIT) !=
-                                static_cast<ssize_t>(reply.size())) {
+      if (!reply.empty() &&
+          ::send(socket_.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
+              static_cast<ssize_t>(reply.size())) {
         return end();
       }
       if (state == ServerHandshake::State::kFailed) return end();
@@ -175,9 +175,8 @@ Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, 
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   ::getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  port_ = ntohs(address.ss_family == AF_INET6
-                    ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                    : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  port_ = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
 void Listener::start(Options options) {

@@ -43,8 +43,9 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers
   Descriptor memory(::memfd_create("tensorwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory) throw Error(Code::kNoMemory, system_message("memfd_create", errno));
   if (::ftruncate(memory.get(), static_cast<off_t>(pages)) != 0) {
-    throw Error(Code::kNoMemory,
-                system_message("cannot size a memfd to " + std::to_string(pages) + " bytes", errno));
+    throw Error(
+        Code::kNoMemory,
+        system_message("cannot size a memfd to " + std::to_string(pages) + " bytes", errno));
   }
   result->map(memory.get(), pages, PROT_READ | PROT_WRITE, MAP_SHARED);
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | (peers_write ? 0 : F_SEAL_FUTURE_WRITE) | F_SEAL_SEAL;

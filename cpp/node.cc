@@ -71,7 +71,11 @@ std::shared_ptr<Node> Node::create(NodeOptions options) {
     throw Error(Code::kInvalid,
                 "a Node's name has at most " + std::to_string(kMaxNodeNameBytes) + " bytes");
   }
-  std::shared_ptr<Node> node(new Node(std::move(options)));
+  // A forked child must not take apart what other threads of its parent were in the middle of: it
+  // leaks its copy.
+  std::shared_ptr<Node> node(new Node(std::move(options)), [](Node* made) {
+    if (made->epoch_ == fork::epoch()) delete made;
+  });
   node->start();
   return node;
 }
@@ -101,10 +105,7 @@ void Node::start() {
   listener_->start(std::move(doors));
 }
 
-Node::~Node() {
-  if (epoch_ != fork::epoch()) return;
-  close();
-}
+Node::~Node() { close(); }
 
 void Node::check_open() const {
   if (epoch_ != fork::epoch()) {
@@ -234,9 +235,12 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
   });
   if (!peer) throw Error(code, failure);
   for (;;) {
-    if (fabric_.progress->wait([&] { return peer->ready() || peer->lost(); }, deadline)) break;
-    if (Progress::interrupted() && interrupted && !deadline.passed()) {
-      interrupted();
+    Progress::set_interruptible(true);
+    bool over = fabric_.progress->wait([&] { return peer->ready() || peer->lost(); }, deadline);
+    Progress::set_interruptible(false);
+    if (over) break;
+    if (!deadline.passed()) {
+      if (interrupted) interrupted();
       continue;
     }
     fabric_.progress->run([&] { peer->lose({Code::kTimeout, "it did not finish connecting"}); });

@@ -23,9 +23,9 @@ void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_
   on_ready_ = std::move(on_ready);
   on_lost_ = std::move(on_lost);
   // The stream keeps the peer until lose() closes it.
-  stream_ = std::make_shared<Stream>(fabric_.progress, std::move(socket), is_unix, *this,
-                                     [this](Status status) { lose(std::move(status)); },
-                                     shared_from_this());
+  stream_ = std::make_shared<Stream>(
+      fabric_.progress, std::move(socket), is_unix, *this,
+      [this](Status status) { lose(std::move(status)); }, shared_from_this());
   service_.attach(stream_);
   if (is_unix) {
     shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
@@ -60,9 +60,8 @@ Status Peer::lost_status() const {
 
 void Peer::check_alive() const {
   if (epoch_ != fork::epoch()) {
-    throw Error(Code::kClosed,
-                "this process is a fork of the one that connected to " + describe() +
-                    "; create a Node of its own here");
+    throw Error(Code::kClosed, "this process is a fork of the one that connected to " + describe() +
+                                   "; create a Node of its own here");
   }
 }
 
@@ -78,8 +77,7 @@ void Peer::check(std::span<const Piece> pieces, bool write) const {
     check_region(*piece.remote);
     if (!piece.remote->contains(piece.offset, piece.length)) {
       throw Error(Code::kInvalid, std::to_string(piece.length) + " bytes at offset " +
-                                      std::to_string(piece.offset) +
-                                      " do not fit the region of " +
+                                      std::to_string(piece.offset) + " do not fit the region of " +
                                       std::to_string(piece.remote->size) + " bytes");
     }
     if (write && !piece.remote->access.write) {
@@ -316,8 +314,8 @@ bool Peer::granted(const Header& header, std::string_view body) {
     status.message.clear();
     if (shm_) {
       try {
-        region->mapping = Mapping::import(stream_->take_descriptor(), region->size,
-                                          region->access.write);
+        region->mapping =
+            Mapping::import(stream_->take_descriptor(), region->size, region->access.write);
       } catch (const Error& error) {
         status = {error.code(), error.what()};
         // Out of address space is our trouble; anything else is a lie.
@@ -413,8 +411,8 @@ void Peer::lose(Status status, bool say_goodbye) {
   {
     std::lock_guard lock(mutex_);
     if (lost_) return;
-    status.message = (status.code == Code::kPeerLost ? "lost " : "") + describe() + ": " +
-                     status.message;
+    status.message =
+        (status.code == Code::kPeerLost ? "lost " : "") + describe() + ": " + status.message;
     lost_status_ = status;
     lost_.store(true, std::memory_order_release);
     asked.swap(asked_);

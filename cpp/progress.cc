@@ -501,7 +501,8 @@ void Progress::park() {
     int64_t period = kParkNs;
     Woken woken = futex_wait(park_word_, word, &period);
     if (stopping_ || urgent_) break;
-    if (woken != Woken::kTimeout) continue;  // somebody stopped driving: leave waiters one more period
+    if (woken != Woken::kTimeout)
+      continue;  // somebody stopped driving: leave waiters one more period
     if (driver_.load() == kNobody) break;
     if (leads_.load() != leads) continue;
     // One waiter drove all that time. It wakes us when it stops.

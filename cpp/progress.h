@@ -138,14 +138,14 @@ class Progress {
   uint32_t epoch_ = 0;
 
   std::atomic<int> driver_{kNobody};
-  std::atomic<uint32_t> event_seq_{0};   // futex
+  std::atomic<uint32_t> event_seq_{0};  // futex
   std::atomic<uint32_t> sleepers_{0};
-  std::atomic<uint32_t> park_word_{0};   // futex
+  std::atomic<uint32_t> park_word_{0};  // futex
   std::atomic<int> park_state_{0};
-  std::atomic<int> backlog_{0};          // streams with bytes that the kernel did not take yet
+  std::atomic<int> backlog_{0};  // streams with bytes that the kernel did not take yet
   std::atomic<bool> yield_{false}, urgent_{false}, stopping_{false};
-  std::atomic<uint64_t> leads_{0};       // times that a waiter took the lead
-  bool changed_ = false;                 // driving thread only
+  std::atomic<uint64_t> leads_{0};  // times that a waiter took the lead
+  bool changed_ = false;            // driving thread only
 
   std::mutex handlers_mutex_;
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;

@@ -60,7 +60,10 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   }
   slots_[region->id] = region;
   if (!name.empty()) names_[name] = region->id;
-  if (lessee != 0) leased_bytes_ += size;
+  if (lessee != 0) {
+    leased_.bytes += size;
+    ++leased_.regions;
+  }
   page_->generations[region->id].store(region->generation, std::memory_order_release);
   return region;
 }
@@ -82,7 +85,10 @@ void RegionTable::free(Region& region) {
   if (region.freed.exchange(true)) return;
   page_->generations[region.id].store(0, std::memory_order_release);
   if (!region.name.empty()) names_.erase(region.name);
-  if (region.lessee != 0) leased_bytes_ -= region.size;
+  if (region.lessee != 0) {
+    leased_.bytes -= region.size;
+    --leased_.regions;
+  }
   free_slots_.push_back(region.id);
   slots_[region.id].reset();  // last: may destroy the region
 }
@@ -96,9 +102,9 @@ std::vector<std::shared_ptr<Region>> RegionTable::leased_to(uint64_t peer) const
   return result;
 }
 
-uint64_t RegionTable::leased_bytes() const {
+RegionTable::Leased RegionTable::leased() const {
   std::lock_guard lock(mutex_);
-  return leased_bytes_;
+  return leased_;
 }
 
 }  // namespace tensorwire

@@ -27,7 +27,7 @@ struct Region {
   uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
   uint64_t size = 0;
   Access access;
-  std::string name;    // "" = unnamed, reachable by handle only
+  std::string name;     // "" = unnamed, reachable by handle only
   uint64_t lessee = 0;  // the peer that asked for it, 0 = this process
   std::shared_ptr<Mapping> mapping;
   std::atomic<bool> freed{false};
@@ -52,8 +52,12 @@ class RegionTable {
   // Takes it out of the table; peers' handles go stale. The memory lives until the last user.
   void free(Region& region);
   std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
-  // Bytes that peers asked for and that were not freed yet.
-  uint64_t leased_bytes() const;
+  // What peers asked for and was not freed yet.
+  struct Leased {
+    uint64_t bytes = 0;
+    size_t regions = 0;
+  };
+  Leased leased() const;
 
  private:
   NodePage* page_;
@@ -61,7 +65,7 @@ class RegionTable {
   std::vector<std::shared_ptr<Region>> slots_;
   std::vector<uint32_t> free_slots_;
   std::map<std::string, uint32_t> names_;
-  uint64_t leased_bytes_ = 0;
+  Leased leased_;
 };
 
 // 64 bits from the kernel's generator, never 0.

@@ -10,6 +10,8 @@ namespace {
 // An honest peer has at most kWindow (tcp.cc) requests open; these leave room for control frames.
 constexpr size_t kMaxOpenWrites = 1024;
 constexpr size_t kMaxAnswers = 4096;
+// Regions of all peers together: each costs a descriptor and a slot of the table.
+constexpr size_t kMaxLeasedRegions = 1024;
 // Answers to larger transfers do not wait for company.
 constexpr uint64_t kAnswerAtOnceBytes = 64 << 10;
 
@@ -67,8 +69,8 @@ Region* Service::granted(const Header& header, uint64_t offset, uint64_t length,
   }
   Region& region = *found->second;
   if (!region.contains(offset, length)) {
-    status = {Code::kInvalid, "out of range: the region has " + std::to_string(region.size) +
-                                  " bytes"};
+    status = {Code::kInvalid,
+              "out of range: the region has " + std::to_string(region.size) + " bytes"};
     return nullptr;
   }
   if (write ? !region.access.write : !region.access.read) {
@@ -213,12 +215,17 @@ void Service::refuse(const Header& header, const Status& status) {
 }
 
 bool Service::allocate(const Header& header, std::string_view name) {
-  uint64_t leased = regions_.leased_bytes();
-  if (header.total > limits_.quota_bytes || leased > limits_.quota_bytes - header.total) {
-    refuse(header, {Code::kBusy, "the Node's quota for peers is " +
-                                     std::to_string(limits_.quota_bytes) + " bytes, of which " +
-                                     std::to_string(leased) +
-                                     " are in use; free regions or raise quota_bytes there"});
+  auto leased = regions_.leased();
+  if (header.total > limits_.quota_bytes || leased.bytes > limits_.quota_bytes - header.total) {
+    refuse(header,
+           {Code::kBusy, "the Node's quota for peers is " + std::to_string(limits_.quota_bytes) +
+                             " bytes, of which " + std::to_string(leased.bytes) +
+                             " are in use; free regions or raise quota_bytes there"});
+    return true;
+  }
+  if (leased.regions >= kMaxLeasedRegions) {
+    refuse(header, {Code::kBusy, "peers already have " + std::to_string(kMaxLeasedRegions) +
+                                     " regions on this Node; put several tensors into one"});
     return true;
   }
   try {

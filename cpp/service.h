@@ -31,8 +31,8 @@ class Service {
     uint64_t quota_bytes = 0;  // of all regions that peers allocated on this Node
   };
 
-  Service(RegionTable& regions, std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
-          Limits limits, bool shareable, uint64_t peer,
+  Service(RegionTable& regions, std::shared_ptr<Progress> progress,
+          std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
           std::function<void(const std::shared_ptr<Region>&)> free_region);
 
   void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
@@ -77,9 +77,9 @@ class Service {
   std::shared_ptr<Stream> stream_;
 
   std::unordered_map<uint32_t, std::shared_ptr<Region>> grants_;
-  std::unordered_map<uint64_t, OpenWrite> open_;   // transfers of several frames
-  Status current_;                                 // of the payload being received
-  std::shared_ptr<std::atomic<size_t>> answering_; // reads whose answer is not sent yet
+  std::unordered_map<uint64_t, OpenWrite> open_;    // transfers of several frames
+  Status current_;                                  // of the payload being received
+  std::shared_ptr<std::atomic<size_t>> answering_;  // reads whose answer is not sent yet
 };
 
 }  // namespace tensorwire

@@ -10,10 +10,14 @@
 namespace tensorwire {
 namespace {
 
-constexpr size_t kMaxSegments = 32;              // in one system call
-constexpr uint64_t kInlineBudget = 1u << 20;     // bytes that a caller pushes itself
-constexpr uint64_t kRoundBudget = 8u << 20;      // bytes per direction and round of the driver
+constexpr size_t kMaxSegments = 32;           // in one system call
+constexpr uint64_t kInlineBudget = 1u << 20;  // bytes that a caller pushes itself
+constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round of the driver
+constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
 constexpr size_t kMaxUnclaimedDescriptors = 4;
+// While so much payload is missing, the kernel wakes us for batches of kWakeBytes only.
+constexpr uint64_t kBatchAboveBytes = 128 << 10;
+constexpr int kWakeBytes = 256 << 10;
 
 }  // namespace
 
@@ -66,9 +70,9 @@ void Stream::fill() {
   uint64_t bytes = 0;
   for (const auto& segment : wire_) {
     bytes += segment.size();
-    if (bytes >= kMaxChunkBytes) return;
+    if (bytes >= kFillBytes) return;
   }
-  while (!sources_.empty() && wire_.size() < kMaxSegments && bytes < kMaxChunkBytes) {
+  while (!sources_.empty() && wire_.size() < kMaxSegments && bytes < kFillBytes) {
     auto source = std::move(sources_.front());
     sources_.pop_front();
     Segment& segment = wire_.emplace_back();
@@ -179,7 +183,18 @@ void Stream::on_ready(uint32_t events) {
     }
     push(kRoundBudget);
   }
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive();
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+    if (receive()) batch_wakeups();
+  }
+}
+
+void Stream::batch_wakeups() {
+  if (is_unix_ || closed_) return;
+  uint64_t left = parser_.payload_left();
+  int want = left >= kBatchAboveBytes ? static_cast<int>(std::min<uint64_t>(left, kWakeBytes)) : 1;
+  if (want == wake_bytes_) return;
+  wake_bytes_ = want;
+  ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &want, sizeof want);
 }
 
 ssize_t Stream::receive_some(std::span<std::span<std::byte>> spans) {

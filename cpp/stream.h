@@ -76,10 +76,11 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
     uint64_t size() const { return sizeof(Header) + body.size() + payload.size(); }
   };
 
-  void fill();                          // locked
-  bool push(uint64_t budget);           // locked; false if the socket failed
-  ssize_t send_some();                  // locked
-  void want_output(bool want);          // locked
+  void fill();                  // locked
+  bool push(uint64_t budget);   // locked; false if the socket failed
+  ssize_t send_some();          // locked
+  void want_output(bool want);  // locked
+  void batch_wakeups();
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
   void lose(Status status);
@@ -91,10 +92,11 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   std::shared_ptr<void> owner_;  // driving thread only
   FrameParser parser_;
   std::deque<Descriptor> received_;  // driving thread only
+  int wake_bytes_ = 1;               // driving thread only
 
   std::mutex mutex_;
-  std::deque<Segment> wire_;                            // generated, in order
-  std::deque<std::shared_ptr<FrameSource>> sources_;    // still to generate
+  std::deque<Segment> wire_;                          // generated, in order
+  std::deque<std::shared_ptr<FrameSource>> sources_;  // still to generate
   bool waiting_for_room_ = false;
   bool failed_ = false, closed_ = false;
   std::string failure_;

@@ -19,7 +19,7 @@ struct TcpChannel::Request : FrameSource {
     uint64_t generation;
     uint64_t offset;  // in the region
     uint64_t length;
-    uint64_t start;   // in the byte stream of the transfer
+    uint64_t start;  // in the byte stream of the transfer
   };
 
   TransferPtr transfer;
@@ -27,8 +27,8 @@ struct TcpChannel::Request : FrameSource {
   bool is_read = false;
   std::vector<Part> parts;
   bool has_signal = false;
-  Header signal;          // kSignal or kFetchAdd
-  size_t part = 0;        // cursor: next part to send or ask for
+  Header signal;    // kSignal or kFetchAdd
+  size_t part = 0;  // cursor: next part to send or ask for
   uint64_t part_sent = 0;
   // Reads; the channel's lock, then the driving thread.
   size_t answers_left = 0;

@@ -42,6 +42,7 @@ class Transfer {
   bool wait(Deadline deadline) const {
     return progress_->wait([this] { return done(); }, deadline);
   }
+  const std::shared_ptr<Progress>& progress() const { return progress_; }
   // Valid when done.
   const Status& status() const { return status_; }
   uint64_t value() const { return value_; }  // of fetch_add: what the word held before

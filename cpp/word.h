@@ -16,9 +16,8 @@ inline std::atomic_ref<uint64_t> word_at(std::byte* address) {
 inline void store_max(std::byte* address, uint64_t value) {
   auto word = word_at(address);
   uint64_t seen = word.load(std::memory_order_relaxed);
-  while (seen < value &&
-         !word.compare_exchange_weak(seen, value, std::memory_order_release,
-                                     std::memory_order_relaxed)) {
+  while (seen < value && !word.compare_exchange_weak(seen, value, std::memory_order_release,
+                                                     std::memory_order_relaxed)) {
   }
 }
 

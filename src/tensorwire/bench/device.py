@@ -80,14 +80,10 @@ class Driver:
         self._signals = 0
         self._size_bytes = 0
 
-    def describe(self) -> dict[str, Any]:
-        """The path to the peer and the spin bound of this node."""
-        path = self._peer.path
+    def spin_bound_s(self) -> float | None:
+        """How long this node polls before it sleeps, as of now; it may change with the load."""
         spin_bound_ns = self._node.stats().get("spin_bound_ns")
-        return {
-            "path": f"{path.transport}: {path.reason}",
-            "spin_bound_s": None if spin_bound_ns is None else spin_bound_ns / 1e9,
-        }
+        return None if spin_bound_ns is None else spin_bound_ns / 1e9
 
     def pin(self, driver_cores: Sequence[int], target_cores: Sequence[int]) -> None:
         """Lets every thread of the two processes run on these cores only."""
@@ -317,10 +313,6 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     def raw(mode: str, size_bytes: int) -> int:
         return server.listen(mode, state["array"].ctypes.data, size_bytes)
 
-    def pin(cores: list[int]) -> bool:
-        pin_process(cores)
-        return True
-
     def wait(seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             state["words"].word(128).wait_until(1, seconds)
@@ -329,7 +321,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     try:
         serve_messages(
             link,
-            {"start": start, "join": join, "pong": pong, "raw": raw, "pin": pin, "wait": wait},
+            {"start": start, "join": join, "pong": pong, "raw": raw, "wait": wait},
         )
     finally:
         server.close()

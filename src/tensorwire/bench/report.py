@@ -57,24 +57,28 @@ def machine_line(report: Report) -> Text:
 
 def case_table(case: str, rows: Iterable[Row]) -> Table:
     """The rows of one case, sizes apart."""
-    table = Table(title=case, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("size", justify="right")
-    table.add_column("system")
-    for heading in ("median", "p99", "GB/s", "of limit", "95 %", "CPU here", "CPU there"):
-        table.add_column(heading, justify="right")
+    table = Table(
+        title=case,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("system", no_wrap=True)
+    for heading in ("median", "p99", "GB/s", "of limit (95 %)", "CPU here", "there"):
+        table.add_column(heading, justify="right", no_wrap=True)
     previous = None
     for row in sorted(rows, key=lambda row: row.bytes):
         if previous is not None and row.bytes != previous:
             table.add_section()
-        interval = row.ratio_interval
         table.add_row(
             format_size(row.bytes) if row.bytes != previous else "",
             row.system,
             format_seconds(row.seconds_median),
             format_seconds(row.seconds_p99),
-            "–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}",
-            _ratio(row.ratio_to_limit),
-            "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+            _bandwidth(row.gb_per_s),
+            _ratio(row),
             format_seconds(row.cpu_seconds_local),
             format_seconds(row.cpu_seconds_remote),
         )
@@ -82,11 +86,21 @@ def case_table(case: str, rows: Iterable[Row]) -> Table:
     return table
 
 
-def _ratio(ratio: float | None) -> Text:
+def _bandwidth(gb_per_s: float | None) -> str:
+    if gb_per_s is None:
+        return "–"
+    return f"{gb_per_s:.3g}" if gb_per_s >= 0.01 else "<0.01"
+
+
+def _ratio(row: Row) -> Text:
+    ratio, interval = row.ratio_to_limit, row.ratio_interval
     if ratio is None:
         return Text("–")
     style = "green" if ratio >= 0.9 else "yellow" if ratio >= 0.5 else "red"
-    return Text(f"{ratio:.2f}", style=style)
+    text = Text(f"{ratio:.2f}", style=style)
+    if interval is not None:
+        text.append(f" ({interval[0]:.2f}–{interval[1]:.2f})", style="dim")
+    return text
 
 
 def missing_lines(rows: Iterable[Row]) -> list[Text]:

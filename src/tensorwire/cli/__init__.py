@@ -6,8 +6,8 @@ import importlib.metadata
 
 import click
 
-from tensorwire.cli.bench import bench
-from tensorwire.cli.info import info
+from tensorwire.cli.bench import bench as bench_commands
+from tensorwire.cli.info import info as info_command
 
 
 def _version() -> str:
@@ -23,16 +23,17 @@ def _version() -> str:
 )
 @click.version_option(_version(), prog_name="tensorwire")
 def main() -> None:
-    r"""Another process as memory: allocate it, write it, read it, signal it.
+    """Another process as memory: allocate it, write it, read it, signal it.
 
     \b
     See first what this machine can do and what is missing:
         tensorwire info
+
     \b
     Then what a transfer costs here, beside memcpy and other libraries:
         tensorwire bench memory --quick
-    """
+    """  # noqa: D301 (\b is what click reads)
 
 
-main.add_command(info)
-main.add_command(bench)
+main.add_command(info_command)
+main.add_command(bench_commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ def memory(
     seconds: float | None,
     strict: bool,
 ) -> None:
-    r"""What does it cost to use another process as memory?
+    """What does it cost to use another process as memory?
 
     Writes, reads, prepared batches, signals and fetch_add, over shared memory and TCP, each beside
     the limit (memcpy, a raw socket) in alternation and beside the rivals that are installed. The
@@ -131,15 +132,19 @@ def memory(
     \b
     A first look, a minute or two:
         tensorwire bench memory --quick
+
     \b
     Everything, kept for comparison:
         tensorwire bench memory --json memory.json --figure memory.svg
+
     \b
     One question only:
         tensorwire bench memory --systems tensorwire,nixl --wires shm --sizes 8,1MiB,64MiB
+
     \b
-    The rivals: pip install 'tensorwire[bench,nixl]'
-    """  # fmt: skip
+    The rivals:
+        pip install 'tensorwire[bench,nixl]'
+    """  # noqa: D301 (\b is what click reads)
     from tensorwire.bench.memory import Settings
     from tensorwire.bench.report import draw, print_report
 
@@ -148,18 +153,19 @@ def memory(
     for path in (json_path, figure_path):
         if path is not None and not path.parent.is_dir():
             raise click.BadParameter(f"the folder of {path} does not exist")
-    console = Console()
+    # A file or a pipe has no width of its own; the tables need about 90 columns.
+    console = Console() if sys.stdout.isatty() else Console(width=110)
     report = _run(settings, console)
     print_report(report, console)
     if json_path is not None:
         report.write(json_path)
-        console.print(f"rows written to {json_path}")
+        click.echo(f"rows written to {json_path}")
     if figure_path is not None:
         try:
             draw(report, figure_path)
         except (TensorwireError, ValueError) as error:
             raise click.ClickException(str(error)) from error
-        console.print(f"figure written to {figure_path}")
+        click.echo(f"figure written to {figure_path}")
     if strict and any(verdict.met is False for verdict in report.verdicts):
         raise SystemExit(1)
 

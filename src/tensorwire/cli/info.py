@@ -265,7 +265,7 @@ def look() -> list[Finding]:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def info(as_json: bool) -> None:
-    r"""What can this machine do, and what is missing?
+    """What can this machine do, and what is missing?
 
     Looks at transports, packages, limits and load; changes nothing. Exits with 1 if neither shared
     memory nor TCP can be used.
@@ -273,10 +273,11 @@ def info(as_json: bool) -> None:
     \b
     For a person:
         tensorwire info
+
     \b
     For a script:
         tensorwire info --json
-    """
+    """  # noqa: D301 (\b is what click reads)
     found = look()
     if as_json:
         data = {
@@ -301,5 +302,6 @@ def table(found: list[Finding]) -> Table:
     shown.add_column("remedy", overflow="fold")
     for finding in found:
         state = Text(finding.state, style=_STYLES[finding.state])
-        shown.add_row(finding.subject, state, finding.detail, finding.remedy)
+        # Text, because a remedy such as tensorwire[torch] is not markup.
+        shown.add_row(finding.subject, state, Text(finding.detail), Text(finding.remedy))
     return shown

@@ -51,21 +51,17 @@ class _Bell:
     its Node is. All methods run in the loop's thread.
     """
 
-    __slots__ = ("__weakref__", "_loop", "_notifier", "_waiters", "node")
+    __slots__ = ("__weakref__", "_notifier", "_waiters", "loop")
 
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
-        self.node = node
-        self._loop = loop
-        self._notifier = Notifier(node)
+    def __init__(self, source: Node | Transfer, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._notifier = Notifier(source)
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         loop.add_reader(self._notifier.fileno(), self._ring)
 
-    def belongs_to(self, node: Node, loop: asyncio.AbstractEventLoop) -> bool:
-        return self.node is node and self._loop is loop
-
     async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Returns True when ready() is, False after the timeout. Cancelling ends the wait only."""
-        future = self._loop.create_future()
+        future = self.loop.create_future()
         self._notifier.arm()
         self._waiters[future] = ready
         timer = None
@@ -73,7 +69,7 @@ class _Bell:
             if ready():
                 return True
             if timeout_s is not None:
-                timer = self._loop.call_later(timeout_s, _wake, future)
+                timer = self.loop.call_later(timeout_s, _wake, future)
             await future
             return ready()
         finally:
@@ -88,14 +84,12 @@ class _Bell:
         for future, ready in self._waiters.items():
             if ready():
                 _wake(future)
-        if self.node.closed:
-            self.close()
 
     def close(self) -> None:
         """Wakes everybody and gives the descriptor back. The Node is closed."""
         for future in self._waiters:
             _wake(future)
-        self._loop.remove_reader(self._notifier.fileno())
+        self.loop.remove_reader(self._notifier.fileno())
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -103,38 +97,41 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# Weak: the loops own the bells. Keyed by identity; `belongs_to` tells a reused id.
+# (Node.progress_id, id of the loop). Weak: the loops own the bells. A bell keeps both numbers from
+# being used again.
 _bells: weakref.WeakValueDictionary[tuple[int, int], _Bell] = weakref.WeakValueDictionary()
 
 
-def _bell(node: Node) -> _Bell:
+def _bell(source: Node | Transfer) -> _Bell:
     import asyncio
 
     loop = asyncio.get_running_loop()
-    key = id(node), id(loop)
+    key = source.progress_id, id(loop)
     bell = _bells.get(key)
-    if bell is None or not bell.belongs_to(node, loop):
-        bell = _bells[key] = _Bell(node, loop)
+    if bell is None:
+        bell = _bells[key] = _Bell(source, loop)
     return bell
 
 
 def release(node: Node) -> None:
     """Gives back the descriptors of a Node that was closed. Any thread."""
-    for bell in list(_bells.values()):
-        if bell.node is node:
+    for (progress_id, _), bell in list(_bells.items()):
+        if progress_id == node.progress_id:
             try:
-                bell._loop.call_soon_threadsafe(bell.close)
+                bell.loop.call_soon_threadsafe(bell.close)
             except RuntimeError:
                 pass  # the loop is closed, and the bell with it
 
 
-async def wait_until(node: Node, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+async def wait_until(
+    source: Node | Transfer, ready: Callable[[], bool], timeout_s: float | None
+) -> bool:
     """Waits in the running event loop until ready() is true or the timeout has passed.
 
     Args:
-        node: whose completions and doorbells may make it true.
+        source: the Node whose completions and doorbells may make it true, or a transfer of it.
         ready: cheap and without side effects; called in the loop's thread, must not raise, and must
-            be true once the node is closed.
+            be true once the Node is closed.
         timeout_s: None waits for ever.
 
     Returns:
@@ -142,7 +139,7 @@ async def wait_until(node: Node, ready: Callable[[], bool], timeout_s: float | N
     """
     if ready():
         return True
-    return await _bell(node).wait(ready, timeout_s)
+    return await _bell(source).wait(ready, timeout_s)
 
 
 async def wait_transfer(transfer: Transfer, timeout_s: float | None = None) -> None:
@@ -155,7 +152,7 @@ async def wait_transfer(transfer: Transfer, timeout_s: float | None = None) -> N
         ClosedError, PeerLostError, StaleHandleError, ...: the transfer failed, as from
             `Transfer.wait`.
     """
-    if not await wait_until(transfer.node, transfer.done, timeout_s):
+    if not await wait_until(transfer, transfer.done, timeout_s):
         raise TimeoutError(
             f"the transfer of {transfer.bytes} bytes was not complete after {timeout_s:g} s; "
             "it goes on"

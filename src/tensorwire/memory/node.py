@@ -201,11 +201,18 @@ class Node:
         """
         return Peer(self, self._core.accept(timeout_s))
 
-    def wait_until(self, word: Word, value: int, timeout_s: float | None = None) -> None:
+    def wait_until(
+        self,
+        word: Word,
+        value: int,
+        timeout_s: float | None = None,
+        *,
+        peer: Peer | None = None,
+    ) -> None:
         """Blocks until a word of this Node is at least `value`; see `Word.wait_until`."""
         if not isinstance(word, Word):
             raise TypeError(f"wait_until takes a Word (region.word(offset)), not {word!r}")
-        word.wait_until(value, timeout_s)
+        word.wait_until(value, timeout_s, peer=peer)
 
     def stats(self) -> dict[str, int]:
         """Counters of this Node since its start; docs/memory.md explains each."""

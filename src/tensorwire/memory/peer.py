@@ -19,7 +19,7 @@ from tensorwire.errors import StaleHandleError
 from .aio import inline_limit
 from .buffers import as_local, describe, size_bytes
 from .handle import Handle
-from .region import RemoteRegion, RemoteWord, Signal, byte_count, check_signal
+from .region import RemoteRegion, RemoteWord, Signal, addend, byte_count, check_signal
 
 if TYPE_CHECKING:
     from .node import Node
@@ -216,8 +216,8 @@ class Peer:
 
         See `RemoteWord.fetch_add`, which also waits.
         """
-        word, value = check_signal((word, value), self)
-        return self._core.fetch_add(word._core, word.offset, value)
+        check_signal((word, 0), self)
+        return self._core.fetch_add(word._core, word.offset, addend(value))
 
     def prepare_write(self, local: Any, remote: Any) -> Prepared:
         """Checks and resolves a batch once, to be written many times; see `Prepared`.
@@ -242,7 +242,7 @@ class Peer:
 
         Transfers in flight end with `ClosedError` here, and the other side sees this peer as lost.
         """
-        self._core.close()
+        self._node._core.close_peer(self._core)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
         if remote.peer._core is not self._core:

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tensorwire import _core
 from tensorwire._core import Transfer
-from tensorwire.errors import ClosedError, StaleHandleError, TimeoutError, UnavailableError
+from tensorwire.errors import TimeoutError, UnavailableError
 
 from . import aio
 from .aio import inline_limit
@@ -224,7 +224,8 @@ class Region:
             ValueError: this is a slice; only a whole region can be freed.
         """
         self._check_whole("free")
-        self._core.free()
+        if not self._node.closed:
+            self._node._core.free(self._core)
 
     def __enter__(self) -> Region:
         return self
@@ -291,39 +292,59 @@ class Word:
         """The present value (acquire). Also readable after the region was freed."""
         return self._core.load_word(self.offset)
 
-    def wait_until(self, value: int, timeout_s: float | None = None) -> None:
+    def wait_until(
+        self, value: int, timeout_s: float | None = None, *, peer: Peer | None = None
+    ) -> None:
         """Blocks until the word is at least `value`. Any number of threads may wait.
 
         Costs under 2 % of a core while it waits. The GIL is released.
 
-        Raises:
-            TimeoutError: `timeout_s` has passed (None waits for ever).
-            ClosedError: the Node was closed meanwhile.
-            StaleHandleError: the region was freed meanwhile.
-            ValueError: the value does not fit 64 bits without sign.
-        """
-        self._node._core.wait_word(self._core, self.offset, word_value(value), timeout_s)
+        Args:
+            value: 0 to 2**64 - 1.
+            timeout_s: None waits for ever.
+            peer: who is to raise the word. The waiting ends if it is lost.
 
-    async def reached(self, value: int, timeout_s: float | None = None) -> None:
+        Raises:
+            TimeoutError: `timeout_s` has passed.
+            PeerLostError: `peer` was lost (ClosedError: closed here) before it raised the word.
+            ClosedError: the Node was closed.
+            StaleHandleError: the region was freed.
+            ValueError: the value does not fit.
+        """
+        self._node._core.wait_word(
+            self._core,
+            self.offset,
+            word_value(value),
+            timeout_s,
+            None if peer is None else peer._core,
+        )
+
+    async def reached(
+        self, value: int, timeout_s: float | None = None, *, peer: Peer | None = None
+    ) -> None:
         """As `wait_until`, without blocking the running event loop.
 
         Raises:
-            TimeoutError, ClosedError, StaleHandleError, ValueError: as for `wait_until`.
+            TimeoutError, PeerLostError, ClosedError, StaleHandleError, ValueError: as for
+                `wait_until`.
         """
         value = word_value(value)
         node, core, offset = self._node._core, self._core, self.offset
+        peer_core = None if peer is None else peer._core
 
         def ready() -> bool:
-            return core.load_word(offset) >= value or core.freed or node.closed
+            return (
+                core.load_word(offset) >= value
+                or core.freed
+                or node.closed
+                or (peer_core is not None and peer_core.lost)
+            )
 
-        await aio.wait_until(node, ready, timeout_s)
-        if core.load_word(offset) >= value:
-            return
-        if node.closed:
-            raise ClosedError(f"Node {node.name!r} was closed while {self!r} was awaited")
-        if core.freed:
-            raise StaleHandleError(f"region {core.name!r} was freed while {self!r} was awaited")
-        raise TimeoutError(f"{self!r} did not reach {value} within {timeout_s:g} s")
+        if await aio.wait_until(node, ready, timeout_s):
+            timeout_s = 0  # returns, or raises the reason
+        elif timeout_s is not None:
+            raise TimeoutError(f"{self!r} did not reach {value} within {timeout_s:g} s")
+        node.wait_word(core, offset, value, timeout_s, peer_core)
 
 
 class RemoteRegion:
@@ -513,19 +534,32 @@ class RemoteWord:
     def fetch_add(self, value: int = 1, timeout_s: float | None = None) -> int:
         """Adds to the word, modulo 2**64, in one atomic step, and returns the value before.
 
+        `value` is -2**63 to 2**63 - 1.
+
         Executed by a CPU of the host that owns the memory, which must be alive. After an error it
         is unknown whether the addition took place; protocols that must count exactly once use
         signals.
 
         Raises:
             TimeoutError: the answer did not come in time; it may still be added.
-            ValueError: the value is not 0 to 2**64 - 1.
+            ValueError: the value does not fit.
             ClosedError, PeerLostError, StaleHandleError, PermissionError: as for
                 `RemoteRegion.write`.
         """
-        transfer = self.peer._core.fetch_add(self._core, self.offset, word_value(value))
+        transfer = self.peer._core.fetch_add(self._core, self.offset, addend(value))
         transfer.wait(timeout_s)
         return transfer.value
+
+
+def addend(value: Any) -> int:
+    """Checks what is to be added to a word."""
+    try:
+        result = index(value)
+    except TypeError as error:
+        raise TypeError(f"an int is added to a word, not {type(value).__name__}") from error
+    if not -(1 << 63) <= result < 1 << 63:
+        raise ValueError(f"what is added to a word is -2**63 to 2**63 - 1, not {result}")
+    return result
 
 
 def byte_count(size_bytes: Any) -> int:

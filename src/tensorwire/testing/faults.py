@@ -20,7 +20,7 @@ from .pair import Pair, node_pair
 
 __all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
 
-ACTIONS = ("fail", "drop", "delay")
+ACTIONS = ("fail", "drop", "delay", "cut")
 
 
 def inject(peer: Peer, plan: FaultPlan | None) -> None:
@@ -29,8 +29,9 @@ def inject(peer: Peer, plan: FaultPlan | None) -> None:
     Args:
         peer: the connection, at the side that starts the operations.
         plan: `FaultPlan(nth, action, delay_s)` counts operations from 1 and acts on the n-th only.
-            "fail": it completes with PeerLostError and is not carried out. "drop": it is lost on
-            the way; it ends when the connection does. "delay": it starts `delay_s` later.
+            "fail": it is not carried out and completes with UnavailableError. "drop": it is not
+            carried out and ends when the connection does. "delay": it starts `delay_s` later.
+            "cut": the connection is lost at that moment.
     """
     peer._core.inject(plan)
 
@@ -82,7 +83,7 @@ def for_every_n(
     Args:
         script: starts operations on `exchange.pair.to_far`, tracks them, and checks what it reads.
             It must be deterministic, so that the n-th operation is the same in every run.
-        action: "fail", "drop" or "delay".
+        action: "fail", "drop", "delay" or "cut".
         transports: for both Nodes.
         delay_s: of "delay".
         timeout_s: `exchange.timeout_s`; with "drop" one run waits as long.

@@ -88,10 +88,10 @@ def finish(transfer: Transfer) -> None:
     assert transfer.code == 0
 
 
-def failure_of(start: Callable[[], Any]) -> Exception | None:
-    """Runs something, waits if it gives a transfer, and returns the error of either, or None."""
+def failure_of(start: Callable[..., Any], *args: Any, **options: Any) -> Exception | None:
+    """Calls something, waits if it gives a transfer, and returns the error of either, or None."""
     try:
-        result = start()
+        result = start(*args, **options)
         if isinstance(result, Transfer):
             result.wait(WAIT_S)
     except Exception as error:
@@ -99,9 +99,9 @@ def failure_of(start: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def must_fail(kind: type[ErrorT], start: Callable[[], Any]) -> ErrorT:
+def must_fail(kind: type[ErrorT], start: Callable[..., Any], *args: Any, **options: Any) -> ErrorT:
     """As `failure_of`; the error must be of this kind and say something."""
-    error = failure_of(start)
+    error = failure_of(start, *args, **options)
     assert isinstance(error, kind), f"expected {kind.__name__}, got {error!r}"
     assert str(error), f"{kind.__name__} without a message"
     return error

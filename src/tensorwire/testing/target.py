@@ -33,14 +33,17 @@ class Target:
         self._peer: Peer | None = None
 
     def address(self) -> str:
+        """Where the Node listens."""
         return self._node.address
 
     def pid(self) -> int:
+        """The process that the Node is in."""
         return os.getpid()
 
     def allocate(
         self, key: str, size_bytes: int, access: str = "rw", name: str | None = None
     ) -> Handle:
+        """Allocates a region."""
         self._regions[key] = self._node.allocate(size_bytes, access=access, name=name)
         return self._regions[key].handle()
 
@@ -50,22 +53,28 @@ class Target:
         return self._regions[key].size_bytes
 
     def fill(self, key: str, start: int, data: bytes) -> None:
+        """Puts bytes into a region."""
         self._regions[key].array()[start : start + len(data)] = np.frombuffer(data, np.uint8)
 
     def contents(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of a region."""
         array = self._regions[key].array()
         return array[start:stop].tobytes()
 
     def is_filled(self, key: str, start: int, stop: int, value: int) -> bool:
+        """Whether all these bytes are `value`."""
         return bool((self._regions[key].array()[start:stop] == value).all())
 
     def free(self, key: str) -> None:
+        """Frees a region."""
         self._regions.pop(key).free()
 
     def value(self, key: str, offset: int) -> int:
+        """The value of a word."""
         return self._regions[key].word(offset).value
 
     def wait_until(self, key: str, offset: int, value: int, timeout_s: float) -> None:
+        """Waits for a word."""
         self._node.wait_until(self._regions[key].word(offset), value, timeout_s)
 
     def accept(self) -> str:
@@ -74,6 +83,7 @@ class Target:
         return self._peer.name
 
     def hang_up(self) -> None:
+        """Ends the connection that `accept` took."""
         assert self._peer is not None
         self._peer.close()
 
@@ -106,9 +116,11 @@ class Target:
         self._node = Node("far", **{**self._options, "listen": address})
 
     def stats(self) -> dict[str, int]:
+        """Counters of the Node."""
         return self._node.stats()
 
     def close(self) -> None:
+        """Closes the Node."""
         self._node.close()
         self._regions.clear()
         self._peer = None
@@ -168,6 +180,7 @@ def serve_target(channel: Channel, options: dict[str, Any]) -> None:
     try:
         while True:
             method, args = channel.recv(None)
+            reply: tuple[str | None, Any]
             try:
                 reply = None, getattr(target, method)(*args)
             except Exception as error:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tensorwire.bench.harness import Block, run_block, time_each, warm_up
+from tensorwire.bench.machine import pin_process
 
 Operation = Callable[[], object]
 
@@ -73,6 +74,12 @@ class RivalDriver(ABC):
         del system
         return run_block(self.run, count, self.target_pid, extra_operations=self._extra())
 
+    def pin(self, driver_cores: Sequence[int], target_cores: Sequence[int]) -> None:
+        """Lets every thread of the two processes run on these cores only."""
+        pin_process(driver_cores)
+        self.link.send(("pin", list(target_cores)))
+        self.link.recv()
+
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
         """Frees what the rival holds; the process ends right after it."""
 
@@ -80,8 +87,14 @@ class RivalDriver(ABC):
 def serve_messages(link: Connection, handlers: dict[str, Callable[..., object]]) -> None:
     """The target's loop: sends its process number, then acts on (name, argument, …) until "stop".
 
-    A handler's result is sent back unless it is None.
+    A handler's result is sent back unless it is None. "pin" is known to every target.
     """
+
+    def pin(cores: list[int]) -> bool:
+        pin_process(cores)
+        return True
+
+    handlers = {"pin": pin, **handlers}
     link.send(os.getpid())
     while True:
         name, *arguments = link.recv()

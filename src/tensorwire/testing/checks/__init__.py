@@ -1,4 +1,4 @@
-"""The checks that every transport must pass, by subject; `tensorwire.testing.conformance` runs them.
+"""The checks that every transport must pass, by subject; see `tensorwire.testing.conformance`.
 
 A check is a function of one `Stage`. It fails by an assertion or any other exception.
 """

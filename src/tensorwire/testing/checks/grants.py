@@ -1,4 +1,4 @@
-"""Checks of a conforming transport: a peer reaches what it was given, as it was given, and no more."""
+"""Checks of a transport: a peer reaches what it was given, as it was given, and no more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from tensorwire.errors import BusyError, StaleHandleError
 from tensorwire.memory import RemoteRegion
 
-from ..stage import WAIT_S, Stage, finish, must_fail, pattern
+from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
 
 
 def access(stage: Stage) -> None:
@@ -22,28 +22,37 @@ def access(stage: Stage) -> None:
         content = pattern(64).tobytes()
         stage.target.fill(grant, 0, content)
         free = stage.remote("free " + grant, 64)
-        writes: list[Callable[[], Any]] = [
-            lambda remote=remote: remote.write(b"x" * 64),
-            lambda remote=remote: stage.peer.write([b"x"], [remote[3:]]),
-            lambda remote=remote: stage.peer.prepare_write([b"x"], [remote]).start(),
-            lambda remote=remote: remote.word(0).set(2**64 - 1),
-            lambda remote=remote: remote.word(8).fetch_add(1),
-            lambda remote=remote, free=free: free.write(b"y", signal=(remote.word(0), 2**64 - 1)),
-        ]
-        reads: list[Callable[[], Any]] = [
-            lambda remote=remote: remote.read(bytearray(64)),
-            lambda remote=remote: stage.peer.read([bytearray(1)], [remote[3:]]),
-            lambda remote=remote: stage.peer.prepare_read([bytearray(1)], [remote]).start(),
-        ]
-        if "w" not in grant:
-            for write in writes:
+        for write in _writes(remote, free):
+            if "w" in grant:
+                assert failure_of(write) is None
+            else:
                 must_fail(PermissionError, write)
-            assert stage.target.contents(grant) == content
-        if "r" not in grant:
-            for read in reads:
+        assert "w" in grant or stage.target.contents(grant) == content
+        for read in _reads(remote):
+            if "r" in grant:
+                assert failure_of(read) is None
+            else:
                 must_fail(PermissionError, read)
-        for allowed in (writes[:3] if "w" in grant else []) + (reads if "r" in grant else []):
-            finish(allowed())
+
+
+def _writes(remote: RemoteRegion, free: RemoteRegion) -> list[Callable[[], Any]]:
+    peer, highest = remote.peer, 2**64 - 1
+    return [
+        lambda: remote.write(b"x" * 64),
+        lambda: peer.write([b"x"], [remote[3:]]),
+        lambda: peer.prepare_write([b"x"], [remote]).start(),
+        lambda: remote.word(0).set(highest),
+        lambda: free.write(b"y", signal=(remote.word(0), highest)),
+    ]
+
+
+def _reads(remote: RemoteRegion) -> list[Callable[[], Any]]:
+    peer = remote.peer
+    return [
+        lambda: remote.read(bytearray(64)),
+        lambda: peer.read([bytearray(1)], [remote[3:]]),
+        lambda: peer.prepare_read([bytearray(1)], [remote]).start(),
+    ]
 
 
 def fetch_add_needs_both(stage: Stage) -> None:
@@ -53,14 +62,14 @@ def fetch_add_needs_both(stage: Stage) -> None:
         if allowed:
             assert word.fetch_add(1, WAIT_S) == 0
         else:
-            must_fail(PermissionError, lambda word=word: word.fetch_add(1, WAIT_S))
+            must_fail(PermissionError, word.fetch_add, 1, WAIT_S)
             assert stage.target.value(grant, 0) == 0
 
 
 def out_of_range(stage: Stage) -> None:
     """Nothing reaches past a region's end."""
     remote, neighbour = stage.remote("r", 100), stage.remote("n", 100)
-    for start in (
+    wrong: list[Callable[[], object]] = [
         lambda: remote.write(bytes(101)),
         lambda: remote[50:].write(bytes(51)),
         lambda: remote.read(bytearray(101)),
@@ -74,7 +83,8 @@ def out_of_range(stage: Stage) -> None:
         lambda: remote.word(-8),
         lambda: remote.word(4),
         lambda: remote[4:].word(0),
-    ):
+    ]
+    for start in wrong:
         must_fail(ValueError, start)
     assert stage.target.contents("r") == stage.target.contents("n") == bytes(100)
     finish(remote[100:].write(b""))
@@ -89,7 +99,7 @@ def stale_after_free(stage: Stage) -> None:
     finish(writing.start())
     stage.target.free("r")
     again = stage.remote("again", 4096)
-    for start in (
+    stale: list[Callable[[], object]] = [
         lambda: remote.write(b"x"),
         lambda: remote.write(bytes(4096)),
         lambda: remote.read(bytearray(1)),
@@ -99,7 +109,8 @@ def stale_after_free(stage: Stage) -> None:
         lambda: word.fetch_add(1, WAIT_S),
         lambda: again.write(b"x", signal=(word, 1)),
         lambda: stage.peer.region(handle),
-    ):
+    ]
+    for start in stale:
         must_fail(StaleHandleError, start)
     assert stage.target.contents("again", 1) == bytes(4095)
     finish(again.write(b"fine"))
@@ -116,7 +127,7 @@ def forged_handles(stage: Stage) -> None:
         dataclasses.replace(handle, id=handle.id + 1),
         dataclasses.replace(handle, id=2**32 - 1),
     ):
-        must_fail(StaleHandleError, lambda wrong=wrong: stage.peer.region(wrong))
+        must_fail(StaleHandleError, stage.peer.region, wrong)
     larger = dataclasses.replace(handle, size_bytes=1 << 30, access="rw")
     assert stage.peer.region(larger).size_bytes == 64, "the owner's word counts, not the handle's"
 
@@ -128,13 +139,13 @@ def names(stage: Stage) -> None:
     assert (remote.size_bytes, remote.name) == (100, "weights/ä")
     finish(remote.write(b"hello"))
     assert stage.target.contents("a", 0, 5) == b"hello"
-    error = must_fail(LookupError, lambda: stage.peer.region("weights/b"))
+    error = must_fail(LookupError, stage.peer.region, "weights/b")
     assert "weights/b" in str(error)
-    must_fail(LookupError, lambda: stage.near.region("weights/ä"))
-    must_fail(ValueError, lambda: stage.peer.allocate(8, "weights/ä"))
-    must_fail(ValueError, lambda: stage.peer.allocate(8, "x" * 2000))
+    must_fail(LookupError, stage.near.region, "weights/ä")
+    must_fail(ValueError, stage.peer.allocate, 8, "weights/ä")
+    must_fail(ValueError, stage.peer.allocate, 8, "x" * 2000)
     stage.target.free("a")
-    must_fail(LookupError, lambda: stage.peer.region("weights/ä"))
+    must_fail(LookupError, stage.peer.region, "weights/ä")
     stage.target.allocate("b", 8, "rw", "weights/ä")
     assert stage.peer.region("weights/ä").size_bytes == 8
 
@@ -153,19 +164,19 @@ def remote_allocation(stage: Stage) -> None:
     finish(remote.read(back))
     assert back[:14].tobytes() == b"from the owner"
     remote.free(WAIT_S)
-    must_fail(StaleHandleError, lambda: remote.write(b"x"))
-    must_fail(StaleHandleError, lambda: remote.free(WAIT_S))
-    must_fail(LookupError, lambda: stage.peer.region("theirs"))
+    must_fail(StaleHandleError, remote.write, b"x")
+    must_fail(StaleHandleError, remote.free, WAIT_S)
+    must_fail(LookupError, stage.peer.region, "theirs")
 
 
 def only_the_lessee_frees(stage: Stage) -> None:
     """A peer cannot free what it did not allocate."""
     owned = stage.remote("owned", 64)
-    must_fail(PermissionError, lambda: owned.free(WAIT_S))
+    must_fail(PermissionError, owned.free, WAIT_S)
     leased = stage.peer.allocate(64, "leased")
     with stage.third() as third:
         seen = third.connect(stage.target.address()).region("leased")
-        must_fail(PermissionError, lambda: seen.free(WAIT_S))
+        must_fail(PermissionError, seen.free, WAIT_S)
         finish(seen.write(b"shared"))
     back = bytearray(6)
     finish(leased.read(back))
@@ -186,12 +197,12 @@ def quota(stage: Stage) -> None:
     """What peers allocate is bounded for all of them together, and free gives room back."""
     mib = 1 << 20
     first = stage.peer.allocate(3 * mib)
-    error = must_fail(BusyError, lambda: stage.peer.allocate(2 * mib))
+    error = must_fail(BusyError, stage.peer.allocate, 2 * mib)
     assert "quota" in str(error)
-    must_fail(BusyError, lambda: stage.peer.allocate(1 << 62))
+    must_fail(BusyError, stage.peer.allocate, 1 << 62)
     with stage.third() as third:
         other = third.connect(stage.target.address())
-        must_fail(BusyError, lambda: other.allocate(2 * mib))
+        must_fail(BusyError, other.allocate, 2 * mib)
         second = other.allocate(mib)
         finish(second.write(b"fits"))
         first.free(WAIT_S)

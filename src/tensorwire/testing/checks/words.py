@@ -1,10 +1,12 @@
-"""Checks of a conforming transport: signals tell the truth, counters count, waiting ends."""
+"""Checks of a transport: signals tell the truth, counters count, waiting ends."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -87,21 +89,19 @@ def signal_after(stage: Stage) -> None:
     assert all(write.done() for write in writes)
     finish(remote.word(0).set(2, after=writes))  # complete ones do not hinder
     stage.target.free("gone")
-    failed = _failed_transfer(lambda: gone.write(b"x"))
+    failed = _failed_transfer(partial(gone.write, b"x"))
     if failed is not None:
-        must_fail(StaleHandleError, lambda: remote.word(0).set(3, after=[failed]))
+        must_fail(StaleHandleError, remote.word(0).set, 3, after=[failed])
         assert stage.target.value("r", 0) == 2
 
 
-def _failed_transfer(start: object) -> Transfer | None:
+def _failed_transfer(start: Callable[[], Transfer]) -> Transfer | None:
     """The transfer of an operation that fails, None if it raises at once instead."""
-    assert callable(start)
     try:
         transfer = start()
     except StaleHandleError:
         return None
-    assert isinstance(transfer, Transfer)
-    assert isinstance(failure_of(lambda: transfer), StaleHandleError)
+    must_fail(StaleHandleError, transfer.wait, WAIT_S)
     return transfer
 
 
@@ -128,7 +128,7 @@ def waiters(stage: Stage) -> None:
             mine.word(0).wait_until(round_, WAIT_S)
         assert finish_target() == []
 
-    run_threads([lambda v=v: wait(v) for v in (1, 1, 2, 3, 3)] + [answer])
+    run_threads([partial(wait, value) for value in (1, 1, 2, 3, 3)] + [partial(answer)])
     assert sorted(woken) == [1, 1, 2, 3, 3]
 
 
@@ -137,7 +137,7 @@ def word_timeouts(stage: Stage) -> None:
     mine = stage.near.allocate(64)
     start = time.monotonic()
     for timeout_s in (0, 0.0, 0.05):
-        must_fail(TimeoutError, lambda timeout_s=timeout_s: mine.word(0).wait_until(1, timeout_s))
+        must_fail(TimeoutError, mine.word(0).wait_until, 1, timeout_s)
     assert time.monotonic() - start >= 0.05
     mine.word(0).wait_until(0, 0)
 
@@ -145,7 +145,7 @@ def word_timeouts(stage: Stage) -> None:
         await mine.word(0).reached(0, 0)
         await mine.word(0).reached(1, 0.02)
 
-    must_fail(TimeoutError, lambda: asyncio.run(main()))
+    must_fail(TimeoutError, asyncio.run, main())
 
 
 def word_awaited(stage: Stage) -> None:
@@ -188,7 +188,7 @@ def fetch_add(stage: Stage) -> None:
             with lock:
                 seen.extend(mine + [transfer.value for transfer in pending])
 
-        run_threads([lambda n=n: add(n) for n in range(4)])
+        run_threads([partial(add, number) for number in range(4)])
     assert sorted(seen) == list(range(0, 3 * 4 * per_thread, 3))
     assert stage.target.value("r", 8) == 3 * 4 * per_thread
     assert stage.target.contents("r", 0, 8) == bytes([255]) * 8
@@ -206,7 +206,7 @@ def transfer_timeouts(stage: Stage) -> None:
     local = np.tile(data, size >> 20)
     for _ in range(5):
         transfer = remote.write(local)
-        error = failure_of(lambda transfer=transfer: transfer.wait(0))
+        error = failure_of(transfer.wait, 0)
         assert error is None or isinstance(error, TimeoutError)
         if error is not None:
             # It was in flight a moment ago, and neither the error nor dropping it ends it.

@@ -1,0 +1,168 @@
+"""A quick `bench memory` gives all rows, with all keys, and honest reasons. No timed assertion."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tensorwire.bench import memory, rivals
+from tensorwire.bench.harness import Budget
+from tensorwire.bench.processes import Pair, PairError
+from tensorwire.bench.rows import Report
+from tensorwire.cli import main
+
+TINY = Budget(case_s=0.02, block_s=2e-4, min_rounds=7, max_rounds=7, max_count=20)
+
+
+def tiny(**changes: object) -> memory.Settings:
+    settings = memory.Settings(
+        sizes=(8, 4096), systems=("tensorwire", "tensorwire-c++", "memcpy", "raw-socket"),
+        budget=TINY, warm_s=0.01, waiting_s=0.7,
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return memory.run(tiny())
+
+
+def test_every_planned_case_is_measured(report: Report) -> None:
+    for case in memory.plan(tiny()):
+        row = report.find(case.name, "tensorwire", case.size_bytes)
+        assert row is not None
+        if case.name.endswith("two_cores") and not case.pins:
+            assert row.note
+            continue
+        assert row.measured, row
+        assert row.operations > 0
+        assert row.cpu_seconds_remote is not None
+
+
+def test_ratios_exist_exactly_where_bytes_move(report: Report) -> None:
+    for row in report.rows:
+        if row.system not in ("tensorwire", "tensorwire-c++") or not row.measured:
+            continue
+        moves = row.case.partition(".")[2].startswith(("write", "read", "batch", "round"))
+        assert (row.ratio_to_limit is not None) == moves, row
+        assert (row.ratio_interval is not None) == moves, row
+        assert (row.gb_per_s is not None) == moves, row
+
+
+def test_the_limit_stands_beside(report: Report) -> None:
+    for wire, limit in (("shm", "memcpy"), ("tcp", "raw-socket")):
+        for action in ("write", "read"):
+            row = report.find(f"{wire}.{action}", limit, 4096)
+            assert row is not None
+            assert row.measured
+
+
+def test_verdicts_and_circumstances_are_part_of_it(report: Report) -> None:
+    assert len(report.verdicts) == 14
+    assert report.machine["cores"] >= 1
+    assert report.settings["interrupted"] is False
+    nixl = [verdict for verdict in report.verdicts if "NIXL" in verdict.name]
+    assert [verdict.met for verdict in nixl] == [None, None]
+
+
+def test_a_missing_rival_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = rivals.Rival(
+        name="nixl",
+        module="tensorwire.bench.rivals.nixl",
+        needs=(("a_module_that_nobody_has",),),
+        remedy="pip install it",
+        cases=("write",),
+        options={"shm": {}},
+    )
+    monkeypatch.setattr(memory, "RIVALS", (absent,))
+    found = memory.run(
+        tiny(systems=("tensorwire", "nixl"), cases=("write",), wires=("shm",), sizes=(8,))
+    )
+    row = found.find("shm.write", "nixl", 8)
+    assert row is not None
+    assert not row.measured
+    assert row.gb_per_s is row.ratio_to_limit is row.seconds_p99 is None
+    assert "a_module_that_nobody_has" in row.note
+    assert "pip install it" in row.note
+    assert found.find("shm.write", "tensorwire", 8).measured  # type: ignore[union-attr]
+    assert any(row.note in verdict.line() for verdict in found.verdicts)
+
+
+def test_a_rival_that_fails_to_start_is_a_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = rivals.Rival("gloo", "a_module_that_nobody_has", (), "", ("write",), {"shm": {}})
+    monkeypatch.setattr(memory, "RIVALS", (broken,))
+    found = memory.run(
+        tiny(systems=("tensorwire", "gloo"), cases=("write",), wires=("shm",), sizes=(8,))
+    )
+    row = found.find("shm.write", "gloo", 8)
+    assert row is not None
+    assert not row.measured
+    assert "ModuleNotFoundError" in row.note
+
+
+@pytest.mark.parametrize("rival", rivals.RIVALS, ids=lambda rival: rival.name)
+def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
+    reason = rival.missing()
+    if reason is not None:
+        assert rival.remedy in reason
+        pytest.skip(reason)
+    with Pair(rival.module, rival.options["shm"]) as pair:
+        for case in ("write", "read"):
+            assert isinstance(pair.call("prepare", case, 4096), str)
+            assert pair.call("warm", rival.name, 0.01) > 0
+            block = pair.call("block", rival.name, 3)
+            assert len(block.seconds) == 3
+
+
+def test_a_pair_that_does_not_answer_is_ended() -> None:
+    pair = Pair("tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096})
+    with pytest.raises(PairError, match="no answer"):
+        pair.call("waiting", 30.0, timeout_s=0.2)
+    assert pair.closed
+    with pytest.raises(PairError, match="ended"):
+        pair.call("describe")
+    pair.close()
+
+
+def test_the_command_writes_rows_and_shows_verdicts(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    result = CliRunner().invoke(
+        main,
+        ["bench", "memory", "--quick", "--seconds", "0.01", "--systems", "tensorwire,memcpy",
+         "--cases", "write", "--wires", "shm", "--sizes", "8,1KiB", "--json", str(path)],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "against the bars" in result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["system"], row["bytes"]) for row in rows} == {
+        (system, size) for system in ("tensorwire", "memcpy") for size in (8, 1024)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--systems", "carrier-pigeon"], "unknown; choose from tensorwire"),
+        (["--sizes", "tiny"], "no size"),
+        (["--wires", "rdma"], "unknown; choose from shm, tcp"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+    ],
+)
+def test_bad_options_say_what_to_write(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "memory", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_figure_is_drawn_of_the_rows(report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tensorwire.bench.report import draw
+
+    path = tmp_path / "memory.svg"
+    draw(report, path)
+    assert path.read_text().startswith("<?xml")
+    with pytest.raises(ValueError, match="no measured"):
+        draw(Report("memory", {}), path)
