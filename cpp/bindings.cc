@@ -289,13 +289,15 @@ PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remot
   return hand_over(std::move(transfer), {&local, 1});
 }
 
+using Objects = nb::typed<nb::sequence, nb::object>;
+
 struct PieceList {
   std::vector<Local> locals;
   std::vector<Piece> pieces;
   uint64_t bytes = 0;
 };
 
-PieceList piece_list(const nb::sequence& objects,
+PieceList piece_list(const Objects& objects,
                      const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
                      const std::vector<uint64_t>& offsets, bool writable) {
   PieceList list;
@@ -314,7 +316,7 @@ PieceList piece_list(const nb::sequence& objects,
   return list;
 }
 
-PyTransfer transfer_many(Peer& peer, const nb::sequence& objects,
+PyTransfer transfer_many(Peer& peer, const Objects& objects,
                          const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
                          const std::vector<uint64_t>& offsets, const SignalTo& signal,
                          uint64_t inline_limit, bool is_write) {
@@ -387,22 +389,34 @@ void translate(const std::exception_ptr& pointer, void*) {
 void bind_transfer(nb::module_& m) {
   nb::class_<PyTransfer>(
       m, "Transfer",
-      "One or a batch of operations in flight. It completes exactly once: placed "
-      "in the target's memory, or failed. Any thread may wait; the memory that "
-      "it uses is kept alive until then.")
+      "One operation or one batch in flight; `await` it or `wait`.\n\n"
+      "It completes exactly once: placed in the target's memory, or failed. That tells nothing "
+      "about whether the target is awake or has looked. Until then it keeps the local memory "
+      "alive, which must not be changed (a source) or used (a destination). Dropping the object "
+      "does not stop the transfer. Any thread may use it.")
       .def(
           "done", [](const PyTransfer& t) { return t.transfer->done(); },
-          "True when it completed, well or not. Never blocks.")
+          "True when it is complete, well or not. Never blocks.")
       .def(
           "wait",
           [](const PyTransfer& t, std::optional<double> timeout_s) {
             wait_transfer(t.transfer, timeout_s, t.epoch);
           },
           "timeout_s"_a = nb::none(),
-          "Waits until it completed and raises its error if it failed. After TimeoutError the "
-          "transfer still goes on: only the waiting stopped, and its memory must stay as it is.")
-      .def_prop_ro("progress_id",
-                   [](const PyTransfer& t) { return progress_id(t.transfer->progress()); })
+          "Waits until it is complete; may be called again, with the same outcome.\n\n"
+          "Args:\n"
+          "    timeout_s: None waits for ever, 0 only looks.\n\n"
+          "Raises:\n"
+          "    TimeoutError: it is not complete yet. Only the waiting has ended: the transfer "
+          "goes\n"
+          "        on, and its memory must stay as it is.\n"
+          "    PeerLostError: the peer or the link was lost; any part of the bytes may be placed.\n"
+          "    ClosedError: the Peer or Node was closed on this side, or this is a forked child.\n"
+          "    StaleHandleError: the region was freed; nothing was placed in other memory.\n"
+          "    PermissionError, ValueError: the owner of the memory refused.")
+      .def_prop_ro(
+          "progress_id", [](const PyTransfer& t) { return progress_id(t.transfer->progress()); },
+          "Equals that of its Node.")
       .def_prop_ro(
           "bytes", [](const PyTransfer& t) { return t.transfer->bytes; }, "Payload bytes.")
       .def_prop_ro(
@@ -412,18 +426,21 @@ void bind_transfer(nb::module_& m) {
               throw Error(Code::kBusy, "the transfer is not done yet; wait() for it first");
             return t.transfer->value();
           },
-          "What the word held before a fetch_add; valid when done.")
+          "What the word held before a fetch_add, when that is complete (else BusyError).")
       .def_prop_ro(
           "code",
           [](const PyTransfer& t) {
             return t.transfer->done() ? static_cast<int>(t.transfer->status().code) : 0;
           },
           "The error code of a failed transfer, 0 while pending or done well.")
-      .def("__await__", [](nb::handle self) {
-        return nb::module_::import_("tensorwire.memory.aio")
-            .attr("wait_transfer")(self)
-            .attr("__await__")();
-      });
+      .def(
+          "__await__",
+          [](nb::handle self) {
+            return nb::module_::import_("tensorwire.memory.aio")
+                .attr("wait_transfer")(self)
+                .attr("__await__")();
+          },
+          nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"));
 }
 
 void bind_regions(nb::module_& m) {
@@ -459,7 +476,8 @@ void bind_regions(nb::module_& m) {
           [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
             new (self) Buffer{address, size_bytes, writable, std::move(owner)};
           },
-          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a);
+          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a)
+      .def_ro("size_bytes", &Buffer::size);
 }
 
 void bind_peer(nb::module_& m) {
@@ -529,7 +547,7 @@ void bind_peer(nb::module_& m) {
           "remote"_a, "timeout_s"_a.none())
       .def(
           "write",
-          [](Peer& p, const nb::sequence& locals,
+          [](Peer& p, const Objects& locals,
              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
              const std::vector<uint64_t>& offsets, const MaybeWord& word, uint64_t word_offset,
              uint64_t value, uint64_t inline_limit) {
@@ -540,7 +558,7 @@ void bind_peer(nb::module_& m) {
           "value"_a = 0, "inline_limit"_a = 0)
       .def(
           "read",
-          [](Peer& p, const nb::sequence& locals,
+          [](Peer& p, const Objects& locals,
              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
              const std::vector<uint64_t>& offsets, uint64_t inline_limit) {
             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
@@ -581,7 +599,7 @@ void bind_peer(nb::module_& m) {
           "remote"_a, "offset"_a, "value"_a)
       .def(
           "prepare",
-          [](const PeerPtr& p, bool write, const nb::sequence& locals,
+          [](const PeerPtr& p, bool write, const Objects& locals,
              const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
              const std::vector<uint64_t>& offsets) {
             PieceList list = piece_list(locals, remotes, offsets, !write);
@@ -705,7 +723,7 @@ void bind_node(nb::module_& m) {
           "peer"_a)
       .def("stats",
            [](const Node& n) {
-             nb::dict result;
+             nb::typed<nb::dict, nb::str, nb::int_> result;
              auto put = [&](const char* name, uint64_t value) { result[name] = value; };
              put("bytes_written", n.traffic().bytes_written);
              put("bytes_read", n.traffic().bytes_read);

@@ -153,6 +153,7 @@ void Node::free(const std::shared_ptr<Region>& region) {
   }
   if (alone) {
     regions_->free(*region);
+    fabric_.progress->notify();
   } else {
     fabric_.progress->run([&] { free_here(region); });
   }
@@ -287,12 +288,18 @@ bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Dead
   fabric_.progress->wait(
       [&] {
         return word.load(std::memory_order_acquire) >= value ||
-               closed->load(std::memory_order_relaxed) || (peer != nullptr && peer->lost());
+               closed->load(std::memory_order_relaxed) ||
+               region.freed.load(std::memory_order_relaxed) || (peer != nullptr && peer->lost());
       },
       deadline);
   if (word.load(std::memory_order_acquire) >= value) return true;
   check_open();
   if (peer != nullptr && peer->lost()) throw Error(peer->lost_status());
+  if (region.freed) {
+    throw Error(Code::kStaleHandle, "the region '" + region.name +
+                                        "' was freed (by the peer that allocated it, if it went "
+                                        "away); its words will not change any more");
+  }
   return false;
 }
 

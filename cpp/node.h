@@ -69,8 +69,8 @@ class Node : public std::enable_shared_from_this<Node> {
   std::vector<PeerPtr> peers() const;
 
   // Waits until the word at offset is >= value. False if the deadline passed (or a signal came).
-  // Throws kClosed if the Node is closed meanwhile, and the peer's own status if watch is given
-  // and lost first.
+  // Throws kClosed if the Node is closed meanwhile, kStaleHandle if the region is freed, and the
+  // peer's own status if watch is given and lost first.
   bool wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
                  const PeerPtr& watch = nullptr);
 

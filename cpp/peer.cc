@@ -190,6 +190,10 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
 TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
   check_alive();
   check_word(region, offset);
+  if (!region.access.read) {
+    throw Error(Code::kPermission, "fetch_add tells the old value, and the region '" + region.name +
+                                       "' of " + describe() + " was granted without read access");
+  }
   if (!faulty()) return channel_->fetch_add(region, offset, value);
   return guarded(0, [this, self = shared_from_this(), kept = region.shared_from_this(), offset,
                      value] { return channel_->fetch_add(*kept, offset, value); });
@@ -433,7 +437,6 @@ void Peer::lose(Status status, bool say_goodbye) {
   for (auto& transfer : dropped) transfer->complete(status.code, status.message);
   if (on_lost_) on_lost_(*this);
   fabric_.progress->changed();
-  fabric_.progress->notify();
 }
 
 // ---- faults

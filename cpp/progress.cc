@@ -324,6 +324,13 @@ int Progress::bounded(int timeout_ms) {
 void Progress::kick() { ring(doorbell_.get()); }
 
 void Progress::notify() {
+  wake();
+  // A waiter that leads sleeps on its descriptors, not on event_seq_. (The thread has no
+  // condition.)
+  if (driver_.load() == kWaiter) kick();
+}
+
+void Progress::wake() {
   event_seq_.fetch_add(1);
   if (sleepers_.load() > 0) futex_wake_all(event_seq_);
   if (armed_notifiers_.load() > 0) {
@@ -401,7 +408,7 @@ void Progress::drive_once(int timeout_ms) {
   flush();
   if (changed_) {
     changed_ = false;
-    notify();
+    wake();
     timeout_ms = 0;  // the driver's own condition may hold now
   }
   epoll_event events[kMaxEvents];
@@ -425,7 +432,7 @@ void Progress::drive_once(int timeout_ms) {
   }
   if (changed_) {
     changed_ = false;
-    notify();
+    wake();
   }
 }
 

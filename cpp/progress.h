@@ -82,7 +82,7 @@ class Progress {
                      deadline);
   }
 
-  // A condition may have become true: wakes sleepers and notifiers. Any thread.
+  // A condition may have become true: makes every waiter look again, rings notifiers. Any thread.
   void notify();
   // The same, once, at the end of the present round. Driving thread only.
   void changed() { changed_ = true; }
@@ -130,6 +130,7 @@ class Progress {
   void thread_main();
   void park();
   void unpark();
+  void wake();
   void kick();
 
   std::shared_ptr<Mapping> page_mapping_;

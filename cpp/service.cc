@@ -171,6 +171,10 @@ bool Service::request(const Header& header, std::string_view body) {
       return signal(header);
     case FrameType::kFetchAdd: {
       Region* region = granted_word(header, status);
+      if (region != nullptr && !region->access.read) {
+        status = {Code::kPermission, "the region was granted without read access"};
+        region = nullptr;
+      }
       uint64_t before = 0;
       if (region != nullptr) {
         before = word_at(region->data() + header.offset).fetch_add(header.value);

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
+#include "copy.h"
 #include "word.h"
 
 namespace tensorwire {
@@ -22,8 +22,7 @@ const Status& stale() {
 inline void copy_piece(const Piece& piece, uint64_t from, uint64_t length, bool is_read) {
   std::byte* remote = piece.remote->mapping->data() + piece.offset + from;
   std::byte* local = piece.local + from;
-  // memmove: a Node may be its own peer, and then source and target may overlap.
-  std::memmove(is_read ? local : remote, is_read ? remote : local, length);
+  copy_memory(is_read ? local : remote, is_read ? remote : local, length);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace tensorwire {
 namespace {
 
 constexpr size_t kMaxSegments = 32;           // in one system call
-constexpr uint64_t kInlineBudget = 1u << 20;  // bytes that a caller pushes itself
+constexpr uint64_t kInlineBudget = 4u << 20;  // bytes that a caller pushes itself
 constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round of the driver
 constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
 constexpr size_t kMaxUnclaimedDescriptors = 4;

@@ -1,15 +1,19 @@
-/* The sleep/wake protocol of one Node, checked exhaustively by spin.
+/* The sleep/wake protocol of one Node (cpp/progress.cc), checked exhaustively by spin.
  *
- * What it is for: no thread that waits for a signal word may sleep on after the word has arrived,
- * and while a Node is open somebody serves its doorbell and its sockets. What it must not know:
- * payload, frames, regions, time-outs' lengths. README.md maps the names to the C++ and lists the
- * configurations; check.sh runs them, and breaks the protocol on purpose (-DMUT_...) to prove that
- * each line which looks superfluous is not.
+ * What it is for: no thread sleeps on after what it waits for has happened, and while a Node is
+ * open somebody serves its doorbell, its sockets and its jobs. What it must not know: payload,
+ * frames' contents, regions, lengths of time-outs. README.md maps the names to the C++ and lists
+ * the configurations; check.sh runs them, and breaks the protocol on purpose (-DMUT_...) to prove
+ * that the lines which look superfluous are not.
  *
  * Memory is x86-TSO: a plain store enters its thread's FIFO buffer and reaches `mem` whenever the
- * buffer's Flush process runs; a load looks into its own buffer first; a fence waits for an empty
- * buffer; an atomic read-modify-write (RMW) does so too and then acts on `mem` in one step. System
- * calls drain nothing here, although the kernel's locks do: the protocol must not lean on them.
+ * buffer's Flush process runs; a load looks into its own buffer first; a fence waits until the
+ * buffer is empty; an atomic read-modify-write (RMW) and a seq_cst store wait too and then act on
+ * `mem` in one step. Signal words are stored plainly here although the C++ uses a CAS: the proof
+ * then holds where a CAS is no fence. System calls drain nothing, although the kernel's locks do.
+ *
+ * An `atomic` joins a step that others see with steps that nobody else can see or that only wait
+ * (own buffer, own locals, ghosts); it hides no interleaving.
  */
 
 /* ---- configuration (set by check.sh) ---- */
@@ -18,17 +22,18 @@
 #define WAITERS 1               /* threads that wait, at most 3; thread i waits for word i */
 #endif
 #ifndef PROGRESS
-#define PROGRESS 0              /* 1: the Node has its progress thread */
+#define PROGRESS 0              /* 1: with the Node's progress thread */
 #endif
 #ifndef ASYNC
-#define ASYNC 9                 /* this waiter is an asyncio loop: it never drives, never follows */
+#define ASYNC 9                 /* this waiter is an asyncio loop: it neither drives nor follows */
 #endif
 #ifndef GIVES_UP
-#define GIVES_UP 9              /* this waiter may time out whenever it is blocked */
+#define GIVES_UP 9              /* this waiter's deadline may pass at any time */
 #endif
 #define SHM 1                   /* the word comes from a writer in another process */
 #define NET 2                   /* ... from a frame on a socket */
-#define NEVER 3                 /* ... never: the thread waits for ever, the others must not care */
+#define JOB 3                   /* ... from a job that another thread posts */
+#define NEVER 4                 /* ... never: the thread waits for ever; the others must not care */
 #ifndef FROM0
 #define FROM0 SHM
 #endif
@@ -51,20 +56,25 @@
 /* ---- memory ---- */
 
 #define WORD(i) (i)             /* signal words of waiters 0..2 */
-#define ARMED 3                 /* Node page: waiters past spinning */
+#define ARMED 3                 /* page->armed: waiters past spinning, armed notifiers */
 #define SLEEPERS 4              /* followers in or near futex_wait(event_seq) */
-#define DRIVING 5               /* NOBODY, USER or PROG */
-#define YIELD 6                 /* yield_requested */
-#define PARKED 7                /* futex word of the progress thread's park without a timer */
-#define NOTIFIER 8              /* an asyncio loop wants its own eventfd rung */
-#define EVENT 9                 /* event_seq; only its bumps, see stale[] */
-#define CELLS 9
+#define DRIVER 5                /* NOBODY, WAITER or THREAD */
+#define YIELD 6                 /* a follower asks the progress thread for the lead */
+#define PARK 7                  /* park_state: AWAKE, PARKED (with a timer), FOR_EVER */
+#define URGENT 8                /* the progress thread shall not leave the lead to waiters */
+#define NOTIFIERS 9             /* armed notifiers */
+#define EVENT 10                /* event_seq: never stored here, see stale[] */
+#define CELLS 10
 
 #define NOBODY 0
-#define USER 1
-#define PROG 2
+#define WAITER 1
+#define THREAD 2
 
-#define P 3                     /* buffer of the progress thread; waiters 0..2, writers 4..6 */
+#define AWAKE 0
+#define PARKED 1
+#define FOR_EVER 2
+
+#define T 3                     /* buffer of the progress thread; waiters 0..2, writers 4..6 */
 #define WRITER(i) ((i) + 4)
 #define BUFFERS 7
 #define DEPTH 3                 /* asserted to be enough: no store is ever held back */
@@ -74,26 +84,31 @@ byte mem[CELLS];
 typedef Buffer { byte n; byte cell[DEPTH]; byte val[DEPTH] };
 Buffer buf[BUFFERS];
 
-/* event_seq is an unbounded counter that is only compared for equality with a snapshot. stale[i]
-   says whether it moved since thread i read it: exact, finite and free of wrap-around. */
+/* event_seq and park_word are counters that are only compared for equality with a snapshot. These
+   say whether they moved since thread i (the progress thread) took it: exact, and finite. */
 bool stale[3];
+bool park_stale;
+
+byte jobs[3];                   /* queue under a mutex; a job raises word i */
+#define HAVE_JOBS (jobs[0] || jobs[1] || jobs[2])
 
 /* ---- the kernel ---- */
 
 bool doorbell;                  /* the Node's eventfd is readable */
 bool notified;                  /* the asyncio loop's eventfd is readable */
 bool asleep[3];                 /* queue of futex event_seq */
-bool park_asleep;               /* queue of futex PARKED */
-byte frames[3];                 /* complete frames that carry word i, not yet received */
+bool park_asleep;               /* queue of futex park_word, without a timer */
+byte frames[3];                 /* frames that carry word i, not yet received */
 byte service;                   /* frames without a word */
+
+#define READY (doorbell || frames[0] || frames[1] || frames[2] || service)
 
 /* ---- ghosts: for the properties only ---- */
 
 byte want[3];                   /* the value thread i waits for; 0 when it is not waiting */
-byte drivers;                   /* threads between lock and unlock of `driving` */
-byte polling;                   /* threads blocked in, or about to enter, epoll_wait */
+byte drivers;                   /* threads between a successful try_drive and release_drive */
 
-#define READY (doorbell || frames[0] || frames[1] || frames[2] || service)
+/* ---- loads, stores, fences ---- */
 
 inline put(p, c, v) {
   d_step {
@@ -135,139 +150,156 @@ inline load(p, c, x) {          /* newest own store, else memory */
 }
 
 inline fence(p) { buf[p].n == 0 }
+inline store(p, c, v) { d_step { buf[p].n == 0 -> mem[c] = v } }   /* seq_cst */
 inline increment(p, c) { d_step { buf[p].n == 0 -> mem[c] = mem[c] + 1 } }
 inline decrement(p, c) { d_step { buf[p].n == 0 -> assert(mem[c] > 0); mem[c] = mem[c] - 1 } }
 inline exchange(p, c, v, x) { d_step { buf[p].n == 0 -> x = mem[c]; mem[c] = v } }
 
-inline try_lock(p, who, x) {    /* x: who held `driving` before; NOBODY means that we have it now */
-  d_step {
-    buf[p].n == 0 ->
-    x = mem[DRIVING];
-    if
-    :: x == NOBODY -> mem[DRIVING] = who; drivers++; assert(drivers == 1)
-    :: else
-    fi
-  }
-}
+/* ---- waking ---- */
 
 inline bump(p) {                /* event_seq += 1 */
-#ifdef MUT_NO_NOTIFY_FENCE
+#ifdef MUT_NOTIFY_RELAXED
   put(p, EVENT + ADD, 1)
 #else
   d_step { buf[p].n == 0 -> stale[0] = 1; stale[1] = 1; stale[2] = 1 }
 #endif
 }
 
-/* ---- the protocol ---- */
-
 inline wake_followers() { d_step { asleep[0] = 0; asleep[1] = 0; asleep[2] = 0 } }
 
-inline notify(p, x) {           /* something changed: every thread of the Node shall look again */
+inline unpark() { d_step { park_stale = 1; park_asleep = 0 } }
+
+inline notify(p, x) {           /* what somebody waits for may have happened */
   bump(p);
-  load(p, SLEEPERS, x);
-  if :: x > 0 -> wake_followers() :: else fi;
+  atomic { load(p, SLEEPERS, x); if :: x == 0 :: else -> x = 1 fi }
+  if :: x == 1 -> atomic { wake_followers(); x = 0 } :: else fi;
 #if ASYNC < WAITERS
-  load(p, NOTIFIER, x);
-  if :: x > 0 -> notified = 1 :: else fi;
+  atomic { load(p, NOTIFIERS, x); if :: x > 0 -> x = 0; notified = 1 :: else fi }
 #endif
-  x = 0
 }
 
-inline unpark(p, x) {
-  load(p, PARKED, x);
+inline attention(p, x) {        /* a job was queued */
+  store(p, URGENT, 1);
+  load(p, DRIVER, x);
   if
-  :: x == 1 -> exchange(p, PARKED, 0, x); park_asleep = 0
-  :: else
-  fi;
-  x = 0
-}
-
-inline unlock(p) {
-  d_step { drivers--; polling--; put(p, DRIVING, NOBODY) }
-}
-
-/* A waiter stops leading. The unlock comes first and the bump always follows, asleep or not: a
-   follower that lost try_lock to us may not have reached its futex yet. */
-inline hand_over(p, x) {
-#if defined(MUT_NO_HAND_OVER)
-  unlock(p); fence(p);
-  load(p, SLEEPERS, x);
-  if :: x > 0 :: else -> unpark(p, x) fi;
-#elif defined(MUT_BUMP_BEFORE_UNLOCK)
-  bump(p);
-  load(p, SLEEPERS, x);
-  if :: x > 0 -> wake_followers() :: else fi;
-  unlock(p); fence(p);
-  if :: x > 0 :: else -> unpark(p, x) fi;
-#elif defined(MUT_BUMP_IF_ASLEEP)
-  unlock(p); fence(p);
-  load(p, SLEEPERS, x);
-  if :: x > 0 -> bump(p); wake_followers() :: else -> unpark(p, x) fi;
+  :: atomic { x == NOBODY -> unpark() }
+#ifndef MUT_POST_NO_KICK
+  :: atomic { x != NOBODY -> doorbell = 1; x = 0 }
 #else
-  unlock(p);
-  bump(p);
-  load(p, SLEEPERS, x);
+  :: atomic { x != NOBODY -> x = 0 }
+#endif
+  fi
+}
+
+/* ---- driving ---- */
+
+inline try_drive(p, who, x) {   /* x: who drove before; NOBODY means that we do now */
+  d_step {
+    buf[p].n == 0 ->
+    x = mem[DRIVER];
+    if
+    :: x == NOBODY -> mem[DRIVER] = who; drivers++; assert(drivers == 1)
+    :: else
+    fi
+  }
+}
+
+/* One round of the loop; the caller drives. In C++ the round goes on to a non-blocking epoll_wait
+   after a job; here the next round does that. */
+inline drive_once(p, x) {
+  store(p, URGENT, 0);
   if
-  :: x > 0 ->
-    wake_followers()
-#ifdef ALWAYS_UNPARK
-    ; unpark(p, x)
-#endif
-  :: else ->
-#ifndef MUT_NO_HAND_BACK
-    unpark(p, x)
-#else
-    skip
-#endif
-  fi;
-#endif
-  x = 0
-}
-
-/* A waiter returns without having led. The leader before it may have counted on it (it was asleep
-   when that one looked), so it must not leave the Node to a parked progress thread. */
-inline leave(p, x) {
-#if !defined(MUT_FOLLOWER_OWES_NOTHING) && !defined(MUT_NO_HAND_BACK) && !defined(ALWAYS_UNPARK)
-  load(p, DRIVING, x);
-  if :: x == NOBODY -> unpark(p, x) :: else fi;
-  x = 0
-#else
-  skip
-#endif
-}
-
-inline receive(p, i) {          /* a whole frame: the driver stores the word itself */
-  atomic { frames[i] > 0 -> frames[i]--; put(p, WORD(i), mem[WORD(i)] + 1) }
-}
-
-inline drive_once(p, x) {       /* epoll_wait and its consequences; the caller holds `driving` */
-  READY;
+  :: atomic { jobs[0] > 0 -> jobs[0]--; put(p, WORD(0), mem[WORD(0)] + 1) }
+  :: atomic { jobs[1] > 0 -> jobs[1]--; put(p, WORD(1), mem[WORD(1)] + 1) }
+  :: atomic { jobs[2] > 0 -> jobs[2]--; put(p, WORD(2), mem[WORD(2)] + 1) }
+  :: atomic { !HAVE_JOBS ->
+      if
+      :: READY ->               /* epoll_wait */
 #ifdef MUT_NOTIFY_BEFORE_DRAIN
-  notify(p, x);
+        skip
+      fi
+    }
+    notify(p, x);
+    atomic {
+      if
+      :: true ->
 #endif
-  doorbell = 0;
-  if
-  :: receive(p, 0)
-  :: receive(p, 1)
-  :: receive(p, 2)
-  :: atomic { service > 0 -> service-- }
-  :: atomic { !(frames[0] || frames[1] || frames[2] || service) -> skip }
+        doorbell = 0;           /* drained before anybody is told to look again */
+        if
+        :: frames[0] > 0 -> frames[0]--; put(p, WORD(0), mem[WORD(0)] + 1)
+        :: frames[1] > 0 -> frames[1]--; put(p, WORD(1), mem[WORD(1)] + 1)
+        :: frames[2] > 0 -> frames[2]--; put(p, WORD(2), mem[WORD(2)] + 1)
+        :: service > 0 -> service--
+        :: else
+        fi
+      :: p == GIVES_UP          /* the caller's deadline passed */
+      fi
+    }
   fi;
 #ifndef MUT_NOTIFY_BEFORE_DRAIN
   notify(p, x)
 #endif
 }
 
-/* node.wait_word(word me, value want[me]). The bounded spin before arming is left out: it only
-   repeats the first check. */
+inline unlock(p) {
+#ifdef MUT_UNLOCK_RELAXED
+  atomic { drivers--; put(p, DRIVER, NOBODY) }
+#else
+  d_step { buf[p].n == 0 -> mem[DRIVER] = NOBODY; drivers-- }
+#endif
+}
+
+inline hand_over(p, x) {        /* to the followers */
+#ifndef MUT_NO_HAND_OVER
+  load(p, SLEEPERS, x);
+#ifdef MUT_HAND_BACK_OR_OVER
+  woke = (x > 0);
+#endif
+  if :: x > 0 -> bump(p); atomic { wake_followers(); x = 0 } :: else fi
+#else
+  skip
+#endif
+}
+
+/* Unlock first; then wake the followers; then the thread, whether or not there were followers:
+   they may all have what they want and leave. */
+inline release_drive(p, x) {
+#ifdef MUT_HAND_OVER_BEFORE_UNLOCK
+  hand_over(p, x);
+  unlock(p);
+#else
+  unlock(p);
+  hand_over(p, x);
+#endif
+  atomic { load(p, URGENT, x); if :: HAVE_JOBS -> x = 1 :: else fi }
+  if :: x > 0 -> store(p, URGENT, 1); unpark() :: else fi;
+#ifndef MUT_NO_HAND_BACK
+  load(p, PARK, x);
+#ifdef MUT_HAND_BACK_OR_OVER
+  if :: x == FOR_EVER && !woke -> unpark() :: else fi;
+#else
+  if :: x == FOR_EVER -> unpark() :: else fi;
+#endif
+#endif
+  x = 0
+}
+
+/* Progress::wait_slow(). The bounded spin before it is left out: it only repeats the first look,
+   and a spinning leader is a leader whose epoll_wait happens to return at once. */
 proctype Waiter(byte me) {
   byte x;
   byte round = 1;
-again:
-  want[me] = round;
-  load(me, WORD(me), x);
-  if :: x >= want[me] -> x = 0; goto done :: else -> x = 0 fi;
+  bool leading, late;
+#ifdef MUT_HAND_BACK_OR_OVER
+  bool woke;
+#endif
 
+again:
+  atomic {
+    want[me] = round;
+    load(me, WORD(me), x);
+    if :: x >= want[me] -> x = 0; goto done :: else -> x = 0 fi
+  }
 #ifdef MUT_NO_WAITER_FENCE
   put(me, ARMED + ADD, 1);
 #else
@@ -275,121 +307,179 @@ again:
 #endif
 
 look:
-  stale[me] = 0;                /* seq = event_seq: before the word is read */
-#ifndef MUT_FOLLOWER_NO_RECHECK
-  load(me, WORD(me), x);
-  if :: x >= want[me] -> x = 0; goto follower_done :: else -> x = 0 fi;
+#ifndef MUT_SEQ_AFTER_LOOK
+  stale[me] = 0;                /* seq = event_seq, before the look at the word */
 #endif
-  try_lock(me, USER, x);
+#ifdef MUT_FOLLOWER_NO_LOOK
+  if :: !leading -> goto looked :: else fi;
+#endif
+  atomic {
+    load(me, WORD(me), x);
+    if :: x >= want[me] -> x = 0; goto leave :: else -> x = 0 fi;
+    if :: late -> goto leave :: else fi
+  }
+looked:
+#ifdef MUT_SEQ_AFTER_LOOK
+  stale[me] = 0;
+#endif
   if
-  :: x == NOBODY -> polling++; goto lead
-  :: x == USER -> x = 0
-  :: x == PROG -> x = 0; put(me, YIELD, 1); doorbell = 1
+  :: leading ->
+lead:
+    drive_once(me, x);
+    if :: me == GIVES_UP -> late = 1 :: true fi;
+    goto look
+  :: else
   fi;
+  atomic {
+    try_drive(me, WAITER, x);
+    if
+    :: x == NOBODY ->
+      leading = 1;
+#ifdef MUT_LEADER_NO_LOOK
+      goto lead
+#else
+      goto look                 /* the last driver may have served our event */
+#endif
+    :: else -> x = 0
+    fi
+  }
 
   increment(me, SLEEPERS);
+  atomic {
+    load(me, DRIVER, x);        /* whoever releases from here on sees that we sleep */
+#ifdef MUT_FOLLOWER_NO_SECOND_LOOK
+    if :: x == NOBODY -> x = WAITER :: else fi
+#endif
+  }
+  if
+  :: x == NOBODY -> goto awake
+  :: x == WAITER
+  :: x == THREAD ->
+    exchange(me, YIELD, 1, x);
+    if :: x == 0 -> doorbell = 1 :: else fi
+  fi;
   atomic {                      /* futex_wait(event_seq, seq): compare and queue are one step */
+    x = 0;
     if :: !stale[me] -> asleep[me] = 1 :: else fi
   }
   if
-  :: !asleep[me] -> decrement(me, SLEEPERS); goto look
-  :: atomic { me == GIVES_UP && asleep[me] -> asleep[me] = 0 }
-     decrement(me, SLEEPERS); goto follower_done
+  :: !asleep[me]
+  :: atomic { me == GIVES_UP && asleep[me] -> asleep[me] = 0; late = 1 }
   fi;
+awake:
+  atomic { decrement(me, SLEEPERS); goto look }
 
-lead:
-#ifndef MUT_LEADER_NO_RECHECK
-  load(me, WORD(me), x);
-  if :: x >= want[me] -> x = 0; goto leader_done :: else -> x = 0 fi;
-#endif
-  if
-  :: drive_once(me, x)
-  :: me == GIVES_UP -> goto leader_done
-  fi;
-#ifdef MUT_LEADER_NO_RECHECK
-  load(me, WORD(me), x);
-  if :: x >= want[me] -> x = 0; goto leader_done :: else -> x = 0 fi;
-#endif
-  goto lead;
-
-leader_done:
-  hand_over(me, x);
+leave:
   decrement(me, ARMED);
-  goto done;
-
-follower_done:
-  decrement(me, ARMED);
-  leave(me, x);
+  if :: leading -> release_drive(me, x) :: else fi;
 
 done:
-  want[me] = 0;
-  if :: round < rounds(me) -> round++; goto again :: else fi
+  atomic {
+    leading = 0;
+    late = 0;
+    want[me] = 0;
+    if :: round < rounds(me) -> round++; goto again :: else -> round = 0 fi
+  }
 }
 
-/* await word.reached(...): the loop sleeps in its selector until the Notifier's eventfd is rung. */
+/* await word.reached(): the event loop sleeps in its selector until the Notifier is rung. */
 proctype Async(byte me) {
   byte x;
   want[me] = 1;
-  put(me, NOTIFIER, 1);
+  increment(me, NOTIFIERS);
   increment(me, ARMED);
 look:
-  load(me, WORD(me), x);
-  if :: x >= want[me] -> x = 0; goto done :: else -> x = 0 fi;
-  atomic { notified -> notified = 0 }
-  goto look;
+  atomic {
+    load(me, WORD(me), x);
+    if :: x >= want[me] -> x = 0; goto done :: else -> x = 0 fi
+  }
+  atomic { notified -> notified = 0; goto look }
 done:
-  put(me, NOTIFIER, 0);
   decrement(me, ARMED);
-  want[me] = 0
+  atomic { decrement(me, NOTIFIERS); want[me] = 0 }
 }
 
+/* Progress::thread_main() and park(). */
 proctype Progress() {
   byte x;
-top:
-  try_lock(P, PROG, x);
-  if :: x == NOBODY -> polling++ :: else -> x = 0; goto park fi;
-  put(P, YIELD, 0);             /* what is left of an old request; a lost new one is repeated */
-
-drive:
-  drive_once(P, x);
-  load(P, YIELD, x);
-  if :: x == 0 -> goto drive :: else -> x = 0 fi;
-  put(P, YIELD, 0);
-  unlock(P);
-  notify(P, x);
-
-park:                           /* at most T, so nothing has to wake us */
-  load(P, DRIVING, x);
-  if :: x != USER -> x = 0; goto top :: else -> x = 0 fi;
-  /* The same leader for a whole period, or not: either may be. */
-  if :: goto park :: skip fi;
-
-  put(P, PARKED, 1);
-#ifndef MUT_NO_PARK_FENCE
-  fence(P);
+#ifdef MUT_HAND_BACK_OR_OVER
+  bool woke;
 #endif
-  load(P, DRIVING, x);
-  if :: x != USER -> x = 0; put(P, PARKED, 0); goto top :: else -> x = 0 fi;
-  atomic { if :: mem[PARKED] == 1 -> park_asleep = 1 :: else fi }
-  !park_asleep;
-  put(P, PARKED, 0);
+
+top:
+  atomic { try_drive(T, THREAD, x); if :: x == NOBODY :: else -> x = 0; goto park fi }
+drive:
+  atomic { load(T, YIELD, x); if :: x == 0 :: else -> x = 0; goto yield fi }
+  drive_once(T, x);
+  goto drive;
+yield:
+  store(T, YIELD, 0);
+  release_drive(T, x);
+  store(T, URGENT, 0);
+
+park:
+  park_stale = 0;
+  store(T, PARK, PARKED);
+  atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
+  if                            /* futex_wait(park_word) for at most kParkNs */
+  :: atomic { park_stale ->
+      load(T, URGENT, x);
+      if :: x == 1 -> x = 0; goto awake :: else -> goto park fi
+    }
+  :: atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
+  fi;
+  atomic { load(T, DRIVER, x); if :: x == NOBODY -> goto awake :: else -> x = 0 fi }
+  if :: goto park :: true fi;   /* other leaders than before; or one stayed a whole period */
+
+  park_stale = 0;
+#ifdef MUT_PARK_RELAXED
+  put(T, PARK, FOR_EVER);
+#else
+  store(T, PARK, FOR_EVER);
+#endif
+  atomic { load(T, DRIVER, x); if :: x == NOBODY -> goto park :: else -> x = 0 fi }
+  atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto park :: else fi }
+  atomic { if :: !park_stale -> park_asleep = 1 :: else fi }
+  atomic { !park_asleep -> goto park }
+
+awake:
+  store(T, PARK, AWAKE);
+  atomic { load(T, DRIVER, x); if :: x != NOBODY -> x = 0 :: else -> goto top fi }
+  store(T, URGENT, 0);
   goto top
 }
 
 /* ---- the world outside ---- */
 
-proctype Writer(byte i) {       /* one process, one word, values 1..rounds */
+/* ShmChannel::raise(): one process, one word, values 1..rounds. A thread of this process that makes
+   a condition true without driving (it frees a region, say) must do the same. */
+proctype Writer(byte i) {
   byte x;
   byte v = 1;
   do
   :: v <= rounds(i) ->
     put(WRITER(i), WORD(i), v);
+#ifdef MUT_NOTIFY_WITHOUT_RING
+    notify(WRITER(i), x);       /* wakes followers, but not a leader in epoll_wait */
+#else
+    atomic {
 #ifndef MUT_NO_WRITER_FENCE
-    fence(WRITER(i));
+      fence(WRITER(i));
 #endif
-    load(WRITER(i), ARMED, x);
-    if :: x > 0 -> x = 0; doorbell = 1 :: else fi;
+      load(WRITER(i), ARMED, x)
+    }
+    if :: x > 0 -> atomic { x = 0; doorbell = 1 } :: else fi;
+#endif
     v++
+  :: else -> break
+  od
+}
+
+proctype Poster(byte i) {       /* Progress::post() in another thread of the process */
+  byte x;
+  byte v = 1;
+  do
+  :: v <= rounds(i) -> atomic { jobs[i]++; v++ } attention(WRITER(i), x)
   :: else -> break
   od
 }
@@ -410,8 +500,9 @@ proctype Net() {
 
 #define LOST(i) (want[i] != 0 && mem[WORD(i)] >= want[i])
 
-/* `timeout` holds when nothing can move any more: not a store buffer, not a timer. Then nobody may
-   sleep whose word is there, nothing may wait to be served, and somebody must be listening. */
+/* `timeout` holds when nothing can move any more: no store buffer, no timer. Then nobody may sleep
+   whose word is there, nothing may wait to be served, and somebody must be listening. A parked
+   progress thread with a timer can still move, so such states do not count. */
 proctype Monitor() {
   byte waiting;
   atomic {
@@ -419,8 +510,10 @@ proctype Monitor() {
     assert(!LOST(0) && !LOST(1) && !LOST(2));
     waiting = (want[0] != 0) + (want[1] != 0) + (want[2] != 0);
     assert(mem[ARMED] == waiting);
-    assert(polling == ((PROGRESS || waiting > 0) -> 1 : 0));
-    assert(!(PROGRESS || waiting > 0) || !READY)
+    if
+    :: PROGRESS || waiting > 0 -> assert(drivers == 1); assert(!READY && !HAVE_JOBS)
+    :: else
+    fi
   }
 }
 
@@ -432,10 +525,11 @@ init {
       if :: i == ASYNC -> run Async(i) :: else -> run Waiter(i) fi;
       run Flush(i);
       if :: from(i) == SHM -> run Writer(i); run Flush(WRITER(i)) :: else fi;
+      if :: from(i) == JOB -> run Poster(i) :: else fi;
       i++
     :: else -> break
     od;
-    if :: PROGRESS -> run Progress(); run Flush(P) :: else fi;
+    if :: PROGRESS -> run Progress(); run Flush(T) :: else fi;
     run Net();
     run Monitor();
     i = 0
@@ -443,6 +537,6 @@ init {
 }
 
 #ifdef LIVENESS
-/* Under weak fairness: a word that has arrived is noticed, by each thread and each time. */
+/* Under weak fairness: what has happened is noticed, by each thread and each time. */
 ltl noticed { [] (LOST(0) -> <> !LOST(0)) && [] (LOST(1) -> <> !LOST(1)) }
 #endif

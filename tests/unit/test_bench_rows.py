@@ -53,8 +53,9 @@ def full_report() -> Report:
         measured("shm.signal_awake", "tensorwire", 8, seconds_median=6e-6),
     ]
     comparisons = [
-        Comparison(case, 8, "tensorwire", "nixl", 2.0, (1.9, 2.1), 10)
+        Comparison(case, 8, "tensorwire", rival, 2.0, (1.9, 2.1), 10)
         for case in ("shm.write", "shm.read")
+        for rival in ("nixl", "nixl-huge")
     ]
     return Report("memory", {"cpu": "none"}, rows, comparisons)
 

@@ -33,15 +33,14 @@ ROOT_IMPORTS = {"errors", "memory"}
 
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
-    ("clock", "error", "fork", "page", "sha256", "word"),
+    ("clock", "copy", "error", "fork", "page", "sha256", "word"),
     ("frame", "mapping"),
     ("progress", "region"),
     ("handshake", "stream", "transfer"),
-    ("service", "transport"),
-    ("fault", "shm", "tcp"),
-    ("prepared",),
+    ("listener", "service", "transport"),
+    ("connect", "fault", "shm", "tcp"),
     ("peer",),
-    ("node",),
+    ("node", "prepared"),
     ("drivers",),
     ("bindings",),
 )

@@ -41,7 +41,7 @@ Samples = Sequence[float]
 Runner = Callable[[int, int], Samples]
 """Runs `count` samples of `batch` operations each."""
 
-# The drivers live in the compiled module; its stub is generated after this file is written.
+# Any: the loops also take what _native finds behind the public objects.
 _drivers: Any = _core.drivers
 
 

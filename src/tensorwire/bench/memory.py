@@ -4,7 +4,8 @@ Measured, on one host, over shm and over loopback tcp: write and read until comp
 (whole and by index), signal ping-pong (both processes awake; the other one asleep), fetch_add, the
 8 B round trip pinned to one core and to two, and what a waiting process costs. Beside each number:
 the limit (memcpy of the same pages, a raw TCP socket in C) in alternation, and the rivals, which
-run in turn with both. For each: median, p99, CPU of both processes.
+run in turn with both. For each: median, p99, CPU of both processes. On tcp each process gets one
+half of the cores, limits and rivals too.
 
 Not measured: several peers at once, a real network, device memory, sources that were not touched
 before, and how the rivals do with many threads. Medians of one machine do not carry over to
@@ -46,19 +47,35 @@ _LAPS = 10
 _SLOW_LAPS = 7  # the fewest with an interval that is not just the extremes
 
 
+Pins = tuple[tuple[int, ...], tuple[int, ...]]
+"""Cores of the driver and cores of the target."""
+
+
+def _halves() -> Pins | None:
+    """The cores cut in two, one half per process, as two hosts would have it; None with one core.
+
+    Without it the kernel now runs both ends of a TCP connection on one core and now on two, which
+    moves any figure by a factor of two and hides the rest.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return None
+    return tuple(cores[: len(cores) // 2]), tuple(cores[len(cores) // 2 :])
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One thing to measure on one wire with one size.
 
     `name` is the row's; `action` what the device's driver is asked for; `pins` the cores of driver
-    and target, empty when the kernel may place them.
+    and target, None when the kernel may place them.
     """
 
     wire: str
     name: str
     action: str
     size_bytes: int
-    pins: tuple[tuple[int, ...], ...] = ()
+    pins: Pins | None = None
 
     @property
     def label(self) -> str:
@@ -100,23 +117,25 @@ def plan(settings: Settings) -> list[Case]:
     cores = sorted(os.sched_getaffinity(0))
     found = []
     for wire in settings.wires:
-        for action in ("write", "read"):
-            if action in settings.cases:
-                found += [Case(wire, f"{wire}.{action}", action, n) for n in settings.sizes]
+        pins = _halves() if wire == "tcp" else None
+        if "write" in settings.cases:
+            found += [Case(wire, f"{wire}.write", "write", n, pins) for n in settings.sizes]
+        if "read" in settings.cases:
+            found += [Case(wire, f"{wire}.read", "read", n, pins) for n in settings.sizes]
         if "batch" in settings.cases:
             for batch in BATCHES:
                 pieces, piece = batch_of(batch)
                 for action in (batch, f"{batch}_by_index"):
-                    found.append(Case(wire, f"{wire}.{action}", action, pieces * piece))
+                    found.append(Case(wire, f"{wire}.{action}", action, pieces * piece, pins))
         if "signal" in settings.cases:
             for action in ("signal_awake", "signal_asleep"):
-                found.append(Case(wire, f"{wire}.{action}", action, 8))
+                found.append(Case(wire, f"{wire}.{action}", action, 8, pins))
         if "fetch_add" in settings.cases:
-            found.append(Case(wire, f"{wire}.fetch_add", "fetch_add", 8))
+            found.append(Case(wire, f"{wire}.fetch_add", "fetch_add", 8, pins))
         if "round_trip" in settings.cases and wire == "tcp":
             name, one = f"{wire}.round_trip", (cores[0],)
             found.append(Case(wire, f"{name}.one_core", "round_trip", 8, (one, one)))
-            two = (one, (cores[1],)) if len(cores) > 1 else ()
+            two = (one, (cores[1],)) if len(cores) > 1 else None
             found.append(Case(wire, f"{name}.two_cores", "round_trip", 8, two))
         if "waiting" in settings.cases:
             found.append(Case(wire, f"{wire}.waiting", "waiting", 0))
@@ -183,21 +202,14 @@ class _Wire:
         self._largest = max((case.extent for case in cases if case.wire == wire), default=8)
         self._pairs: dict[str, Pair] = {}
         self._missing: dict[str, str] = {}
-        self._spin_bound_s: float | None = None
-        self._path = ""
-        self._pinned = False
+        self._pins: dict[str, Pins | None] = {}
 
     def __enter__(self) -> _Wire:
         self._start("device", "tensorwire.bench.device", {"size_bytes": self._largest})
-        if "device" in self._pairs:
-            about = self._pairs["device"].call("describe")
-            self._spin_bound_s, self._path = about["spin_bound_s"], about["path"]
         if not {"write", "read", "batch"} & set(self._settings.cases):
             return self
         for rival in self._rivals():
             reason = rival.missing()
-            if self._wire not in rival.options:
-                reason = f"cannot be told to use {self._wire}"
             if reason is not None:
                 self._missing[rival.name] = reason
                 continue
@@ -215,7 +227,16 @@ class _Wire:
             self._missing[name] = str(error)
 
     def _rivals(self) -> Iterator[Rival]:
-        return (rival for rival in RIVALS if rival.name in self._settings.systems)
+        wanted = self._settings.systems
+        return (r for r in RIVALS if r.name in wanted and self._wire in r.options)
+
+    def _pin(self, name: str, case: Case) -> None:
+        """Puts a pair on the cores of the case, or back on all of them."""
+        if self._pins.get(name) == case.pins:
+            return
+        everywhere = tuple(sorted(os.sched_getaffinity(0)))
+        self._pairs[name].call("pin", *(case.pins or (everywhere, everywhere)))
+        self._pins[name] = case.pins
 
     # --- one case -------------------------------------------------------------------------------
 
@@ -249,10 +270,7 @@ class _Wire:
             return [], None
         device = self._pairs["device"]
         try:
-            if case.pins or self._pinned:
-                everywhere = tuple(sorted(os.sched_getaffinity(0)))
-                device.call("pin", *(case.pins or (everywhere, everywhere)))
-                self._pinned = bool(case.pins)
+            self._pin("device", case)
             able = device.call("prepare", case.action, case.size_bytes)
         except PairError as error:
             for name in self._ours():
@@ -274,6 +292,7 @@ class _Wire:
                 taken.failed[rival.name] = self._missing[rival.name]
                 continue
             try:
+                self._pin(rival.name, case)
                 taken.notes[rival.name] = self._pairs[rival.name].call(
                     "prepare", case.action, case.size_bytes
                 )
@@ -352,6 +371,8 @@ class _Wire:
             return replace(row, note=self._missing["device"])
         seconds = self._settings.waiting_s
         try:
+            self._pin("device", case)
+            spin_bound_s = self._pairs["device"].call("spin_bound_s")
             wall, cpu = self._pairs["device"].call("waiting", seconds, timeout_s=30 + seconds)
         except PairError as error:
             return replace(row, note=str(error))
@@ -360,7 +381,7 @@ class _Wire:
             seconds_median=wall,
             cpu_seconds_remote=cpu,
             operations=1,
-            spin_bound_s=self._spin_bound_s,
+            spin_bound_s=spin_bound_s,
             note=f"waits for a word for {wall:.1f} s: {100 * cpu / wall:.2f} % of a core",
         )
 
@@ -368,13 +389,16 @@ class _Wire:
 
     def _rows(self, case: Case, taken: _Taken, ours: list[str], limit: str | None) -> list[Row]:
         rows = []
+        spin_bound_s = None
+        if "device" in self._pairs and ours:
+            spin_bound_s = self._pairs["device"].call("spin_bound_s")
         for name in self._ours():
             if name in ours or name in taken.failed:
                 ratio = None
                 if f"{name}|limit" in taken.series and case.moves_bytes:
                     beside = taken.series[f"{name}|limit"].medians
                     ratio = paired_ratio(beside, taken.series[name].medians)
-                rows.append(self._row(case, taken, name, ratio, self._path, self._spin_bound_s))
+                rows.append(self._row(case, taken, name, ratio, "", spin_bound_s))
         if limit is not None:
             series = flatten(
                 found
@@ -402,6 +426,9 @@ class _Wire:
         seconds = series.seconds
         middle = median_of(seconds)
         local, remote = series.cpu_per_operation()
+        if case.pins is not None:
+            placed = f"driver on cores {_cores(case.pins[0])}, target on {_cores(case.pins[1])}"
+            note = f"{note}; {placed}" if note else placed
         return replace(
             row,
             seconds_median=middle,
@@ -437,3 +464,7 @@ class _Wire:
                         )
                     )  # fmt: skip
         return found
+
+
+def _cores(cores: tuple[int, ...]) -> str:
+    return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"

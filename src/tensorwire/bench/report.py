@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,18 +23,19 @@ from tensorwire.errors import UnavailableError
 
 def print_report(report: Report, console: Console) -> None:
     """Machine, one table per case, what is missing, verdicts."""
-    console.print(machine_line(report))
+    console.print(machine_line(report), soft_wrap=True)
     for case in dict.fromkeys(row.case for row in report.rows):
         rows = [row for row in report.rows if row.case == case and row.measured]
         if rows:
             console.print(case_table(case, rows))
     for line in missing_lines(report.rows):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     for warning in report.settings.get("warnings", []):
-        console.print(Text(f"note: {warning}", style="yellow"))
+        console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
     if report.settings.get("interrupted"):
         console.print(Text("interrupted: the rows so far", style="yellow"))
-    console.print(verdict_lines(report.verdicts))
+    for line in verdict_lines(report.verdicts):
+        console.print(line, soft_wrap=True)
 
 
 def machine_line(report: Report) -> Text:
@@ -115,11 +116,11 @@ def missing_lines(rows: Iterable[Row]) -> list[Text]:
     ]
 
 
-def verdict_lines(verdicts: Iterable[Verdict]) -> RenderableType:
+def verdict_lines(verdicts: Iterable[Verdict]) -> list[Text]:
     """All verdicts, missed ones in red."""
     styles = {True: "green", False: "bold red", None: "yellow"}
     lines = [Text(verdict.line(), style=styles[verdict.met]) for verdict in verdicts]
-    return Group(Text("against the bars", style="bold"), *lines)
+    return [Text("against the bars", style="bold"), *lines]
 
 
 # --- figure -------------------------------------------------------------------------------------
@@ -141,10 +142,12 @@ _STYLES = {
     "memcpy": _Style("#000000", "", ":", 1.6),
     "raw-socket": _Style("#000000", "", ":", 1.6),
     "nixl": _Style("#D55E00", "^", "--"),
+    "nixl-huge": _Style("#D55E00", "<", ":"),
     "torch-rpc": _Style("#009E73", "D", "-."),
     "gloo": _Style("#CC79A7", "v", "--"),
     "grpc": _Style("#E69F00", "P", "-."),
 }
+_OWN = ("tensorwire", "tensorwire-c++")  # drawn with their intervals; the rest would hide them
 _OTHER = _Style("#666666", "x", "-")
 _PANELS = ("time until complete", "bandwidth, GB/s", "ratio to the limit")
 
@@ -208,7 +211,8 @@ def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
     axes[2].axhline(1.0, color="black", linewidth=0.8)
-    axes[2].set_ylim(0, 1.25)
+    highest = max((row.ratio_to_limit or 0.0 for row in rows), default=1.0)
+    axes[2].set_ylim(0, min(2.5, max(1.25, 1.1 * highest)))
     for system in dict.fromkeys(row.system for row in rows):
         style = _STYLES.get(system, _OTHER)
         mine = sorted((row for row in rows if row.system == system), key=lambda row: row.bytes)
@@ -227,7 +231,7 @@ def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
             if known:
                 panel.plot(*zip(*known, strict=True), label=label, **look)
         banded = [row for row in mine if row.ratio_interval is not None]
-        if banded:
+        if banded and system in _OWN:
             axes[2].fill_between(
                 [row.bytes for row in banded],
                 [row.ratio_interval[0] for row in banded if row.ratio_interval],

@@ -25,7 +25,11 @@ def judge(report: Report) -> list[Verdict]:
         ),
         _latency(report, "shm.write", "tensorwire", 8, 2e-6, "shm 8 B write from Python"),
         _latency(report, "shm.write", "tensorwire-c++", 8, 0.2e-6, "shm 8 B write from C++"),
-        *(_rival(report, f"shm.{case}", "nixl") for case in ("write", "read")),
+        *(
+            _rival(report, f"shm.{case}", rival, name)
+            for rival, name in (("nixl", "NIXL on like pages"), ("nixl-huge", "NIXL on huge pages"))
+            for case in ("write", "read")
+        ),
         _remote_cpu(report, "shm.write", 64 * MIB, 0.01),
         *(
             _worst_ratio(
@@ -97,13 +101,13 @@ def _latency(
     return _verdict(name, bar_s * 1e6, "<=", "µs", figures, _missing(report, case, system))
 
 
-def _rival(report: Report, case: str, rival: str) -> Verdict:
+def _rival(report: Report, case: str, rival: str, called: str) -> Verdict:
     figures = [
         _Figure(item.ratio, item.interval, item.bytes)
         for item in report.comparisons
         if (item.case, item.system, item.rival) == (case, "tensorwire", rival)
     ]
-    name = f"{case.replace('.', ' ')} against {rival.upper()}, every size"
+    name = f"{case.replace('.', ' ')} against {called}, every size"
     return _verdict(name, EQUAL, ">=", "", figures, _missing(report, case, rival))
 
 

@@ -88,8 +88,8 @@ def bench() -> None:
     "--systems",
     type=_Names(_systems),
     metavar="A,B",
-    help="Only these: tensorwire, tensorwire-c++, memcpy, raw-socket, nixl, torch-rpc, "
-    "gloo, grpc. The limit of a system runs with it.",
+    help="Only these: tensorwire, tensorwire-c++, memcpy, raw-socket, nixl, nixl-huge, "
+    "torch-rpc, gloo, grpc. The limit of a system runs with it.",
 )
 @click.option(
     "--cases",
@@ -166,6 +166,8 @@ def memory(
         except (TensorwireError, ValueError) as error:
             raise click.ClickException(str(error)) from error
         click.echo(f"figure written to {figure_path}")
+    if report.settings["interrupted"]:
+        raise SystemExit(130)
     if strict and any(verdict.met is False for verdict in report.verdicts):
         raise SystemExit(1)
 

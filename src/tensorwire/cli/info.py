@@ -16,6 +16,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,7 +287,7 @@ def info(as_json: bool) -> None:
         }
         click.echo(json.dumps(data, indent=1))
     else:
-        console = Console()
+        console = Console() if sys.stdout.isatty() else Console(width=110)
         console.print(table(found))
     usable = {finding.subject for finding in found if finding.state != MISSING}
     if not {"shm", "tcp"} & usable:

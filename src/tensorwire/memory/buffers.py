@@ -13,6 +13,8 @@ import numpy as np
 
 from tensorwire._core import Buffer
 
+_PLAIN = frozenset({np.ndarray, bytes, bytearray, memoryview})
+
 
 def as_local(local: Any) -> object:
     """Turns an object into one that the core accepts: a buffer exporter or a `Buffer`.
@@ -28,7 +30,7 @@ def as_local(local: Any) -> object:
         TypeError: none of these.
         ValueError: a tensor that is not contiguous, not on the CPU, or not dense.
     """
-    if isinstance(local, np.ndarray):
+    if type(local) in _PLAIN or isinstance(local, np.ndarray):
         return local
     if is_tensor(local):
         return _tensor_buffer(local)
@@ -97,11 +99,10 @@ def check_tensor(tensor: Any) -> None:
 
 def _tensor_buffer(tensor: Any) -> Buffer:
     check_tensor(tensor)
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:
-        raise TypeError(f"{describe(tensor)} has no memory of its own: {error}") from error
-    return Buffer(address, tensor.nbytes, True, tensor)
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if nbytes and not address:
+        raise TypeError(f"{describe(tensor)} has no memory: it only stands for a tensor")
+    return Buffer(address, nbytes, True, tensor)
 
 
 def _from_dlpack(local: Any) -> object:

@@ -55,8 +55,9 @@ class Node:
     Raises:
         ValueError: a malformed address, an unknown transport, a secret that is too short, or an
             address other than loopback without a secret.
-        UnavailableError: a transport is known but not available here.
-        BusyError: the address is in use, or a system limit is reached.
+        UnavailableError: a transport is known but not available here, or the address cannot be
+            listened on.
+        BusyError: a system limit is reached.
     """
 
     __slots__ = ("__weakref__", "_closer", "_core", "_owner_pid", "address", "incarnation", "name")

@@ -231,11 +231,11 @@ class Peer:
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
                 as for `write`.
         """
-        return Prepared(self, self._core.prepare(True, *self._pieces(local, remote)))
+        return Prepared(self, True, self._core.prepare(True, *self._pieces(local, remote)))
 
     def prepare_read(self, local: Any, remote: Any) -> Prepared:
         """As `prepare_write`, for reading."""
-        return Prepared(self, self._core.prepare(False, *self._pieces(local, remote)))
+        return Prepared(self, False, self._core.prepare(False, *self._pieces(local, remote)))
 
     def close(self) -> None:
         """Ends the connection; calling it again does nothing.
@@ -253,22 +253,21 @@ class Peer:
     def _pieces(
         self, local: Any, remote: Any
     ) -> tuple[list[object], list[_core.RemoteRegion], list[int]]:
-        for side, pieces in (("local", local), ("remote", remote)):
-            if not isinstance(pieces, Sequence) or isinstance(pieces, str | bytes | bytearray):
-                raise TypeError(
-                    f"a batch is a list of local objects and a list of RemoteRegions; "
-                    f"{side} is {describe(pieces)}"
-                )
+        if type(local) is not list or type(remote) is not list:
+            _check_sequence("local", local)
+            _check_sequence("remote", remote)
         if len(local) != len(remote):
             raise ValueError(
                 f"a batch has as many locals as remotes, not {len(local)} and {len(remote)}"
             )
         locals_, remotes, offsets = [], [], []
         for position, (source, target) in enumerate(zip(local, remote, strict=True)):
-            if not isinstance(target, RemoteRegion):
+            if type(target) is not RemoteRegion:
                 raise TypeError(f"remote {position} is {describe(target)}, not a RemoteRegion")
-            self._check_mine(target)
-            source = as_local(source)
+            if target.peer is not self:
+                self._check_mine(target)
+            if type(source) is not np.ndarray:
+                source = as_local(source)
             # The core knows the region's end, not the slice's.
             if size_bytes(source) > target.size_bytes:
                 raise ValueError(
@@ -278,6 +277,14 @@ class Peer:
             remotes.append(target._core)
             offsets.append(target._offset)
         return locals_, remotes, offsets
+
+
+def _check_sequence(side: str, pieces: Any) -> None:
+    if not isinstance(pieces, Sequence) or isinstance(pieces, str | bytes | bytearray):
+        raise TypeError(
+            f"a batch is a list of local objects and a list of RemoteRegions; "
+            f"{side} is {describe(pieces)}"
+        )
 
 
 class Prepared:
@@ -290,10 +297,11 @@ class Prepared:
         peer: where the batch goes.
     """
 
-    __slots__ = ("__weakref__", "_core", "peer")
+    __slots__ = ("__weakref__", "_core", "_is_write", "peer")
 
-    def __init__(self, peer: Peer, core: _core.Prepared) -> None:
+    def __init__(self, peer: Peer, is_write: bool, core: _core.Prepared) -> None:
         self.peer = peer
+        self._is_write = is_write
         self._core = core
 
     def __len__(self) -> int:
@@ -333,6 +341,8 @@ class Prepared:
             indices = _index_vector(indices)
         if signal is None:
             return self._core.start(indices, None, 0, 0, inline_limit())
+        if not self._is_write:
+            raise ValueError("a read cannot signal; when it is complete, raise the word yourself")
         word, value = check_signal(signal, self.peer)
         return self._core.start(indices, word._core, word.offset, value, inline_limit())
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy import ndarray
 from numpy.typing import DTypeLike, NDArray
 
 from tensorwire import _core
@@ -162,8 +163,8 @@ class Region:
 
     def memoryview(self) -> memoryview:
         """The bytes of this slice, writable."""
-        whole = memoryview(self._core)
-        return whole[self._offset : self._offset + self.size_bytes]
+        core: Any = self._core  # before Python 3.12 stubs cannot say that it is a buffer
+        return memoryview(core)[self._offset : self._offset + self.size_bytes]
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.array().__dlpack__(**options)
@@ -423,7 +424,7 @@ class RemoteRegion:
 
             The last two, like every failure after the start, may instead come from the Transfer.
         """
-        if type(local) is not np.ndarray:
+        if type(local) is not ndarray:
             local = as_local(local)
         if signal is None:
             return self._write_one(
@@ -454,7 +455,7 @@ class RemoteRegion:
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
                 as for `write`; also ValueError if `local` is read-only.
         """
-        if type(local) is not np.ndarray:
+        if type(local) is not ndarray:
             local = as_local(local)
         return self._read_one(local, self._core, self._offset, self.size_bytes, inline_limit())
 
@@ -622,8 +623,8 @@ def check_signal(signal: Any, peer: Peer) -> Signal:
     """Checks a `signal=` argument and returns (word, value)."""
     try:
         word, value = signal
-    except TypeError as error:
-        raise TypeError(f"signal is (RemoteWord, value), not {type(signal).__name__}") from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"signal is (RemoteWord, value), not {signal!r}") from error
     if type(word) is not RemoteWord:
         raise TypeError(
             f"signal is (RemoteWord, value), and its first part is {type(word).__name__}; "

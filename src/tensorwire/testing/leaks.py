@@ -60,10 +60,11 @@ def assert_no_leak(settle_s: float = 2.0) -> Iterator[None]:
     Raises:
         AssertionError: something was left; the message lists it.
     """
+    gc.collect()  # garbage of before must not make room for a leak
     before = Footprint.now()
     yield
-    deadline = time.monotonic() + settle_s
     gc.collect()
+    deadline = time.monotonic() + settle_s
     while growth := Footprint.now().growth(before):
         if time.monotonic() > deadline:
             raise AssertionError(f"left behind after {settle_s:g} s:\n  " + "\n  ".join(growth))

@@ -27,7 +27,7 @@ class Target:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
-        self._node = Node("far", **options)
+        self._node = Node(**{"name": "far", **options})
         self._regions: dict[str, Region] = {}
         self._views: dict[str, Any] = {}
         self._peer: Peer | None = None
@@ -113,7 +113,7 @@ class Target:
         """Closes the Node and starts another one at the same address, without the old regions."""
         address = self._node.address
         self.close()
-        self._node = Node("far", **{**self._options, "listen": address})
+        self._node = Node(**{"name": "far", **self._options, "listen": address})
 
     def stats(self) -> dict[str, int]:
         """Counters of the Node."""

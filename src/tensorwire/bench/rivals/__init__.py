@@ -21,7 +21,7 @@ class Rival:
         needs: import names; of each tuple one must be there.
         remedy: what to install.
         cases: which cases it can do, by the word before the first "_".
-        options: per wire, what its Driver and serve get; a wire that is not here cannot be forced.
+        options: per wire on which it is measured, what its Driver and serve get.
     """
 
     name: str
@@ -48,7 +48,15 @@ RIVALS: tuple[Rival, ...] = (
         needs=(("nixl", "nixl_cu12", "nixl_cu13"),),
         remedy="pip install nixl-cu12",
         cases=("write", "read", "batch"),
-        options={"shm": {"wire": "shm"}, "tcp": {"wire": "tcp"}},
+        options={"shm": {"wire": "shm", "huge": False}, "tcp": {"wire": "tcp", "huge": False}},
+    ),
+    Rival(
+        name="nixl-huge",
+        module=f"{_PACKAGE}.nixl",
+        needs=(("nixl", "nixl_cu12", "nixl_cu13"),),
+        remedy="pip install nixl-cu12",
+        cases=("write", "read"),
+        options={"shm": {"wire": "shm", "huge": True}},
     ),
     Rival(
         name="torch-rpc",

@@ -4,12 +4,14 @@ Measured: `transfer` of a handle made once, polled with `check_xfer_state`, as i
 users do. On one host UCX may use all it has (data goes by cross-memory attach), without peer error
 handling and without progress threads: of the settings tried the fastest, as nothing has to be
 progressed at the target. The tcp wire emulates one-sided access, so the target needs its thread.
-numpy's large arrays get huge pages where the kernel allows it, which is to NIXL's advantage.
+Two kinds of memory: "nixl" has plain pages, as torch tensors, our regions and the limits have;
+"nixl-huge" has what numpy gives to large arrays, huge pages where the kernel allows them.
 """
 
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,9 +42,16 @@ def _module() -> Any:
     raise ModuleNotFoundError("no nixl package; pip install nixl-cu12")
 
 
-def _memory(size_bytes: int) -> Any:
+def _memory(size_bytes: int, huge: bool) -> Any:
+    """Touched memory: plain pages, or numpy's own, which asks the kernel for huge ones."""
     numpy = importlib.import_module("numpy")
-    return numpy.ones(size_bytes, dtype=numpy.uint8)
+    if huge:
+        return numpy.ones(size_bytes, dtype=numpy.uint8)
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    array = numpy.frombuffer(pages, dtype=numpy.uint8)
+    array[:] = 1
+    return array
 
 
 class Driver(RivalDriver):
@@ -51,6 +60,7 @@ class Driver(RivalDriver):
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         super().__init__(link, options)
         self._wire = str(options["wire"])
+        self._huge = bool(options["huge"])
         self._agent = _agent("driver", self._wire)
         link.send(("start", self._wire))
         link.recv()
@@ -69,7 +79,7 @@ class Driver(RivalDriver):
         self.link.send(("prepare", stride * pieces))
         base, metadata = self.link.recv()
         peer = agent.add_remote_agent(metadata)
-        array = _memory(stride * pieces)
+        array = _memory(stride * pieces, self._huge)
         registered = agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
         near = [(array.ctypes.data + i * stride, piece, 0) for i in range(pieces)]
         far = [(base + i * stride, piece, 0) for i in range(pieces)]
@@ -113,7 +123,6 @@ class Driver(RivalDriver):
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """The target: owns the memory and its own progress thread, does nothing else."""
-    del options
     state: dict[str, Any] = {}
 
     def start(wire: str) -> bool:
@@ -124,7 +133,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         agent = state["agent"]
         if "registered" in state:
             agent.deregister_memory(state.pop("registered"))
-        state["array"] = array = _memory(size_bytes)
+        state["array"] = array = _memory(size_bytes, bool(options["huge"]))
         state["registered"] = agent.register_memory(
             [(array.ctypes.data, array.nbytes, 0, "")], "DRAM"
         )

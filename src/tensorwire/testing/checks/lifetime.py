@@ -18,6 +18,7 @@ from tensorwire.errors import (
     UnavailableError,
 )
 from tensorwire.memory import Node, Peer, RemoteRegion, Transfer
+from tensorwire.memory.aio import wait_transfer
 
 from ..faults import check_completed_once
 from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
@@ -220,18 +221,13 @@ def stopped_target(stage: Stage) -> None:
             assert (back == data[: 1 << 20]).all()
         else:
             must_fail(TimeoutError, reading.wait, 0.05)
-            must_fail(TimeoutError, asyncio.run, _awaited(reading, 0.05))
+            must_fail(TimeoutError, asyncio.run, wait_transfer(reading, 0.05))
             assert not reading.done()
     finally:
         stage.member.cont()
     finish(transfer)
     finish(reading)
     assert stage.target.contents("r") == data.tobytes()
-
-
-async def _awaited(transfer: Transfer, timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        await transfer
 
 
 def views_outlive(stage: Stage) -> None:
@@ -263,7 +259,9 @@ def remote_dropped(stage: Stage) -> None:
     gc.collect()
     for transfer in transfers:
         finish(transfer)
-    assert stage.target.is_filled("r", 8 << 19, 8 << 20, 3) or stage.transport != "shm"
+    # Three transfers to the same bytes have no order among them, but each byte is of one of them.
+    found = np.frombuffer(stage.target.contents("r"), np.uint8)
+    assert ((found >= 1) & (found <= 3)).all()
 
 
 def restart(stage: Stage) -> None:

@@ -1,0 +1,434 @@
+// The handshake: who passes, who does not, and that nothing recorded or reflected helps.
+#include "handshake.h"
+
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tensorwire {
+namespace {
+
+using State = ServerHandshake::State;
+using Bytes = std::vector<uint8_t>;
+
+const Secret kSecret = {'s', 'i', 'x', 't', 'e', 'e', 'n', ' ', 's', 'e', 'c', 'r', 'e', 't', 's'};
+
+Hello hello(const std::string& name, bool has_secret = true) {
+  Hello hello;
+  hello.has_secret = has_secret;
+  hello.transports = kShmBit | kTcpBit;
+  hello.incarnation = 0x1234;
+  hello.nonce = random_nonce();
+  hello.pid = 42;
+  hello.port = 4242;
+  hello.name = name;
+  return hello;
+}
+
+// The server's side with a table of sessions, and a note of what it did.
+struct Server {
+  explicit Server(Secret secret = kSecret, bool attach_only = false) {
+    context.me = hello("server");
+    context.me.incarnation = 0x5678;
+    context.secret = std::move(secret);
+    context.attach_only = attach_only;
+    context.find_session = [this](uint64_t id) -> std::optional<Session> {
+      auto found = sessions.find(id);
+      return found == sessions.end() ? std::nullopt : std::optional<Session>(found->second);
+    };
+    context.open_session = [this](uint64_t id, const Session& session) {
+      if (verdict.ok()) sessions[id] = session;
+      return verdict;
+    };
+  }
+
+  ServerHandshake::Context context;
+  std::map<uint64_t, Session> sessions;
+  Status verdict;
+};
+
+template <class Array>
+State feed(ServerHandshake& server, const Array& bytes, Bytes& reply) {
+  reply.clear();
+  return server.feed({bytes.data(), bytes.size()}, reply);
+}
+
+template <size_t N>
+std::array<uint8_t, N> array_of(const Bytes& bytes) {
+  REQUIRE(bytes.size() == N);
+  std::array<uint8_t, N> result;
+  std::copy(bytes.begin(), bytes.end(), result.begin());
+  return result;
+}
+
+std::array<uint8_t, kProofBytes> proof_of(const Digest& digest) {
+  std::array<uint8_t, kProofBytes> proof{};
+  std::copy(digest.begin(), digest.end(), proof.begin());
+  return proof;
+}
+
+std::array<uint8_t, kChoiceBytes> choice_of(uint64_t bits) {
+  std::array<uint8_t, kChoiceBytes> choice;
+  std::memcpy(choice.data(), &bits, sizeof bits);
+  return choice;
+}
+
+// A client up to the point where it knows the server's challenge.
+struct Client {
+  Client(ServerHandshake& server, Hello me) : mine(me.encode()) {
+    Bytes reply;
+    REQUIRE(feed(server, mine, reply) == State::kMore);
+    theirs = array_of<kHelloBytes>(reply);
+  }
+  Keys keys(const Secret& secret) const { return Keys(secret, mine, theirs); }
+  std::array<uint8_t, kHelloBytes> mine, theirs;
+};
+
+Welcome welcome_of(const Bytes& reply) { return Welcome::decode(array_of<kWelcomeBytes>(reply)); }
+
+TEST_CASE("handshake: a session is opened and both sides know it") {
+  Server side;
+  ServerHandshake server(side.context);
+  Hello me = hello("client");
+  Client client(server, me);
+  Hello challenge = Hello::decode(client.theirs);
+  CHECK(challenge.kind == HelloKind::kChallenge);
+  CHECK(challenge.name == "server");
+  CHECK(challenge.nonce != me.nonce);
+
+  Bytes reply;
+  Keys keys = client.keys(kSecret);
+  CHECK(feed(server, proof_of(keys.client), reply) == State::kMore);
+  Welcome welcome = welcome_of(reply);
+  CHECK(welcome.status.ok());
+  CHECK(same_digest(welcome.proof, keys.server));
+  REQUIRE(side.sessions.count(welcome.session) == 1);
+  CHECK(side.sessions[welcome.session].key == keys.session);
+  CHECK(side.sessions[welcome.session].client.name == "client");
+
+  CHECK(feed(server, choice_of(kTcpBit), reply) == State::kDone);
+  CHECK(reply.empty());
+  CHECK(server.chosen() == kTcpBit);
+  CHECK(server.client().pid == 42);
+  CHECK(server.client().port == 4242);
+  CHECK(server.session() == welcome.session);
+  // Nothing is taken after the end.
+  CHECK(feed(server, choice_of(kTcpBit), reply) == State::kFailed);
+}
+
+TEST_CASE("handshake: byte by byte, and never more than was asked for") {
+  Server side;
+  ServerHandshake server(side.context);
+  Bytes reply;
+  auto drip = [&](const auto& bytes) {
+    State state = State::kMore;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      CHECK(server.wanted() == bytes.size() - i);
+      state = server.feed({bytes.data() + i, 1}, reply);
+    }
+    return state;
+  };
+  auto mine = hello("client").encode();
+  CHECK(drip(mine) == State::kMore);
+  auto theirs = array_of<kHelloBytes>(reply);
+  reply.clear();
+  CHECK(drip(proof_of(Keys(kSecret, mine, theirs).client)) == State::kMore);
+  CHECK(reply.size() == kWelcomeBytes);
+  CHECK(drip(choice_of(kShmBit)) == State::kDone);
+
+  ServerHandshake other(side.context);
+  Bytes too_many(kHelloBytes + 1);
+  CHECK(other.feed(too_many, reply) == State::kFailed);
+}
+
+TEST_CASE("handshake: a wrong secret is refused with a reason and without a proof") {
+  Server side;
+  ServerHandshake server(side.context);
+  Client client(server, hello("client"));
+  Secret wrong = kSecret;
+  wrong.back() ^= 1;
+  Bytes reply;
+  CHECK(feed(server, proof_of(client.keys(wrong).client), reply) == State::kFailed);
+  Welcome welcome = welcome_of(reply);
+  CHECK(welcome.status.code == Code::kPermission);
+  CHECK(welcome.status.message == "wrong secret");
+  CHECK(welcome.proof == Digest{});
+  CHECK(welcome.session == 0);
+  CHECK(side.sessions.empty());
+  CHECK(server.failure().code == Code::kPermission);
+  CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
+  CHECK(reply.empty());
+}
+
+TEST_CASE("handshake: every bit of the proof counts") {
+  Server side;
+  for (size_t bit = 0; bit < 256; ++bit) {
+    ServerHandshake server(side.context);
+    Client client(server, hello("client"));
+    auto proof = proof_of(client.keys(kSecret).client);
+    proof[bit / 8] ^= static_cast<uint8_t>(1u << (bit % 8));
+    Bytes reply;
+    CHECK(feed(server, proof, reply) == State::kFailed);
+  }
+  CHECK(side.sessions.empty());
+}
+
+TEST_CASE("handshake: every byte of both hellos is covered by the proof") {
+  Server side;
+  for (size_t at = 0; at < kHelloBytes; ++at) {
+    for (bool in_mine : {true, false}) {
+      ServerHandshake server(side.context);
+      Client client(server, hello("client"));
+      (in_mine ? client.mine : client.theirs)[at] ^= 0x40;
+      Bytes reply;
+      CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
+    }
+  }
+  CHECK(side.sessions.empty());
+}
+
+TEST_CASE("handshake: one side without a secret is told so, right proof or not") {
+  for (bool server_has : {true, false}) {
+    Server side(server_has ? kSecret : Secret{});
+    ServerHandshake server(side.context);
+    Client client(server, hello("client", !server_has));
+    CHECK(Hello::decode(client.theirs).has_secret == server_has);
+    Bytes reply;
+    auto proof = proof_of(client.keys(side.context.secret).client);
+    CHECK(feed(server, proof, reply) == State::kFailed);
+    Welcome welcome = welcome_of(reply);
+    CHECK(welcome.status.code == Code::kPermission);
+    CHECK(welcome.status.message.find("no secret") == (server_has ? std::string::npos : 14));
+    CHECK(side.sessions.empty());
+  }
+}
+
+TEST_CASE("handshake: without secrets both sides still agree on a session") {
+  Server side(Secret{});
+  ServerHandshake server(side.context);
+  Client client(server, hello("client", false));
+  Bytes reply;
+  CHECK(feed(server, proof_of(client.keys({}).client), reply) == State::kMore);
+  CHECK(welcome_of(reply).status.ok());
+}
+
+TEST_CASE("handshake: a recorded exchange cannot be replayed") {
+  Server side;
+  auto mine = hello("client").encode();
+  Bytes reply;
+  ServerHandshake first(side.context);
+  REQUIRE(feed(first, mine, reply) == State::kMore);
+  auto recorded = proof_of(Keys(kSecret, mine, array_of<kHelloBytes>(reply)).client);
+  REQUIRE(feed(first, recorded, reply) == State::kMore);
+  REQUIRE(side.sessions.size() == 1);
+
+  ServerHandshake second(side.context);
+  REQUIRE(feed(second, mine, reply) == State::kMore);
+  CHECK(feed(second, recorded, reply) == State::kFailed);
+  CHECK(welcome_of(reply).status.code == Code::kPermission);
+  CHECK(side.sessions.size() == 1);
+}
+
+TEST_CASE("handshake: a server's own words cannot be reflected") {
+  Server side;
+  Bytes reply;
+  // Its challenge is no hello of a client,
+  ServerHandshake first(side.context), second(side.context);
+  REQUIRE(feed(first, hello("client").encode(), reply) == State::kMore);
+  auto challenge = array_of<kHelloBytes>(reply);
+  CHECK(feed(second, challenge, reply) == State::kFailed);
+  CHECK(reply.empty());
+  // and the proof that it gives is none that a client could give.
+  ServerHandshake third(side.context);
+  Client client(third, hello("client"));
+  CHECK(feed(third, proof_of(client.keys(kSecret).server), reply) == State::kFailed);
+  ServerHandshake fourth(side.context);
+  Client other(fourth, hello("client"));
+  CHECK(feed(fourth, proof_of(other.keys(kSecret).session), reply) == State::kFailed);
+  // Nor do two servers vouch for each other: the transcript has an order.
+  ServerHandshake fifth(side.context);
+  Client swapped(fifth, hello("client"));
+  std::swap(swapped.mine, swapped.theirs);
+  CHECK(feed(fifth, proof_of(swapped.keys(kSecret).client), reply) == State::kFailed);
+  CHECK(side.sessions.empty());
+}
+
+TEST_CASE("handshake: a full Node says so after the proof, not before") {
+  Server side;
+  side.verdict = {Code::kBusy, "no room"};
+  ServerHandshake server(side.context);
+  Client client(server, hello("client"));
+  Bytes reply;
+  CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
+  CHECK(welcome_of(reply).status.code == Code::kBusy);
+  CHECK(welcome_of(reply).status.message == "no room");
+}
+
+TEST_CASE("handshake: only what both offer can be chosen") {
+  for (uint64_t choice : {uint64_t{0}, uint64_t{3}, uint64_t{4}, uint64_t{8}, uint64_t{1} << 32,
+                          (uint64_t{1} << 32) | kTcpBit, ~uint64_t{0}}) {
+    Server side;
+    ServerHandshake server(side.context);
+    Client client(server, hello("client"));
+    Bytes reply;
+    REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
+    CHECK(feed(server, choice_of(choice), reply) == State::kFailed);
+    CHECK(reply.empty());
+  }
+  Server tcp_only;
+  tcp_only.context.me.transports = kTcpBit;
+  ServerHandshake server(tcp_only.context);
+  Client client(server, hello("client"));
+  Bytes reply;
+  REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
+  CHECK(feed(server, choice_of(kShmBit), reply) == State::kFailed);
+}
+
+// Opens a session and gives the client's keys for it.
+std::pair<uint64_t, Digest> open(Server& side, const Hello& me) {
+  ServerHandshake server(side.context);
+  Client client(server, me);
+  Bytes reply;
+  Keys keys = client.keys(kSecret);
+  REQUIRE(feed(server, proof_of(keys.client), reply) == State::kMore);
+  return {welcome_of(reply).session, keys.session};
+}
+
+struct Attach {
+  uint64_t session;
+  Secret key;
+  uint64_t incarnation;
+};
+
+// How far a further stream gets.
+Code attach(Server& side, const Attach& claim) {
+  side.context.attach_only = true;
+  ServerHandshake server(side.context);
+  side.context.attach_only = false;
+  Hello again = hello("client");
+  again.kind = HelloKind::kAttach;
+  again.session = claim.session;
+  again.incarnation = claim.incarnation;
+  Client client(server, again);
+  Bytes reply;
+  State state = feed(server, proof_of(client.keys(claim.key).client), reply);
+  Welcome welcome = welcome_of(reply);
+  CHECK((state == State::kDone) == welcome.status.ok());
+  if (state == State::kDone) {
+    CHECK(server.chosen() == kShmBit);
+    CHECK(server.session() == claim.session);
+    CHECK(same_digest(welcome.proof, client.keys(claim.key).server));
+  }
+  return welcome.status.code;
+}
+
+TEST_CASE("handshake: a further stream needs the session, its key and the same process") {
+  Server side;
+  Hello me = hello("client");
+  auto [session, key] = open(side, me);
+  auto [other_session, other_key] = open(side, me);
+  Secret good(key.begin(), key.end()), other(other_key.begin(), other_key.end());
+  CHECK(attach(side, {session, good, me.incarnation}) == Code::kOk);
+  CHECK(attach(side, {other_session, other, me.incarnation}) == Code::kOk);
+  CHECK(attach(side, {session, other, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {session, kSecret, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {session, {}, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {session + 1, good, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {0, {}, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {session, good, me.incarnation + 1}) == Code::kPermission);
+  side.sessions.erase(session);
+  CHECK(attach(side, {session, good, me.incarnation}) == Code::kPermission);
+}
+
+TEST_CASE("handshake: each door takes its own kind of stream") {
+  Server side;
+  Bytes reply;
+  for (bool attach_only : {false, true}) {
+    for (HelloKind kind : {HelloKind::kSession, HelloKind::kAttach, HelloKind::kChallenge}) {
+      side.context.attach_only = attach_only;
+      ServerHandshake server(side.context);
+      Hello me = hello("client");
+      me.kind = kind;
+      bool right = kind == (attach_only ? HelloKind::kAttach : HelloKind::kSession);
+      CHECK((feed(server, me.encode(), reply) == State::kMore) == right);
+      CHECK(reply.empty() != right);
+    }
+  }
+}
+
+TEST_CASE("handshake: hello survives the wire, and nothing else passes for one") {
+  Hello me = hello(std::string(kMaxNodeNameBytes, 'n'));
+  me.kind = HelloKind::kAttach;
+  me.session = ~uint64_t{0};
+  me.port = 65535;
+  me.host.fill(0xab);
+  auto bytes = me.encode();
+  Hello back = Hello::decode(bytes);
+  CHECK(back.encode() == bytes);
+  CHECK(back.name == me.name);
+  CHECK(back.session == me.session);
+  CHECK(back.host == me.host);
+
+  auto refused = [](std::array<uint8_t, kHelloBytes> changed) {
+    try {
+      Hello::decode(changed);
+      return false;
+    } catch (const Error& error) {
+      return error.code() == Code::kInvalid;
+    }
+  };
+  auto changed = [&](size_t at, uint8_t value) {
+    auto copy = hello("short").encode();
+    copy[at] = value;
+    return copy;
+  };
+  CHECK_FALSE(refused(changed(16, 1)));
+  for (size_t at = 0; at < 10; ++at) CHECK(refused(changed(at, 0xff)));  // magic, version
+  CHECK(refused(changed(10, 0)));                                         // kind
+  CHECK(refused(changed(10, 4)));
+  CHECK(refused(changed(11, 2)));                      // has secret
+  CHECK(refused(changed(86, kMaxNodeNameBytes + 1)));  // length of the name
+  CHECK(refused(changed(86, 4)));                      // a byte behind the name
+  CHECK(refused(changed(87, 1)));                      // reserved
+  CHECK(refused(changed(88, '\n')));                   // names are printable
+  CHECK(refused(changed(159, 1)));
+  Hello nobody = hello("nobody");
+  nobody.incarnation = 0;
+  CHECK(refused(nobody.encode()));
+}
+
+TEST_CASE("handshake: welcome survives the wire, and a malformed one is refused") {
+  Welcome welcome;
+  welcome.status = {Code::kBusy, "full"};
+  welcome.session = 7;
+  welcome.proof.fill(9);
+  Welcome back = Welcome::decode(welcome.encode());
+  CHECK(back.status.code == Code::kBusy);
+  CHECK(back.status.message == "full");
+  CHECK(back.session == 7);
+  CHECK(back.proof == welcome.proof);
+
+  welcome.status.message = std::string(1000, 'x');
+  CHECK(Welcome::decode(welcome.encode()).status.message == std::string(112, 'x'));
+
+  auto bytes = welcome.encode();
+  bytes[0] = kLastCode + 1;
+  CHECK_THROWS_AS(Welcome::decode(bytes), Error);
+  bytes = welcome.encode();
+  bytes[2] = 113;
+  CHECK_THROWS_AS(Welcome::decode(bytes), Error);
+  bytes = welcome.encode();
+  bytes[48] = '\n';
+  CHECK(Welcome::decode(bytes).status.message == "(unprintable)");
+}
+
+TEST_CASE("handshake: nonces differ") {
+  auto a = random_nonce(), b = random_nonce();
+  CHECK(a != b);
+}
+
+}  // namespace
+}  // namespace tensorwire

@@ -1,0 +1,379 @@
+// The progress loop: whoever waits is woken, by threads, doorbells, jobs, timers and descriptors,
+// however the lead changes hands.
+#include "progress.h"
+
+#include <doctest/doctest.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+// Far longer than anything here takes: a wait that ends by it has lost its wake-up.
+Deadline soon() { return Deadline::after(30.0); }
+
+struct Loop {
+  ~Loop() { progress->stop(); }
+  Progress* operator->() const { return progress.get(); }
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
+};
+
+// What a peer on the same host does after it stored a word.
+void ring_like_a_peer(Progress& progress) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (progress.page()->armed.load(std::memory_order_relaxed) == 0) return;
+  uint64_t one = 1;
+  CHECK(::write(progress.doorbell(), &one, sizeof one) == sizeof one);
+}
+
+bool readable(int fd, int timeout_ms) {
+  pollfd entry{fd, POLLIN, 0};
+  return ::poll(&entry, 1, timeout_ms) == 1;
+}
+
+TEST_CASE("progress: wait tells a condition from a deadline") {
+  Loop loop;
+  CHECK(loop->wait([] { return true; }, Deadline::after(0.0)));
+  CHECK_FALSE(loop->wait([] { return false; }, Deadline::after(0.0)));
+  auto start = Clock::now();
+  CHECK_FALSE(loop->wait([] { return false; }, Deadline::after(0.02)));
+  CHECK(Clock::now() - start >= std::chrono::milliseconds(20));
+}
+
+TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
+  Loop loop;
+  constexpr uint64_t kRounds = 2000;
+  std::array<std::atomic<uint64_t>, 4> turn{};
+  std::atomic<int> lost{0};
+  std::vector<std::thread> threads;
+  // A ring of threads, each of which waits for the one before it.
+  for (size_t me = 0; me < turn.size(); ++me) {
+    threads.emplace_back([&, me] {
+      size_t before = (me + turn.size() - 1) % turn.size();
+      for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
+        uint64_t wanted = me == 0 ? round - 1 : round;
+        if (!loop->wait([&] { return turn[before].load() >= wanted; }, soon())) ++lost;
+        turn[me] = round;
+        loop->notify();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(lost == 0);
+}
+
+TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
+  Loop here, there;
+  constexpr uint64_t kRounds = 3000;
+  alignas(64) uint64_t ping = 0, pong = 0;
+  auto* ping_word = reinterpret_cast<std::byte*>(&ping);
+  auto* pong_word = reinterpret_cast<std::byte*>(&pong);
+  std::atomic<int> lost{0};
+  std::thread other([&] {
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      auto reached = [&] { return word_at(ping_word).load(std::memory_order_acquire) >= round; };
+      if (!there->wait(reached, soon())) return void(++lost);
+      store_max(pong_word, round);
+      ring_like_a_peer(*here.progress);
+    }
+  });
+  for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
+    store_max(ping_word, round);
+    ring_like_a_peer(*there.progress);
+    auto reached = [&] { return word_at(pong_word).load(std::memory_order_acquire) >= round; };
+    if (!here->wait(reached, soon())) ++lost;
+  }
+  other.join();
+  CHECK(lost == 0);
+}
+
+TEST_CASE("progress: several waiters of one doorbell all wake") {
+  Loop loop;
+  constexpr uint64_t kRounds = 500;
+  alignas(64) uint64_t memory = 0;
+  auto* word = reinterpret_cast<std::byte*>(&memory);
+  std::atomic<uint64_t> arrived{0};
+  std::atomic<int> lost{0};
+  std::vector<std::thread> threads;
+  constexpr uint64_t kWaiters = 3;
+  for (uint64_t i = 0; i < kWaiters; ++i) {
+    threads.emplace_back([&] {
+      for (uint64_t round = 1; round <= kRounds; ++round) {
+        auto reached = [&] { return word_at(word).load(std::memory_order_acquire) >= round; };
+        if (!loop->wait(reached, soon())) return void(++lost);
+        arrived.fetch_add(1);
+        arrived.notify_all();
+      }
+    });
+  }
+  for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
+    store_max(word, round);
+    ring_like_a_peer(*loop.progress);
+    for (uint64_t seen; (seen = arrived) < kWaiters * round && lost == 0;) arrived.wait(seen);
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(lost == 0);
+}
+
+TEST_CASE("progress: jobs run once each, or again while they ask for it") {
+  Loop loop;
+  std::atomic<int> once{0}, thrice{0};
+  loop->post([&] {
+    ++once;
+    return false;
+  });
+  loop->post([&] { return ++thrice < 3; });
+  CHECK(loop->wait([&] { return once == 1 && thrice == 3; }, soon()));
+  loop->run([] {});
+  CHECK(once == 1);
+  CHECK(thrice == 3);
+}
+
+TEST_CASE("progress: run is done when it returns, and never runs beside another job") {
+  Loop loop;
+  int plain = 0;  // TSan would see two at a time
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) {
+        bool ran = false;
+        loop->run([&] {
+          ++plain;
+          ran = true;
+        });
+        if (!ran) std::abort();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  loop->run([&] { CHECK(plain == 2000); });
+}
+
+TEST_CASE("progress: a job is done though nobody waits, and though somebody waits for ever") {
+  Loop loop;
+  for (bool waiter : {false, true}) {
+    std::atomic<bool> end{false};
+    std::thread thread;
+    if (waiter) {
+      thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
+    }
+    for (int i = 0; i < 200; ++i) {
+      std::atomic<bool> done{false};
+      loop->post([&] {
+        done = true;
+        done.notify_all();
+        return false;
+      });
+      done.wait(false);  // outside the loop: this thread never leads
+    }
+    end = true;
+    loop->notify();
+    if (waiter) thread.join();
+  }
+}
+
+TEST_CASE("progress: timers fire in time, also those that timers set") {
+  Loop loop;
+  auto start = Clock::now();
+  std::atomic<int> fired{0};
+  std::atomic<int64_t> early{0};
+  for (int ms : {30, 10, 20}) {
+    loop->after(ms / 1000.0, [&, ms] {
+      if (Clock::now() - start < std::chrono::milliseconds(ms)) ++early;
+      ++fired;
+      loop->after(0.005, [&] { ++fired; });
+    });
+  }
+  CHECK(loop->wait([&] { return fired == 6; }, soon()));
+  CHECK(early == 0);
+}
+
+TEST_CASE("progress: an earlier timer shortens a sleep that has begun") {
+  Loop loop;
+  std::atomic<bool> late{false};
+  std::atomic<int> fired{0};
+  loop->after(1000.0, [&] { late = true; });
+  for (bool waiter : {false, true}) {
+    std::atomic<bool> end{false};
+    std::thread thread;
+    if (waiter) {
+      thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
+    }
+    std::atomic<bool> done{false};
+    loop->after(0.01, [&] {
+      ++fired;
+      done = true;
+      done.notify_all();
+    });
+    done.wait(false);
+    end = true;
+    loop->notify();
+    if (waiter) thread.join();
+  }
+  CHECK(fired == 2);
+  CHECK_FALSE(late);
+}
+
+TEST_CASE("progress: stop runs what is queued, and a second stop is fine") {
+  std::atomic<int> jobs{0}, timers{0};
+  auto progress = std::make_shared<Progress>();
+  for (int i = 0; i < 10; ++i) {
+    progress->post([&jobs] { return ++jobs % 3 != 0; });
+    progress->after(1000.0, [&] { ++timers; });
+  }
+  progress->stop();
+  progress->stop();
+  CHECK(jobs >= 10);
+  CHECK(timers == 10);
+}
+
+TEST_CASE("progress: what is waited for while the loop stops is still seen") {
+  for (int i = 0; i < 30; ++i) {
+    auto progress = std::make_shared<Progress>();
+    std::atomic<bool> over{false};
+    std::atomic<int> lost{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&] {
+        if (!progress->wait([&] { return over.load(); }, soon())) ++lost;
+      });
+    }
+    if (i % 2 == 1) progress->run([] {});
+    over = true;
+    progress->stop();
+    for (auto& thread : threads) thread.join();
+    CHECK(lost == 0);
+  }
+}
+
+TEST_CASE("progress: a notifier is rung while it is armed, and only then") {
+  Loop loop;
+  auto notifier = std::make_shared<Notifier>();
+  loop->add(notifier);
+  loop->notify();
+  CHECK_FALSE(readable(notifier->descriptor(), 0));
+  CHECK(loop->page()->armed == 0);
+
+  loop->arm(*notifier);
+  loop->arm(*notifier);
+  CHECK(loop->page()->armed == 1);
+  loop->notify();
+  CHECK(readable(notifier->descriptor(), 10'000));
+  notifier->drain();
+  CHECK_FALSE(readable(notifier->descriptor(), 0));
+  // A doorbell reaches it through whoever drives.
+  ring_like_a_peer(*loop.progress);
+  CHECK(readable(notifier->descriptor(), 10'000));
+  notifier->drain();
+
+  loop->disarm(*notifier);
+  loop->disarm(*notifier);
+  CHECK(loop->page()->armed == 0);
+  loop->notify();
+  CHECK_FALSE(readable(notifier->descriptor(), 0));
+  loop->arm(*notifier);
+  loop->remove(notifier);
+  CHECK(loop->page()->armed == 0);
+}
+
+// Reads one byte per call and leaves when told to.
+class Pipe : public Handler {
+ public:
+  explicit Pipe(Progress& progress) : progress_(progress) {
+    int ends[2];
+    REQUIRE(::pipe(ends) == 0);
+    read_ = Descriptor(ends[0]);
+    write_ = Descriptor(ends[1]);
+  }
+  void on_ready(uint32_t events) override {
+    char byte;
+    if ((events & EPOLLIN) == 0 || ::read(read_.get(), &byte, 1) != 1) return;
+    if (byte == 'q') progress_.unwatch(read_.get());
+    seen += 1;
+    progress_.changed();
+  }
+  void send(char byte) { CHECK(::write(write_.get(), &byte, 1) == 1); }
+  int descriptor() const { return read_.get(); }
+  std::atomic<int> seen{0};
+
+ private:
+  Progress& progress_;
+  Descriptor read_, write_;
+};
+
+TEST_CASE("progress: handlers are called until they leave") {
+  Loop loop;
+  auto pipe = std::make_shared<Pipe>(*loop.progress);
+  loop->watch(pipe->descriptor(), EPOLLIN, pipe);
+  for (int i = 1; i <= 200; ++i) {
+    pipe->send('.');
+    CHECK(loop->wait([&] { return pipe->seen == i; }, soon()));
+  }
+  pipe->send('q');
+  CHECK(loop->wait([&] { return pipe->seen == 201; }, soon()));
+  pipe->send('.');
+  loop->run([] {});
+  CHECK_FALSE(loop->wait([&] { return pipe->seen > 201; }, Deadline::after(0.01)));
+}
+
+TEST_CASE("progress: everything at once, and nothing is lost") {
+  Loop loop;
+  auto pipe = std::make_shared<Pipe>(*loop.progress);
+  loop->watch(pipe->descriptor(), EPOLLIN, pipe);
+  constexpr int kRounds = 400;
+  std::atomic<int> lost{0}, fired{0}, ran{0}, posted{0};
+  alignas(64) uint64_t memory = 0;
+  auto* word = reinterpret_cast<std::byte*>(&memory);
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] {  // timers, waited for
+    for (int i = 1; i <= kRounds; ++i) {
+      loop->after(i % 3 * 1e-4, [&] { ++fired; });
+      if (!loop->wait([&] { return fired == i; }, soon())) return void(++lost);
+    }
+  });
+  threads.emplace_back([&] {  // jobs, run to their end
+    for (int i = 0; i < kRounds; ++i) loop->run([&] { ++ran; });
+  });
+  threads.emplace_back([&] {  // waits that time out and give the lead away
+    for (int i = 0; i < kRounds; ++i) loop->wait([] { return false; }, Deadline::after(5e-5));
+  });
+  threads.emplace_back([&] {  // a descriptor
+    for (int i = 1; i <= kRounds; ++i) {
+      pipe->send('.');
+      if (!loop->wait([&] { return pipe->seen == i; }, soon())) return void(++lost);
+    }
+  });
+  threads.emplace_back([&] {  // words
+    for (uint64_t i = 1; i <= kRounds; ++i) {
+      auto reached = [&] { return word_at(word).load(std::memory_order_acquire) >= i; };
+      if (!loop->wait(reached, soon())) return void(++lost);
+    }
+  });
+  threads.emplace_back([&] {  // a peer, and jobs that nobody waits for
+    for (uint64_t i = 1; i <= kRounds; ++i) {
+      store_max(word, i);
+      ring_like_a_peer(*loop.progress);
+      loop->post([&] {
+        ++posted;
+        return false;
+      });
+    }
+  });
+  for (auto& thread : threads) thread.join();
+  CHECK(loop->wait([&] { return posted == kRounds; }, soon()));
+  CHECK(lost == 0);
+  CHECK(ran == kRounds);
+  CHECK(loop->page()->armed == 0);
+}
+
+}  // namespace
+}  // namespace tensorwire

@@ -1,0 +1,247 @@
+"""
+The native core of tensorwire. Use tensorwire.memory; this module may change.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Annotated, Any, overload
+
+import numpy
+from numpy.typing import NDArray
+
+from tensorwire._core import drivers as drivers
+
+
+class Transfer:
+    """
+    One operation or one batch in flight; `await` it or `wait`.
+
+    It completes exactly once: placed in the target's memory, or failed. That tells nothing about whether the target is awake or has looked. Until then it keeps the local memory alive, which must not be changed (a source) or used (a destination). Dropping the object does not stop the transfer. Any thread may use it.
+    """
+
+    def done(self) -> bool:
+        """True when it is complete, well or not. Never blocks."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """
+        Waits until it is complete; may be called again, with the same outcome.
+
+        Args:
+            timeout_s: None waits for ever, 0 only looks.
+
+        Raises:
+            TimeoutError: it is not complete yet. Only the waiting has ended: the transfer goes
+                on, and its memory must stay as it is.
+            PeerLostError: the peer or the link was lost; any part of the bytes may be placed.
+            ClosedError: the Peer or Node was closed on this side, or this is a forked child.
+            StaleHandleError: the region was freed; nothing was placed in other memory.
+            PermissionError, ValueError: the owner of the memory refused.
+        """
+
+    @property
+    def progress_id(self) -> int:
+        """Equals that of its Node."""
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes."""
+
+    @property
+    def value(self) -> int:
+        """
+        What the word held before a fetch_add, when that is complete (else BusyError).
+        """
+
+    @property
+    def code(self) -> int:
+        """The error code of a failed transfer, 0 while pending or done well."""
+
+    def __await__(self) -> Generator[Any, None, None]: ...
+
+class Region:
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    @property
+    def readable(self) -> bool: ...
+
+    @property
+    def freed(self) -> bool: ...
+
+    @property
+    def address(self) -> int: ...
+
+    def load_word(self, offset: int) -> int: ...
+
+class RemoteRegion:
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    @property
+    def readable(self) -> bool: ...
+
+class Buffer:
+    def __init__(self, address: int, size_bytes: int, writable: bool, owner: object) -> None: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+class Prepared:
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def runs(self) -> int: ...
+
+    def start(self, indices: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, word: RemoteRegion | None = None, word_offset: int = 0, value: int = 0, inline_limit: int = 0) -> Transfer: ...
+
+class FaultPlan:
+    def __init__(self, nth: int, action: str, delay_s: float = 0.0) -> None: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def hit(self) -> bool: ...
+
+class Peer:
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def lost_reason(self) -> str: ...
+
+    def allocate(self, size_bytes: int, name: str, timeout_s: float | None) -> RemoteRegion: ...
+
+    def lookup(self, name: str, timeout_s: float | None) -> RemoteRegion: ...
+
+    def attach(self, id: int, generation: int, timeout_s: float | None) -> RemoteRegion: ...
+
+    def free(self, remote: RemoteRegion, timeout_s: float | None) -> None: ...
+
+    def write(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], word: RemoteRegion | None = None, word_offset: int = 0, value: int = 0, inline_limit: int = 0) -> Transfer: ...
+
+    def read(self, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int], inline_limit: int = 0) -> Transfer: ...
+
+    def write_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, word: RemoteRegion | None = None, word_offset: int = 0, value: int = 0, inline_limit: int = 0) -> Transfer: ...
+
+    def read_one(self, local: object, remote: RemoteRegion, offset: int, limit: int, inline_limit: int = 0) -> Transfer: ...
+
+    def signal(self, word: RemoteRegion, word_offset: int, value: int, after: Sequence[Transfer]) -> Transfer: ...
+
+    def fetch_add(self, remote: RemoteRegion, offset: int, value: int) -> Transfer: ...
+
+    def prepare(self, write: bool, locals: Sequence[object], remotes: Sequence[RemoteRegion], offsets: Sequence[int]) -> Prepared: ...
+
+    def inject(self, plan: FaultPlan | None) -> None: ...
+
+class Notifier:
+    @overload
+    def __init__(self, node: Node) -> None: ...
+
+    @overload
+    def __init__(self, transfer: Transfer) -> None: ...
+
+    def fileno(self) -> int: ...
+
+    def arm(self) -> None: ...
+
+    def disarm(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+class Node:
+    def __init__(self, name: str, host: str, port: int, secret: bytes, transports: Sequence[str], quota_bytes: int, max_peers: int, handshake_timeout_s: float, peer_timeout_s: float) -> None: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def progress_id(self) -> int: ...
+
+    def check_open(self) -> None: ...
+
+    def allocate(self, size_bytes: int, name: str, writable: bool, readable: bool) -> Region: ...
+
+    def region(self, name: str) -> Region: ...
+
+    def free(self, region: Region) -> None: ...
+
+    def connect(self, host: str, port: int, timeout_s: float | None, require: str) -> Peer: ...
+
+    def accept(self, timeout_s: float | None) -> Peer: ...
+
+    def peers(self) -> list[Peer]: ...
+
+    def wait_word(self, region: Region, offset: int, value: int, timeout_s: float | None, peer: Peer | None = None) -> None: ...
+
+    def close_peer(self, peer: Peer) -> None: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
+
+def fork_epoch() -> int:
+    """Grows by one in each forked child."""
+
+def hmac_sha256(key: bytes, text: bytes) -> bytes:
+    """The handshake's HMAC, for tests against a known good one."""

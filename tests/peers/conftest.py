@@ -1,0 +1,39 @@
+"""What the tests of several processes share: one run per transport, and nothing may be left."""
+
+from collections.abc import Generator
+
+import pytest
+
+from tensorwire.testing import assert_no_leak
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+class Failed(Exception):
+    """Lets `assert_no_leak` pass: a failure's traceback still holds what the test had."""
+
+
+@pytest.fixture
+def nothing_left(request: pytest.FixtureRequest) -> Generator[None]:
+    """Checks after the test's own variables are gone."""
+    try:
+        with assert_no_leak():
+            yield
+            if request.node.stash.get(FAILED, False):
+                raise Failed
+    except Failed:
+        pass

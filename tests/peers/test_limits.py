@@ -1,0 +1,293 @@
+"""Limits of the system and of the Node: each is an error that says so, and everything goes on."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from actor import GIB, MIB, PATIENCE_S, background, error_of, eventually, start_actor
+from limited import poor_actor, poor_client, poor_node
+from relay import MESSAGES, Relay
+
+from tensorwire import BusyError, Node, TensorwireError, UnavailableError
+from tensorwire.testing import PeerGroup, node_pair
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+
+PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- descriptors
+
+
+def clear(error: str) -> bool:
+    """Whether somebody who reads this knows that descriptors are missing."""
+    return "Too many open files" in error or "descriptor" in error
+
+
+def test_a_node_begins_without_descriptors(transport: str) -> None:
+    with PeerGroup() as group:
+        _, target = start_actor(group, "host", transports=[transport])
+        target.allocate("r", 64, "rw", "r")
+        member = group.start(poor_client, [transport], target.address())
+        seen = member.result(50)
+        assert seen[-1][1] == "", "it never worked"
+        unclear = [(count, error) for count, error, _ in seen[:-1] if not clear(error)]
+        assert unclear == []
+        assert [count for count, _, clean in seen if not clean] == []
+        assert target.peer_count() == 0
+
+
+def test_a_node_runs_out_of_descriptors(transport: str) -> None:
+    with PeerGroup() as group:
+        _, target = start_actor(group, "host", transports=[transport])
+        target.allocate("r", 64, "rw", "r")
+        seen = group.start(poor_node, [transport], target.address()).result(50)
+        assert seen[-1][1] == "", "it never worked"
+        assert [(count, error) for count, error in seen[:-1] if not clear(error)] == []
+
+
+def test_a_host_runs_out_of_descriptors(transport: str) -> None:
+    """Who is served already is served on; strangers are turned away, and let in again later."""
+    with PeerGroup() as group, Node("guest", transports=[transport]) as node:
+        _, target = start_actor(group, "host", poor_actor, transports=[transport])
+        handle = target.allocate("r", 64)
+        first = node.connect(handle).region(handle)
+        target.mark()
+        for count in range(4):
+            target.leave_descriptors(count)
+            error = error_of(node.connect, handle, timeout_s=0.3)
+            assert error is None or isinstance(error, TensorwireError), repr(error)
+            first.write(b"x").wait(PATIENCE_S)
+            assert target.lift() < 0.5, "it turns round and round"
+            again = node.connect(handle)
+            again.region(handle).write(b"y").wait(PATIENCE_S)
+            for peer in node.peers:
+                if peer != first.peer:
+                    peer.close()
+            eventually(lambda: target.peer_count() == 1, "the host forgets")
+        assert target.growth() == []
+
+
+# ---- memory
+
+
+def test_more_than_the_host_has() -> None:
+    for transports in (["shm"], ["tcp"]):
+        with Node(transports=transports) as node:
+            for size in (2 * PHYSICAL_BYTES, 1 << 62, (1 << 63) - 1):
+                with pytest.raises(MemoryError, match="memory"):
+                    node.allocate(size)
+            node.allocate(64).array()[:] = 1
+
+
+def test_more_than_the_peer_has(transport: str) -> None:
+    with node_pair([transport], quota_bytes=1 << 62) as pair:
+        for size in (2 * PHYSICAL_BYTES, 1 << 62):
+            with pytest.raises(MemoryError, match="memory"):
+                pair.to_far.allocate(size)
+        pair.to_far.allocate(64).write(b"x").wait(PATIENCE_S)
+
+
+def test_no_address_space(transport: str) -> None:
+    """It is missing at the owner, or (on shm, where it is mapped) at the user of a region."""
+    with PeerGroup() as group:
+        _, owner = start_actor(group, "owner", transports=[transport], quota_bytes=GIB)
+        _, poor = start_actor(group, "poor", poor_actor, transports=[transport])
+        owner.allocate("large", 512 * MIB, "rw", "large")
+        owner.allocate("small", 64, "rw", "small")
+        poor.connect(owner.address())
+        poor.leave_memory(64 * MIB)
+        assert poor.try_allocate(512 * MIB).startswith("MemoryError")
+        assert poor.try_allocate(MIB) == ""
+        if transport == "shm":
+            assert poor.try_region("large").startswith("MemoryError")
+            assert poor.is_connected()
+            # What it could not map it does not keep: the whole quota is still there.
+            assert poor.try_lease(GIB).startswith("MemoryError")
+            assert poor.is_connected()
+            with Node("rich", transports=[transport]) as node:
+                node.connect(owner.address()).allocate(GIB)
+        # And from the other side: the poor one is asked to allocate.
+        with Node("asking", transports=[transport]) as node:
+            peer = node.connect(poor.address())
+            with pytest.raises(MemoryError, match="poor"):
+                peer.allocate(512 * MIB)
+            peer.allocate(4096).write(b"x").wait(PATIENCE_S)
+
+
+# ---- limits of the Node
+
+
+def test_quota(transport: str) -> None:
+    with node_pair([transport], quota_bytes=MIB) as pair:
+        peer = pair.to_far
+        first = peer.allocate(MIB - 100)
+        for size in (101, MIB + 1, 1 << 62):
+            with pytest.raises(BusyError, match="quota") as caught:
+                peer.allocate(size)
+            assert "far" in str(caught.value)
+        peer.allocate(100)
+        pair.far.allocate(4 * MIB)  # its own memory does not count
+        first.free()
+        peer.allocate(MIB - 100)
+
+
+def test_leased_regions(transport: str) -> None:
+    """The number of regions that peers allocate is bounded too."""
+    with node_pair([transport]) as pair:
+        leased = [pair.to_far.allocate(1) for _ in range(1024)]
+        with pytest.raises(BusyError, match="1024"):
+            pair.to_far.allocate(1)
+        leased.pop().free()
+        pair.to_far.allocate(1)
+
+
+def test_max_peers(transport: str) -> None:
+    options = {"transports": [transport]}
+    with (
+        Node("full", max_peers=2, **options) as full,
+        Node("a", **options) as a,
+        Node("b", **options) as b,
+        Node("c", **options) as c,
+    ):
+        first, _ = a.connect(full.address), b.connect(full.address)
+        eventually(lambda: len(full.peers) == 2, "both are in")
+        with pytest.raises(BusyError, match="max_peers"):
+            c.connect(full.address)
+        with pytest.raises(BusyError, match="max_peers"):
+            full.connect(c.address)
+        first.close()
+        eventually(lambda: len(full.peers) == 1, "one has left")
+        c.connect(full.address)
+
+
+def test_max_peers_counts_who_is_in_the_handshake() -> None:
+    """Two that are let in at the same moment do not both take the last place."""
+    with (
+        Node("full", max_peers=1, transports=["tcp"]) as full,
+        Node("slow", transports=["tcp"]) as slow,
+        Node("fast", transports=["tcp"]) as fast,
+        Relay(full.address) as relay,
+    ):
+        connecting = background(slow.connect, relay.address)
+        relay.join()
+        relay.forward(4)  # trusted; its last message is on the way
+        error = error_of(fast.connect, full.address)
+        relay.send("server", relay.receive(*MESSAGES[4]))
+        connecting.exception(PATIENCE_S)
+        eventually(lambda: full.peers, "somebody is in")
+        assert len(full.peers) <= 1
+        assert error is None or isinstance(error, BusyError)
+
+
+def test_max_regions() -> None:
+    with Node(transports=["tcp"]) as node:
+        regions = [node.allocate(1, name=str(number)) for number in range(16384)]
+        with pytest.raises(BusyError, match="16384"):
+            node.allocate(1)
+        regions[77].free()
+        again = node.allocate(1, name="77")
+        assert node.region("77").handle() == again.handle() != regions[77].handle()
+        with pytest.raises(BusyError, match="16384"):
+            node.allocate(1)
+
+
+def test_lengths_of_names(transport: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        Node("n" * 1000)
+    with node_pair([transport]) as pair:
+        longest = "r" * 255
+        pair.far.allocate(64, name=longest)
+        assert pair.to_far.region(longest).name == longest
+        assert pair.to_far.allocate(64, "ä" * 127).name == "ä" * 127
+        for too_long in ("r" * 256, "ä" * 128, "x" * 100_000):
+            for call in (
+                lambda name=too_long: pair.far.allocate(64, name=name),
+                lambda name=too_long: pair.to_far.allocate(64, name),
+                lambda name=too_long: pair.to_far.region(name),
+            ):
+                with pytest.raises(ValueError, match="255"):
+                    call()
+        with pytest.raises(LookupError):
+            pair.far.region("r" * 256)
+        with pytest.raises((ValueError, LookupError)):
+            pair.to_far.region("")
+        assert not pair.to_far.lost
+
+
+@pytest.mark.parametrize("name", ["n" * 63, "ä" * 31, "a b", "ü/ß 東京"])
+def test_names_of_nodes(name: str) -> None:
+    with Node(name) as node, Node() as other:
+        assert other.connect(node.address).name == name
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x00b", "\x7f", "\udc80", "n" * 64, "ä" * 32])
+def test_names_that_no_node_can_have(name: str) -> None:
+    """Refused at once, not by everybody who is asked to connect later."""
+    with pytest.raises(ValueError, match="name"):
+        Node(name)
+
+
+# ---- addresses
+
+
+def test_address_in_use() -> None:
+    with Node() as node:
+        with pytest.raises((BusyError, UnavailableError), match=re.escape(node.address)):
+            Node(listen=node.address)
+        with Node() as other:
+            other.connect(node.address)
+
+
+@pytest.mark.parametrize("listen", ["192.0.2.1:0", "[2001:db8::1]:0"])
+def test_address_of_another_host(listen: str) -> None:
+    """From the ranges for documentation, which nobody has."""
+    with pytest.raises(UnavailableError, match="cannot listen"):
+        Node(listen=listen, secret=b"s" * 16)
+
+
+@pytest.mark.parametrize("listen", ["nowhere.invalid:0", "127.0.0.1", "127.0.0.1:x", ":1", ""])
+def test_address_that_is_none(listen: str) -> None:
+    with pytest.raises(ValueError, match=r"address|listen"):
+        Node(listen=listen)
+
+
+def test_nobody_there() -> None:
+    with Node() as node, Node() as other:
+        address = other.address
+        other.close()
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match=re.escape(address)):
+            node.connect(address)
+        assert time.monotonic() - start < 5
+        with pytest.raises((ConnectionError, ValueError)):
+            node.connect("nowhere.invalid:7000")
+
+
+# ---- secret files
+
+
+def test_secret_file_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    monkeypatch.setenv("TENSORWIRE_SECRET_FILE", str(path))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        Node()
+    path.mkdir()
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        Node()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"short", b" " * 100, b"fifteen bytes 15\n"[1:]])
+def test_secret_file_too_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(content)
+    monkeypatch.setenv("TENSORWIRE_SECRET_FILE", str(path))
+    with pytest.raises(ValueError, match="at least 16") as caught:
+        Node()
+    assert str(path) in str(caught.value)
+    if text := content.decode().strip():
+        assert text not in str(caught.value), "a secret is told to nobody"

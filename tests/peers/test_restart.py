@@ -1,0 +1,109 @@
+"""A peer restarts again and again, connections come and go: neighbours go on and nothing is left."""
+
+import numpy as np
+import pytest
+from actor import MIB, PATIENCE_S, all_complete, eventually, growth_since, memory_of, start_actor
+from neighbours import neighbour, restarting
+
+from tensorwire import BusyError, Node, Peer
+from tensorwire.testing import Footprint, PeerGroup
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
+
+RESTARTS = 24
+CYCLES = 1000
+
+
+def test_restarts_under_load() -> None:
+    """A process is killed and comes back 24 times while one neighbour uses shm and one tcp."""
+    with PeerGroup() as group:
+        victim = group.start(restarting, "127.0.0.1:0")
+        address, handle = victim.recv()
+        left = group.start(neighbour, "left", ["shm", "tcp"], address, name="left")
+        right = group.start(neighbour, "right", ["tcp"], address, name="right")
+        addresses = left.recv(), right.recv()
+        right.send(addresses[0])
+        left.send(addresses[1])
+        incarnations = {handle.incarnation}
+        for restart in range(RESTARTS + 1):
+            for one in (left, right):
+                assert one.recv() == handle.incarnation
+            victim.kill()
+            if restart < RESTARTS:
+                victim = group.start(restarting, address)
+                again, handle = victim.recv()
+                assert again == address
+                incarnations.add(handle.incarnation)
+        assert len(incarnations) == RESTARTS + 1
+        for one in (left, right):
+            one.send("stop")
+        for one in (left, right):
+            seen = one.result()
+            assert seen["wrong"] == 0
+            assert seen["stale"] == RESTARTS
+            assert seen["rounds"] >= RESTARTS
+            assert not seen["other_lost"]
+            assert seen["growth"] == []
+            assert seen["complete"]
+
+
+def test_cycles_of_connections(transport: str) -> None:
+    """1,000 times connect, move bytes, disconnect: nothing grows on either side."""
+    with PeerGroup() as group, Node("guest", transports=[transport]) as node:
+        _, target = start_actor(group, "host", transports=[transport])
+        handle = target.allocate("r", 4096)
+        data, back = np.arange(512, dtype=np.int64), np.empty(512, np.int64)
+
+        def cycle(number: int) -> None:
+            peer = node.connect(handle)
+            remote = peer.region(handle)
+            remote[8:].write(data[1:], signal=(remote.word(0), number)).wait(PATIENCE_S)
+            remote.read(back).wait(PATIENCE_S)
+            assert back[0] == number
+            assert (back[1:] == data[1:]).all()
+            peer.allocate(4096).write(data).wait(PATIENCE_S)
+            peer.close()
+            assert peer.lost
+
+        for number in range(1, CYCLES // 5):
+            cycle(number)
+        eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")
+        before, anonymous = Footprint.now(), memory_of("self")["RssAnon"]
+        target.mark()
+        anonymous_there = target.rss_bytes()
+        for number in range(CYCLES // 5, CYCLES + 1):
+            cycle(number)
+        eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")
+        assert growth_since(before) == []
+        assert target.growth() == []
+        # Allocators keep some memory; 800 connections that left one page each would be 3 MiB.
+        assert memory_of("self")["RssAnon"] - anonymous < 2 * MIB
+        assert target.rss_bytes() - anonymous_there < 2 * MIB
+        assert all_complete(node)
+        assert node.peers == []
+
+
+def test_cycles_of_nodes(transport: str) -> None:
+    """Nodes come and go, too; what they leased is given back each time."""
+    with PeerGroup() as group:
+        _, target = start_actor(group, "host", transports=[transport], quota_bytes=MIB)
+        target.mark()
+        anonymous = 0
+        for number in range(150):
+            with Node("guest", transports=[transport]) as guest:
+                peer = guest.connect(target.address())
+                eventually(lambda: leased(peer), "the last guest's lease ends")
+            if number == 50:
+                anonymous = memory_of("self")["RssAnon"]
+        eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")
+        assert target.growth() == []
+        assert memory_of("self")["RssAnon"] - anonymous < 2 * MIB
+
+
+def leased(peer: Peer) -> bool:
+    """Tries to allocate all that the quota allows."""
+    try:
+        peer.allocate(MIB)
+    except BusyError:
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""Waiting costs nearly nothing, can be interrupted, and needs no core of its own."""
+
+import os
+import signal
+import time
+
+import pytest
+from actor import MIB, eventually, is_asleep, start_actor
+from waiting import CALLS, idles, interrupted, player
+
+from tensorwire.testing import PeerGroup
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+
+# These do not block on shm: they need nobody at the other side.
+NEED_TARGET = ("Transfer.wait", "wait_all", "fetch_add")
+SECONDS = 3.0
+SHARE = 0.02  # of a core
+
+
+def blocking_calls(transport: str) -> list[str]:
+    return [name for name in CALLS if transport == "tcp" or name not in NEED_TARGET]
+
+
+def test_a_waiting_process_is_idle(transport: str) -> None:
+    """All at the same time: who waits disturbs nobody, so none is disturbed either."""
+    calls = ["wait_until", "wait_until, peer", "wait_until beside another", "accept"]
+    calls += ["Transfer.wait"] if transport == "tcp" else []
+    with PeerGroup() as group:
+        host, target = start_actor(group, "host", transports=[transport])
+        target.allocate("r", 32 * MIB, "rw", "r")
+        address = target.address()
+        members = [group.start(idles, name, [transport], address, SECONDS) for name in calls]
+        for member in members:
+            assert member.recv() == "ready"
+        host.stop()
+        for member in members:
+            member.send("go")
+        for name, member in zip(calls, members, strict=True):
+            cpu_s, seconds = member.result()
+            assert seconds >= SECONDS
+            assert cpu_s < SHARE * seconds, f"{name}: {cpu_s / seconds:.1%} of a core"
+        host.cont()
+
+
+def test_interrupt(transport: str) -> None:
+    """Ctrl-C ends every blocking call with KeyboardInterrupt."""
+    with PeerGroup() as group:
+        host, target = start_actor(group, "host", transports=[transport])
+        target.allocate("r", 32 * MIB, "rw", "r")
+        address = target.address()
+        calls = blocking_calls(transport)
+        members = [group.start(interrupted, name, [transport], address) for name in calls]
+        for member in members:
+            assert member.recv() == "ready"
+        host.stop()
+        for member in members:
+            member.send("go")
+        for name, member in zip(calls, members, strict=True):
+            assert member.recv() == "blocking"
+            eventually(lambda pid=member.pid: is_asleep(pid), f"{name} blocks")
+            pressed = time.monotonic()
+            os.kill(member.pid, signal.SIGINT)
+            assert member.result() - pressed < 1.0, name
+        host.cont()
+
+
+@pytest.mark.parametrize("shared_core", [True, False])
+def test_ping_pong(transport: str, shared_core: bool) -> None:
+    """Two processes answer each other's signals, also if they have to share one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = cores[:1] if shared_core else cores
+    rounds = 2000
+    with PeerGroup() as group:
+        players = [
+            group.start(player, [transport], chosen, rounds, serves) for serves in (True, False)
+        ]
+        addresses = [each.recv() for each in players]
+        for each, address in zip(players, reversed(addresses), strict=True):
+            each.send(address)
+        for step in ("ready", "played"):
+            for each in players:
+                assert each.recv() == step
+            for each in players:
+                each.send("go")
+        assert [each.result() for each in players] == [rounds, rounds]

@@ -1,0 +1,76 @@
+"""The examples in the documents do what the text around them says."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.cli import main
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    """The python blocks of a page, each moved to its line, so that a traceback names the page's."""
+    text = page.read_text()
+    return ["\n" * text.count("\n", 0, m.start(1)) + m[1] for m in FENCE.finditer(text)]
+
+
+def run(program: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme(repository: Path, tmp_path: Path) -> None:
+    """A program of its own: it starts a second process, which has to import it."""
+    (block,) = blocks(repository / "README.md")
+    program = tmp_path / "readme.py"
+    program.write_text(block)
+    assert run(program).split() == "[0. 1. 2. 3. 4. 5. 6. 7. 8. 9.]".split()
+
+
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+def test_memory_page(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
+    """All blocks are one program, in their order."""
+    monkeypatch.setenv("TENSORWIRE_TRANSPORTS", transports)
+    page = repository / "docs" / "memory.md"
+    found = blocks(page)
+    assert len(found) > 8
+    if importlib.util.find_spec("torch") is None:
+        found = [block for block in found if "import torch" not in block]
+    program = tmp_path / "memory_page.py"
+    runs = "".join(f"exec(compile({block!r}, {str(page)!r}, 'exec'))\n" for block in found)
+    program.write_text(runs)
+    printed = run(program)
+    assert printed.startswith("499500.0\n")
+    assert f"\n{transports} " in printed
+
+
+def test_measured_place(repository: Path) -> None:
+    """The marks between which figures are written are there, once and in order."""
+    text = (repository / "README.md").read_text()
+    begin, end = "<!-- measured:begin -->\n", "<!-- measured:end -->\n"
+    assert text.count(begin) == text.count(end) == 1
+    assert text.index(begin) < text.index(end)
+
+
+def test_commands_exist(repository: Path) -> None:
+    """Every `tensorwire ...` and `make ...` that a page mentions is a command or a verb."""
+    pages = [*repository.glob("*.md"), *repository.glob("docs/*.md"), *repository.glob("*/*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    commands = set(re.findall(r"`tensorwire ([a-z]+)", text))
+    assert commands
+    assert commands <= set(main.commands)
+    verbs = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", text, re.MULTILINE))
+    makefile = (repository / "Makefile").read_text()
+    known = set(re.findall(r"^([a-z-]+)(?:-%)?:", makefile, re.MULTILINE))
+    assert verbs
+    assert verbs <= known
