@@ -28,15 +28,15 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-deps: $(VENV)/.with-dev $(VENV)/.with-torch ## install everything that building and testing needs
+deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
 	@$(NEED) cxx headers clang clang-rt doctest cc spin
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
-train: build $(VENV)/.with-examples ## train a small model on two processes
+train: build $(VENV)/.with-examples ## train a small network on three processes
 	python examples/train_by_hand.py
 
-test: build $(VENV)/.with-torch ## run the Python tests
+test: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the Python tests
 	pytest $(ARGS)
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan

@@ -23,7 +23,9 @@ using namespace nb::literals;
 namespace tensorwire {
 namespace {
 
-// Copies up to this size are shorter than letting go of the GIL and taking it back.
+// Up to these sizes a transfer does not hold up other threads long enough to be worth letting go of
+// the GIL and taking it back: one memcpy on shm, a system call on the others.
+constexpr uint64_t kKeepGilShmBytes = 1 << 20;
 constexpr uint64_t kKeepGilBytes = 64 << 10;
 
 // ---- what Python objects a transfer holds
@@ -265,9 +267,9 @@ PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
 }
 
 template <class Start>
-TransferPtr start_transfer(uint64_t bytes, const Start& start) {
+TransferPtr start_transfer(const Peer& peer, uint64_t bytes, const Start& start) {
   bury_the_dead();
-  if (bytes <= kKeepGilBytes) return start();
+  if (bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
   nb::gil_scoped_release release;
   return start();
 }
@@ -282,7 +284,7 @@ PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remot
                                     "; slice one of them");
   }
   Piece piece{local.data(), &remote, offset, local.size()};
-  auto transfer = start_transfer(local.size(), [&] {
+  auto transfer = start_transfer(peer, local.size(), [&] {
     return is_write ? peer.write({&piece, 1}, signal, inline_limit)
                     : peer.read({&piece, 1}, inline_limit);
   });
@@ -321,7 +323,7 @@ PyTransfer transfer_many(Peer& peer, const Objects& objects,
                          const std::vector<uint64_t>& offsets, const SignalTo& signal,
                          uint64_t inline_limit, bool is_write) {
   PieceList list = piece_list(objects, remotes, offsets, !is_write);
-  auto transfer = start_transfer(list.bytes, [&] {
+  auto transfer = start_transfer(peer, list.bytes, [&] {
     return is_write ? peer.write(list.pieces, signal, inline_limit)
                     : peer.read(list.pieces, inline_limit);
   });
@@ -491,7 +493,7 @@ void bind_peer(nb::module_& m) {
              uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
             auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
             SignalTo signal = signal_to(word, word_offset, value);
-            auto transfer = start_transfer(prepared.bytes(), [&] {
+            auto transfer = start_transfer(*prepared.peer(), prepared.bytes(), [&] {
               return indices
                          ? prepared.start({indices->data(), indices->size()}, signal, inline_limit)
                          : prepared.start(signal, inline_limit);
@@ -713,6 +715,7 @@ void bind_node(nb::module_& m) {
             }
           },
           "region"_a, "offset"_a, "value"_a, "timeout_s"_a.none(), "peer"_a.none() = nb::none())
+      .def("raise_word", &Node::raise_word, "region"_a, "offset"_a, "value"_a)
       .def(
           "close_peer",
           [](Node& n, PeerPtr peer) {

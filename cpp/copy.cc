@@ -66,6 +66,7 @@ void copy_around_caches(std::byte* target, const std::byte* source, size_t size)
 }  // namespace
 
 void copy_memory(std::byte* target, const std::byte* source, size_t size) {
+  if (size == 0) return;  // either may be null then, which memmove does not take
 #if defined(__x86_64__)
   auto to = reinterpret_cast<uintptr_t>(target), from = reinterpret_cast<uintptr_t>(source);
   bool apart = to + size <= from || from + size <= to;

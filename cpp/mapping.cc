@@ -13,6 +13,8 @@
 namespace tensorwire {
 namespace {
 
+constexpr size_t kLargePageBytes = 2 << 20;
+
 size_t whole_pages(size_t size) {
   size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   return (size + page - 1) / page * page;
@@ -29,6 +31,9 @@ void Mapping::map(int fd, size_t size, int protection, int flags) {
   data_ = static_cast<std::byte*>(address);
   mapped_ = size;
   epoch_ = fork::epoch();
+  // Where the system allows it (for shared memory it must be switched on, see `tensorwire info`),
+  // large pages make large copies faster.
+  if (size >= kLargePageBytes) ::madvise(address, size, MADV_HUGEPAGE);
   fork::add_range(address, size);
 }
 

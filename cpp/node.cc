@@ -30,6 +30,14 @@ std::array<uint8_t, 16> host_id() {
   return result;
 }
 
+void check_word(const Region& region, uint64_t offset) {
+  if (offset % sizeof(uint64_t) != 0 || !region.contains(offset, sizeof(uint64_t))) {
+    throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
+                                    std::to_string(offset) + " of " + std::to_string(region.size) +
+                                    " bytes is not");
+  }
+}
+
 }  // namespace
 
 uint32_t transport_bits(const std::vector<std::string>& names) {
@@ -161,7 +169,7 @@ void Node::free(const std::shared_ptr<Region>& region) {
 
 void Node::free_here(const std::shared_ptr<Region>& region) {
   regions_->free(*region);
-  for (const auto& peer : peers()) peer->revoke(*region);
+  for (const auto& peer : all_peers()) peer->revoke(*region);
 }
 
 // ---- peers
@@ -268,6 +276,12 @@ PeerPtr Node::accept(Deadline deadline) {
 }
 
 std::vector<PeerPtr> Node::peers() const {
+  auto result = all_peers();
+  std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready(); });
+  return result;
+}
+
+std::vector<PeerPtr> Node::all_peers() const {
   std::lock_guard lock(mutex_);
   std::vector<PeerPtr> result;
   for (const auto& [id, peer] : peers_) result.push_back(peer);
@@ -277,11 +291,7 @@ std::vector<PeerPtr> Node::peers() const {
 bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
                      const PeerPtr& watch) {
   check_open();
-  if (offset % sizeof(uint64_t) != 0 || !region.contains(offset, sizeof(uint64_t))) {
-    throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
-                                    std::to_string(offset) + " of " + std::to_string(region.size) +
-                                    " bytes is not");
-  }
+  check_word(region, offset);
   auto word = word_at(region.data() + offset);
   const std::atomic<bool>* closed = &closed_;
   const Peer* peer = watch.get();
@@ -303,11 +313,18 @@ bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Dead
   return false;
 }
 
+void Node::raise_word(Region& region, uint64_t offset, uint64_t value) {
+  check_open();
+  check_word(region, offset);
+  store_max(region.data() + offset, value);
+  fabric_.progress->notify();
+}
+
 void Node::close() {
   if (epoch_ != fork::epoch() || closed_.exchange(true)) return;
   fabric_.progress->run([this] {
     if (listener_) listener_->close();
-    for (const auto& peer : peers()) {
+    for (const auto& peer : all_peers()) {
       peer->lose({Code::kClosed, "this Node was closed"}, true);
     }
   });

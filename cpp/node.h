@@ -66,6 +66,7 @@ class Node : public std::enable_shared_from_this<Node> {
                   const std::string& require, const std::function<void()>& interrupted);
   // The next peer that connected to us; null if the deadline passed (or a signal came).
   PeerPtr accept(Deadline deadline);
+  // Those that are connected and ready for use.
   std::vector<PeerPtr> peers() const;
 
   // Waits until the word at offset is >= value. False if the deadline passed (or a signal came).
@@ -73,6 +74,9 @@ class Node : public std::enable_shared_from_this<Node> {
   // peer's own status if watch is given and lost first.
   bool wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
                  const PeerPtr& watch = nullptr);
+
+  // Raises a word of this Node's own, as a peer would. Throws as wait_word does.
+  void raise_word(Region& region, uint64_t offset, uint64_t value);
 
   void close();
 
@@ -82,6 +86,7 @@ class Node : public std::enable_shared_from_this<Node> {
   Hello hello() const;
   PeerPtr adopt(Descriptor socket, bool is_unix, Hello remote, std::string address,
                 std::string reason, bool accepted);
+  std::vector<PeerPtr> all_peers() const;  // also those that are not ready yet
   void forget(Peer& peer);
   void free_here(const std::shared_ptr<Region>& region);  // driving thread
 

@@ -316,15 +316,22 @@ bool Peer::granted(const Header& header, std::string_view body) {
     region->access = {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
     region->name = body;
     status.message.clear();
-    if (shm_) {
-      try {
-        region->mapping =
-            Mapping::import(stream_->take_descriptor(), region->size, region->access.write);
-      } catch (const Error& error) {
-        status = {error.code(), error.what()};
-        // Out of address space is our trouble; anything else is a lie.
-        well_formed = error.code() == Code::kNoMemory;
+    if (shm_ && (region->access.read || region->access.write)) {
+      Descriptor memory = stream_->take_descriptor();
+      auto known = known_[region->generation].lock();
+      if (known && known->size == region->size) {
+        region->mapping = known->mapping;  // one mapping, however often it is looked up
+      } else {
+        try {
+          region->mapping = Mapping::import(std::move(memory), region->size, region->access.write);
+        } catch (const Error& error) {
+          status = {error.code(), error.what()};
+          // Out of address space is our trouble; anything else is a lie.
+          well_formed = error.code() == Code::kNoMemory;
+        }
       }
+      known_[region->generation] = region;
+      std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
     }
     if (header.total == 0 || header.generation == 0) well_formed = false;
     if (status.ok() && asked->abandoned) {

@@ -119,6 +119,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::shared_ptr<Channel> channel_;
   Service service_;
   std::function<void(Peer&)> on_ready_, on_lost_;
+  // By generation. Driving thread only.
+  std::unordered_map<uint64_t, std::weak_ptr<const RemoteRegion>> known_;
   std::atomic<bool> ready_{false}, lost_{false};
 
   mutable std::mutex mutex_;

@@ -205,7 +205,9 @@ void Service::grant(const Header& header, const std::shared_ptr<Region>& region)
   answer.total = region->size;
   answer.length = region->name.size();
   int memory = region->mapping->descriptor();
-  bool send_memory = stream_->is_unix() && memory >= 0;
+  // Whoever gets the memory can read it, so it is not handed out with a grant of nothing.
+  bool usable = region->access.read || region->access.write;
+  bool send_memory = stream_->is_unix() && memory >= 0 && usable;
   stream_->send(answer, region->name, false, {&memory, send_memory ? 1u : 0u}, region);
 }
 

@@ -89,6 +89,12 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     transfer->complete(status.code, std::move(status.message));
     return transfer;
   }
+  if (!pieces.empty()) {
+    (is_read ? traffic_->reads : traffic_->writes).fetch_add(1, std::memory_order_relaxed);
+    (is_read ? traffic_->bytes_read : traffic_->bytes_written)
+        .fetch_add(total, std::memory_order_relaxed);
+  }
+  if (signal.region != nullptr) traffic_->signals.fetch_add(1, std::memory_order_relaxed);
   if (inline_limit == 0 || total <= inline_limit) {
     for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
     if (signal.region != nullptr) raise(signal);
@@ -130,23 +136,14 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
 
 TransferPtr ShmChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
                               uint64_t inline_limit) {
-  auto transfer = copy(pieces, signal, inline_limit, false);
-  traffic_->writes.fetch_add(1, std::memory_order_relaxed);
-  traffic_->bytes_written.fetch_add(transfer->bytes, std::memory_order_relaxed);
-  return transfer;
+  return copy(pieces, signal, inline_limit, false);
 }
 
 TransferPtr ShmChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
-  auto transfer = copy(pieces, {}, inline_limit, true);
-  traffic_->reads.fetch_add(1, std::memory_order_relaxed);
-  traffic_->bytes_read.fetch_add(transfer->bytes, std::memory_order_relaxed);
-  return transfer;
+  return copy(pieces, {}, inline_limit, true);
 }
 
-TransferPtr ShmChannel::signal(const SignalTo& signal) {
-  traffic_->signals.fetch_add(1, std::memory_order_relaxed);
-  return copy({}, signal, 0, false);
-}
+TransferPtr ShmChannel::signal(const SignalTo& signal) { return copy({}, signal, 0, false); }
 
 TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
   auto transfer = std::make_shared<Transfer>(progress_, counters_, 0);

@@ -166,6 +166,7 @@ TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& sig
   auto request = make(pieces, signal, false);
   traffic_->writes.fetch_add(1, std::memory_order_relaxed);
   traffic_->bytes_written.fetch_add(request->transfer->bytes, std::memory_order_relaxed);
+  if (request->has_signal) traffic_->signals.fetch_add(1, std::memory_order_relaxed);
   return start(std::move(request));
 }
 

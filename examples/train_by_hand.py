@@ -96,6 +96,7 @@ def serve(node, slots, steps, progress):
     messages = [slot[HEADER:].array("float32") for slot in slots]
     peers = sorted((node.accept(timeout_s=30) for _ in slots), key=lambda peer: peer.name)
     targets = [peer.region("parameters") for peer in peers]
+    print(f"{WORKERS} workers, connected by {peers[0].path.transport}", flush=True)
     bar, spent, velocity = progress.add_task("", total=steps), Stopwatch(), 0
     for step in range(1, steps + 1):
         sent = [to[HEADER:].write(parameters, signal=(to.word(0), step)) for to in targets]
@@ -113,9 +114,8 @@ def serve(node, slots, steps, progress):
             progress.update(bar, completed=step, description=text)
             spent.lap("testing")
     tw.wait_all([to.word(0).set(steps + 1) for to in targets])
-    total, wire = sum(spent.values()), peers[0].path.transport
-    print(f"{steps} steps of {1e6 * total / steps:.0f} µs", end=", ")
-    print(f"{4e-6 * steps * WORKERS * (COUNT + MESSAGE):.0f} MB by {wire}")
+    total, moved = sum(spent.values()), 4 * steps * WORKERS * (COUNT + MESSAGE)
+    print(f"{steps} steps of {1e6 * total / steps:.0f} µs, {moved / 1e6:.0f} MB moved")
     rows = [m[COUNT + 1 :] for m in messages] + [[spent[what] for what in SPENT]]
     for name, row in zip([*(peer.name for peer in peers), "server"], rows, strict=True):
         parts = zip(SPENT, row, strict=True)

@@ -33,7 +33,8 @@
 #define SHM 1                   /* the word comes from a writer in another process */
 #define NET 2                   /* ... from a frame on a socket */
 #define JOB 3                   /* ... from a job that another thread posts */
-#define NEVER 4                 /* ... never: the thread waits for ever; the others must not care */
+#define OWN 4                   /* ... from another thread of this process, which does not drive */
+#define NEVER 5                 /* ... never: the thread waits for ever; the others must not care */
 #ifndef FROM0
 #define FROM0 SHM
 #endif
@@ -49,6 +50,9 @@
 #ifndef SERVICE
 #define SERVICE 0               /* frames that nobody here waits for, e.g. a peer's read request */
 #endif
+
+/* Without jobs URGENT is never set, and the steps that clear and read it are left out. */
+#define JOBS (FROM0 == JOB || FROM1 == JOB || FROM2 == JOB)
 
 #define rounds(i) ((i) == 0 -> ROUNDS : 1)
 #define from(i) ((i) == 0 -> FROM0 : ((i) == 1 -> FROM1 : FROM2))
@@ -158,7 +162,7 @@ inline exchange(p, c, v, x) { d_step { buf[p].n == 0 -> x = mem[c]; mem[c] = v }
 /* ---- waking ---- */
 
 inline bump(p) {                /* event_seq += 1 */
-#ifdef MUT_NOTIFY_RELAXED
+#ifdef MUT_WAKE_RELAXED
   put(p, EVENT + ADD, 1)
 #else
   d_step { buf[p].n == 0 -> stale[0] = 1; stale[1] = 1; stale[2] = 1 }
@@ -169,12 +173,19 @@ inline wake_followers() { d_step { asleep[0] = 0; asleep[1] = 0; asleep[2] = 0 }
 
 inline unpark() { d_step { park_stale = 1; park_asleep = 0 } }
 
-inline notify(p, x) {           /* what somebody waits for may have happened */
+inline wake(p, x) {             /* what somebody waits for may have happened */
   bump(p);
   atomic { load(p, SLEEPERS, x); if :: x == 0 :: else -> x = 1 fi }
   if :: x == 1 -> atomic { wake_followers(); x = 0 } :: else fi;
 #if ASYNC < WAITERS
   atomic { load(p, NOTIFIERS, x); if :: x > 0 -> x = 0; notified = 1 :: else fi }
+#endif
+}
+
+inline notify(p, x) {           /* the same by a thread that need not be the driver */
+  wake(p, x);
+#ifndef MUT_NOTIFY_NO_KICK
+  atomic { load(p, DRIVER, x); if :: x == WAITER -> x = 0; doorbell = 1 :: else -> x = 0 fi }
 #endif
 }
 
@@ -207,7 +218,9 @@ inline try_drive(p, who, x) {   /* x: who drove before; NOBODY means that we do 
 /* One round of the loop; the caller drives. In C++ the round goes on to a non-blocking epoll_wait
    after a job; here the next round does that. */
 inline drive_once(p, x) {
+#if JOBS
   store(p, URGENT, 0);
+#endif
   if
   :: atomic { jobs[0] > 0 -> jobs[0]--; put(p, WORD(0), mem[WORD(0)] + 1) }
   :: atomic { jobs[1] > 0 -> jobs[1]--; put(p, WORD(1), mem[WORD(1)] + 1) }
@@ -215,11 +228,11 @@ inline drive_once(p, x) {
   :: atomic { !HAVE_JOBS ->
       if
       :: READY ->               /* epoll_wait */
-#ifdef MUT_NOTIFY_BEFORE_DRAIN
+#ifdef MUT_WAKE_BEFORE_DRAIN
         skip
       fi
     }
-    notify(p, x);
+    wake(p, x);
     atomic {
       if
       :: true ->
@@ -236,8 +249,8 @@ inline drive_once(p, x) {
       fi
     }
   fi;
-#ifndef MUT_NOTIFY_BEFORE_DRAIN
-  notify(p, x)
+#ifndef MUT_WAKE_BEFORE_DRAIN
+  wake(p, x)
 #endif
 }
 
@@ -271,8 +284,10 @@ inline release_drive(p, x) {
   unlock(p);
   hand_over(p, x);
 #endif
+#if JOBS
   atomic { load(p, URGENT, x); if :: HAVE_JOBS -> x = 1 :: else fi }
   if :: x > 0 -> store(p, URGENT, 1); unpark() :: else fi;
+#endif
 #ifndef MUT_NO_HAND_BACK
   load(p, PARK, x);
 #ifdef MUT_HAND_BACK_OR_OVER
@@ -415,12 +430,16 @@ drive:
 yield:
   store(T, YIELD, 0);
   release_drive(T, x);
+#if JOBS
   store(T, URGENT, 0);
+#endif
 
 park:
   park_stale = 0;
   store(T, PARK, PARKED);
+#if JOBS
   atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto awake :: else fi }
+#endif
   if                            /* futex_wait(park_word) for at most kParkNs */
   :: atomic { park_stale ->
       load(T, URGENT, x);
@@ -438,30 +457,29 @@ park:
   store(T, PARK, FOR_EVER);
 #endif
   atomic { load(T, DRIVER, x); if :: x == NOBODY -> goto park :: else -> x = 0 fi }
+#if JOBS
   atomic { load(T, URGENT, x); if :: x == 1 -> x = 0; goto park :: else fi }
+#endif
   atomic { if :: !park_stale -> park_asleep = 1 :: else fi }
   atomic { !park_asleep -> goto park }
 
 awake:
   store(T, PARK, AWAKE);
   atomic { load(T, DRIVER, x); if :: x != NOBODY -> x = 0 :: else -> goto top fi }
+#if JOBS
   store(T, URGENT, 0);
+#endif
   goto top
 }
 
 /* ---- the world outside ---- */
 
-/* ShmChannel::raise(): one process, one word, values 1..rounds. A thread of this process that makes
-   a condition true without driving (it frees a region, say) must do the same. */
-proctype Writer(byte i) {
+proctype Writer(byte i) {       /* ShmChannel::raise(): one process, one word, values 1..rounds */
   byte x;
   byte v = 1;
   do
   :: v <= rounds(i) ->
     put(WRITER(i), WORD(i), v);
-#ifdef MUT_NOTIFY_WITHOUT_RING
-    notify(WRITER(i), x);       /* wakes followers, but not a leader in epoll_wait */
-#else
     atomic {
 #ifndef MUT_NO_WRITER_FENCE
       fence(WRITER(i));
@@ -469,8 +487,16 @@ proctype Writer(byte i) {
       load(WRITER(i), ARMED, x)
     }
     if :: x > 0 -> atomic { x = 0; doorbell = 1 } :: else fi;
-#endif
     v++
+  :: else -> break
+  od
+}
+
+proctype Bystander(byte i) {    /* e.g. Node::free(): makes a condition true, then notify() */
+  byte x;
+  byte v = 1;
+  do
+  :: v <= rounds(i) -> put(WRITER(i), WORD(i), v); notify(WRITER(i), x); v++
   :: else -> break
   od
 }
@@ -525,6 +551,7 @@ init {
       if :: i == ASYNC -> run Async(i) :: else -> run Waiter(i) fi;
       run Flush(i);
       if :: from(i) == SHM -> run Writer(i); run Flush(WRITER(i)) :: else fi;
+      if :: from(i) == OWN -> run Bystander(i); run Flush(WRITER(i)) :: else fi;
       if :: from(i) == JOB -> run Poster(i) :: else fi;
       i++
     :: else -> break

@@ -122,7 +122,8 @@ TEST_CASE("frame: the layout is 64 little-endian bytes") {
   header.value = 0xff00000000000005;
   const std::string bytes = bytes_of(header);
   CHECK(bytes.size() == 64);
-  CHECK(bytes.substr(0, 16) == std::string("\x54\x01\x01\0\x01\x02\0\0\0\0\0\0\x01\x02\x03\x04", 16));
+  CHECK(bytes.substr(0, 16) ==
+        std::string("\x54\x01\x01\0\x01\x02\0\0\0\0\0\0\x01\x02\x03\x04", 16));
   CHECK(bytes.substr(16, 8) == "\x01\x02\x03\x04\x05\x06\x07\x08");
   for (int field = 0; field < 5; ++field) CHECK(bytes[24 + 8 * field] == field + 1);
   CHECK(bytes[63] == '\xff');
@@ -148,12 +149,13 @@ TEST_CASE("frame: whatever the cuts, the frames are the same") {
 TEST_CASE("frame: the buffer never runs out of room") {
   std::string stream;
   for (int i = 0; i < 200; ++i) {
-    stream += bytes_of(header_of(FrameType::kLookup, kMaxBodyBytes - i), pattern(kMaxBodyBytes - i));
+    stream +=
+        bytes_of(header_of(FrameType::kLookup, kMaxBodyBytes - i), pattern(kMaxBodyBytes - i));
   }
   const auto expected = parse(stream, {stream.size()});
   CHECK(expected.size() == 200);
-  for (size_t step : {size_t{1000}, size_t{1087}, FrameParser::kBufferBytes - 1,
-                      FrameParser::kBufferBytes}) {
+  for (size_t step :
+       {size_t{1000}, size_t{1087}, FrameParser::kBufferBytes - 1, FrameParser::kBufferBytes}) {
     CHECK(parse(stream, {step}) == expected);
   }
 }

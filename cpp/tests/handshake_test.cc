@@ -387,7 +387,7 @@ TEST_CASE("handshake: hello survives the wire, and nothing else passes for one")
   };
   CHECK_FALSE(refused(changed(16, 1)));
   for (size_t at = 0; at < 10; ++at) CHECK(refused(changed(at, 0xff)));  // magic, version
-  CHECK(refused(changed(10, 0)));                                         // kind
+  CHECK(refused(changed(10, 0)));                                        // kind
   CHECK(refused(changed(10, 4)));
   CHECK(refused(changed(11, 2)));                      // has secret
   CHECK(refused(changed(86, kMaxNodeNameBytes + 1)));  // length of the name

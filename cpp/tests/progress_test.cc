@@ -125,8 +125,8 @@ TEST_CASE("progress: several waiters of one doorbell all wake") {
 }
 
 TEST_CASE("progress: jobs run once each, or again while they ask for it") {
-  Loop loop;
   std::atomic<int> once{0}, thrice{0};
+  Loop loop;
   loop->post([&] {
     ++once;
     return false;
@@ -159,6 +159,7 @@ TEST_CASE("progress: run is done when it returns, and never runs beside another 
 }
 
 TEST_CASE("progress: a job is done though nobody waits, and though somebody waits for ever") {
+  std::atomic<int> done{0};
   Loop loop;
   for (bool waiter : {false, true}) {
     std::atomic<bool> end{false};
@@ -167,25 +168,25 @@ TEST_CASE("progress: a job is done though nobody waits, and though somebody wait
       thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
     }
     for (int i = 0; i < 200; ++i) {
-      std::atomic<bool> done{false};
+      int before = done;
       loop->post([&] {
-        done = true;
+        ++done;
         done.notify_all();
         return false;
       });
-      done.wait(false);  // outside the loop: this thread never leads
+      done.wait(before);  // outside the loop: this thread never leads
     }
     end = true;
     loop->notify();
     if (waiter) thread.join();
   }
+  CHECK(done == 400);
 }
 
 TEST_CASE("progress: timers fire in time, also those that timers set") {
+  std::atomic<int> fired{0}, early{0};
   Loop loop;
   auto start = Clock::now();
-  std::atomic<int> fired{0};
-  std::atomic<int64_t> early{0};
   for (int ms : {30, 10, 20}) {
     loop->after(ms / 1000.0, [&, ms] {
       if (Clock::now() - start < std::chrono::milliseconds(ms)) ++early;
@@ -198,9 +199,9 @@ TEST_CASE("progress: timers fire in time, also those that timers set") {
 }
 
 TEST_CASE("progress: an earlier timer shortens a sleep that has begun") {
-  Loop loop;
   std::atomic<bool> late{false};
   std::atomic<int> fired{0};
+  Loop loop;
   loop->after(1000.0, [&] { late = true; });
   for (bool waiter : {false, true}) {
     std::atomic<bool> end{false};
@@ -208,13 +209,12 @@ TEST_CASE("progress: an earlier timer shortens a sleep that has begun") {
     if (waiter) {
       thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
     }
-    std::atomic<bool> done{false};
+    int before = fired;
     loop->after(0.01, [&] {
       ++fired;
-      done = true;
-      done.notify_all();
+      fired.notify_all();
     });
-    done.wait(false);
+    fired.wait(before);
     end = true;
     loop->notify();
     if (waiter) thread.join();
@@ -252,6 +252,30 @@ TEST_CASE("progress: what is waited for while the loop stops is still seen") {
     progress->stop();
     for (auto& thread : threads) thread.join();
     CHECK(lost == 0);
+  }
+}
+
+TEST_CASE("progress: stop and a waiter that leads do not run jobs beside each other") {
+  for (int i = 0; i < 100; ++i) {
+    auto progress = std::make_shared<Progress>();
+    int plain = 0;  // TSan would see two at a time
+    std::atomic<int> left{300};
+    std::thread waiter([&] { progress->wait([&] { return left == 0; }, soon()); });
+    std::thread poster([&] {
+      for (int job = 0; job < 100; ++job) {
+        progress->post([&, times = 3]() mutable {
+          ++plain;
+          --left;
+          return --times > 0;
+        });
+      }
+    });
+    if (i % 2 == 0) poster.join();
+    progress->stop();
+    if (i % 2 == 1) poster.join();
+    progress->stop();
+    waiter.join();
+    CHECK(left == 0);
   }
 }
 
@@ -326,11 +350,11 @@ TEST_CASE("progress: handlers are called until they leave") {
 }
 
 TEST_CASE("progress: everything at once, and nothing is lost") {
+  constexpr int kRounds = 400;
+  std::atomic<int> lost{0}, fired{0}, ran{0}, posted{0};
   Loop loop;
   auto pipe = std::make_shared<Pipe>(*loop.progress);
   loop->watch(pipe->descriptor(), EPOLLIN, pipe);
-  constexpr int kRounds = 400;
-  std::atomic<int> lost{0}, fired{0}, ran{0}, posted{0};
   alignas(64) uint64_t memory = 0;
   auto* word = reinterpret_cast<std::byte*>(&memory);
   std::vector<std::thread> threads;

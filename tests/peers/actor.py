@@ -40,11 +40,6 @@ class Actor(Target):
         self._link: Peer = self._node.connect(address, timeout_s=timeout_s)
         return self._link.path.transport
 
-    def take(self) -> str:
-        """Accepts, for the methods below; returns the transport."""
-        self._link = self._node.accept(PATIENCE_S)
-        return self._link.path.transport
-
     def find_remote(self, name: str | Handle) -> int:
         """Looks a region of the peer up, for the methods below; returns its size."""
         self._remote: RemoteRegion = self._link.region(name)

@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -255,7 +254,7 @@ def open_descriptors() -> list[str]:
 
 
 def loader(channel: Channel, addresses: dict[str, str]) -> dict[str, Any]:
-    """A DataLoader with two forked workers, made after the Node, during traffic on each transport."""
+    """A DataLoader with two forked workers after a Node, during traffic on each transport."""
     import torch
     from torch.utils.data import DataLoader
 

@@ -50,10 +50,10 @@ def all_of_it(transports: list[str], address: str) -> None:
 
 def poor_client(
     channel: Channel, transports: list[str], address: str
-) -> list[tuple[int, str, bool]]:
+) -> list[tuple[int, str, list[str]]]:
     """Tries everything with 0, 1, 2, ... descriptors to spare, until it works.
 
-    Gives, for each number, the error, and whether everything was given back.
+    Gives, for each number, the error, and what was not given back.
     """
     all_of_it(transports, address)  # imports and what is made once
     descriptors = Descriptors()
@@ -62,13 +62,13 @@ def poor_client(
         before = Footprint.now()
         descriptors.leave(count)
         try:
-            error = error_of(all_of_it, transports, address)
+            error = words(error_of(all_of_it, transports, address))
         finally:
             descriptors.lift()
         all_of_it(transports, address)
-        clean = growth_since(before) == []
-        seen.append((count, "" if error is None else f"{type(error).__name__}: {error}", clean))
-        if error is None:
+        left = growth_since(before)
+        seen.append((count, error, left))
+        if not error:
             return seen
     return seen
 
@@ -94,14 +94,19 @@ def poor_node(channel: Channel, transports: list[str], address: str) -> list[tup
         for count in range(32):
             descriptors.leave(count)
             try:
-                error = error_of(use)
+                error = words(error_of(use))
             finally:
                 descriptors.lift()
             use()
-            seen.append((count, "" if error is None else f"{type(error).__name__}: {error}"))
-            if error is None:
+            seen.append((count, error))
+            if not error:
                 break
         return seen
+
+
+def words(error: Exception | None) -> str:
+    """An error as text, which holds nothing that the failed call had."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 class PoorActor(Actor):
@@ -123,16 +128,13 @@ class PoorActor(Actor):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
     def try_allocate(self, size_bytes: int) -> str:
-        error = error_of(self._node.allocate, size_bytes)
-        return "" if error is None else f"{type(error).__name__}: {error}"
+        return words(error_of(self._node.allocate, size_bytes))
 
     def try_lease(self, size_bytes: int) -> str:
-        error = error_of(self._link.allocate, size_bytes)
-        return "" if error is None else f"{type(error).__name__}: {error}"
+        return words(error_of(self._link.allocate, size_bytes))
 
     def try_region(self, name: str) -> str:
-        error = error_of(self._link.region, name)
-        return "" if error is None else f"{type(error).__name__}: {error}"
+        return words(error_of(self._link.region, name))
 
     def is_connected(self) -> bool:
         """Whether the connection still works."""

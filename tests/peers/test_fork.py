@@ -1,4 +1,4 @@
-"""Fork after a Node exists: the parent goes on unharmed, the child has no Node and no memory of it."""
+"""Fork after a Node exists: the parent goes on unharmed, the child has nothing of the Node."""
 
 import signal
 

@@ -30,7 +30,7 @@ from actor import (
 )
 from relay import MESSAGES, WELCOME, Relay
 
-from tensorwire import Node, Peer, PeerLostError, RemoteRegion, TensorwireError, TimeoutError
+from tensorwire import Node, Peer, PeerLostError, RemoteRegion, TimeoutError
 from tensorwire.testing import Footprint, Member, PeerGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -109,6 +109,7 @@ def survivor(transport: str) -> Iterator[Scene]:
         before = Footprint.now()
         with PeerGroup() as group:
             scene = Scene(transport, node, *start_actor(group, "victim", transports=[transport]))
+            assert bool(unix_sockets(scene.incarnation)) == (transport == "shm")
             yield scene
             eventually(lambda: not node.peers, "the Node forgets the peer", scene.left_s())
             if scene.peer is not None:
@@ -491,5 +492,21 @@ def test_connecting_while_it_dies(transport: str) -> None:
         scene.kill()
         for call in calls:
             error = call.exception(scene.left_s())
-            assert isinstance(error, TensorwireError), repr(error)
-            assert isinstance(error, PeerLostError)
+            assert isinstance(error, PeerLostError), repr(error)
+        # Their tracebacks hold the last peers.
+        del calls, call, error
+
+
+def test_the_checks_see_a_connection(transport: str) -> None:
+    """What the checks above miss at the end is there as long as the peer lives."""
+    with PeerGroup() as group, Node("survivor", transports=[transport]) as node:
+        member, target = start_actor(group, "victim", transports=[transport])
+        before = Footprint.now()
+        remote = node.connect(target.address()).region(target.allocate("r", 12345))
+        growth = "\n".join(growth_since(before, settle_s=0))
+        assert "socket:" in growth
+        assert ("/memfd:" in growth) == (transport == "shm")
+        assert ("eventfd" in growth) == (transport == "shm")
+        member.stop()
+        transfer = remote.write(bytes(12345))
+        assert all_complete(node) == transfer.done() == (transport == "shm")

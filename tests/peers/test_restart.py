@@ -1,4 +1,4 @@
-"""A peer restarts again and again, connections come and go: neighbours go on and nothing is left."""
+"""A peer restarts, connections come and go: neighbours go on, and nothing is left."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_cycles_of_nodes(transport: str) -> None:
         for number in range(150):
             with Node("guest", transports=[transport]) as guest:
                 peer = guest.connect(target.address())
-                eventually(lambda: leased(peer), "the last guest's lease ends")
+                eventually(lambda peer=peer: leased(peer), "the last guest's lease ends")
             if number == 50:
                 anonymous = memory_of("self")["RssAnon"]
         eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")

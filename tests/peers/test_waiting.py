@@ -24,7 +24,7 @@ def blocking_calls(transport: str) -> list[str]:
 
 def test_a_waiting_process_is_idle(transport: str) -> None:
     """All at the same time: who waits disturbs nobody, so none is disturbed either."""
-    calls = ["wait_until", "wait_until, peer", "wait_until beside another", "accept"]
+    calls = ["wait_until", "wait_until, peer", "wait_until beside another", "reached", "accept"]
     calls += ["Transfer.wait"] if transport == "tcp" else []
     with PeerGroup() as group:
         host, target = start_actor(group, "host", transports=[transport])

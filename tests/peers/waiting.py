@@ -1,5 +1,6 @@
 """Process functions for test_waiting.py: processes that block in one call."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -18,6 +19,7 @@ CALLS = (
     "wait_until",
     "wait_until, peer",
     "wait_until beside another",
+    "reached",
     "accept",
     "connect",
     "Transfer.wait",
@@ -49,6 +51,7 @@ def blocking(
             "wait_until": lambda s: word.wait_until(1, s),
             "wait_until, peer": lambda s: word.wait_until(1, s, peer=peer),
             "wait_until beside another": lambda s: word.wait_until(1, s),
+            "reached": lambda s: asyncio.run(word.reached(1, s)),
             "accept": node.accept,
             "connect": lambda s: node.connect(silent_address, timeout_s=s or 1e6),
             "Transfer.wait": lambda s: transfer.wait(s),

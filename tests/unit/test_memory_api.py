@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -745,3 +746,37 @@ def test_version(repository: Path) -> None:
 
 def test_peer_is_public() -> None:
     assert Peer.__module__.startswith("tensorwire.memory")
+
+
+def test_own_word_is_raised_and_wakes_a_waiter_of_this_process() -> None:
+    with Node("alone", transports=["shm"]) as node:
+        word = node.allocate(64).word(8)
+        waiter = threading.Thread(target=word.wait_until, args=(5, 10.0))
+        waiter.start()
+        word.set(4)
+        assert waiter.is_alive()
+        word.set(5)
+        waiter.join(10.0)
+        assert not waiter.is_alive()
+        word.set(3)
+        assert word.value == 5
+
+
+def test_a_region_without_access_is_not_mapped_by_peers() -> None:
+    with Node("owner", transports=["shm"]) as owner, Node("peer", transports=["shm"]) as node:
+        owner.allocate(1 << 20, name="private", access="none")
+        before = Path("/proc/self/maps").read_text().count("memfd:tensorwire")
+        remote = node.connect(owner.address).region("private")
+        attach_pages = 2  # each side maps the other's page
+        assert (
+            Path("/proc/self/maps").read_text().count("memfd:tensorwire") == before + attach_pages
+        )
+        with pytest.raises(PermissionError, match="read-only"):
+            remote.write(b"x")
+
+
+def test_wildcard_listening_advertises_a_reachable_address() -> None:
+    with Node("wide", listen="0.0.0.0:0", secret=b"s" * 32, advertise="127.0.0.1") as node:
+        assert node.address.startswith("127.0.0.1:")
+        with Node("near", secret=b"s" * 32) as other:
+            assert other.connect(node.address).name == "wide"

@@ -64,7 +64,8 @@ def test_measured_place(repository: Path) -> None:
 
 def test_commands_exist(repository: Path) -> None:
     """Every `tensorwire ...` and `make ...` that a page mentions is a command or a verb."""
-    pages = [*repository.glob("*.md"), *repository.glob("docs/*.md"), *repository.glob("*/*.md")]
+    pages = {*repository.glob("*.md"), *repository.glob("docs/*.md"), *repository.glob("*/*.md")}
+    pages.remove(repository / "docs" / "wire.md")  # quotes text that is hashed
     text = "\n".join(page.read_text() for page in pages)
     commands = set(re.findall(r"`tensorwire ([a-z]+)", text))
     assert commands

@@ -8,7 +8,8 @@ from tensorwire._core import Transfer
 from .handle import Handle
 from .node import Node, wait_all
 from .peer import Path, Peer, Prepared
-from .region import Region, RemoteRegion, RemoteWord, Word
+from .region import Region, Word
+from .remote import RemoteRegion, RemoteWord
 
 __all__ = [
     "Handle",

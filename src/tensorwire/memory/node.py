@@ -19,9 +19,10 @@ from tensorwire._core import Transfer
 from tensorwire.errors import UnavailableError
 
 from . import aio
+from .arguments import byte_count
 from .handle import Handle, access_flags, join_address, split_address
 from .peer import Peer
-from .region import Region, Word, adoptable, byte_count
+from .region import Region, Word, adoptable
 
 TRANSPORTS = ("shm", "tcp")
 MIN_SECRET_BYTES = 16
@@ -35,8 +36,11 @@ class Node:
     method raises `ClosedError` there; start a Node of its own in the child.
 
     Args:
-        name: shown to peers; default host name and process number. At most 255 bytes.
+        name: shown to peers; default host name and process number. At most 63 bytes.
         listen: "host:port" to accept peers on; port 0 chooses a free one.
+        advertise: the host that others reach this Node by, for `address` and handles. Default: the
+            host of `listen`; for a wildcard ("0.0.0.0", "[::]") the address of the interface with
+            the default route.
         secret: what every process of the job shares, at least 16 bytes. Default: the content of the
             file named by TENSORWIRE_SECRET_FILE (surrounding white space is removed), else
             TENSORWIRE_SECRET. Without one, only a loopback address is accepted.
@@ -67,6 +71,7 @@ class Node:
         name: str | None = None,
         *,
         listen: str = "127.0.0.1:0",
+        advertise: str | None = None,
         secret: bytes | None = None,
         transports: Iterable[str] | None = None,
         quota_bytes: int = 4 << 30,
@@ -82,6 +87,7 @@ class Node:
                 "or set TENSORWIRE_SECRET_FILE to a file with at least "
                 f"{MIN_SECRET_BYTES} random bytes that every process of the job can read"
             )
+        advertised = advertise or _reachable_host(host)
         self._core = _core.Node(
             name or f"{os.uname().nodename}-{os.getpid()}",
             host,
@@ -94,7 +100,7 @@ class Node:
             peer_timeout_s,
         )
         self.name = self._core.name
-        self.address = join_address(self._core.host, self._core.port)
+        self.address = join_address(advertised, self._core.port)
         self.incarnation = self._core.incarnation
         self._owner_pid = os.getpid()
         # Also at exit of the interpreter, so that peers see an orderly end.
@@ -334,3 +340,23 @@ def _is_loopback(host: str) -> bool:
     except OSError as error:
         raise ValueError(f"cannot listen on {host!r}: {error}") from error
     return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)
+
+
+def _reachable_host(host: str) -> str:
+    """`host`, or for a wildcard the address of the interface that leads out of this machine."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    import socket
+
+    family, outside = (
+        (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    )
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))  # chooses a route; sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"listening on {host} needs advertise=: no interface leads out of this machine, so it "
+            "is not clear by which address others reach it"
+        ) from error

@@ -17,9 +17,10 @@ from tensorwire._core import Transfer
 from tensorwire.errors import StaleHandleError
 
 from .aio import inline_limit
+from .arguments import addend, byte_count
 from .buffers import as_local, describe, size_bytes
 from .handle import Handle
-from .region import RemoteRegion, RemoteWord, Signal, addend, byte_count, check_signal
+from .remote import RemoteRegion, RemoteWord, Signal, check_signal
 
 if TYPE_CHECKING:
     from .node import Node

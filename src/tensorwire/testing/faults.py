@@ -7,6 +7,7 @@ leak and every transfer must complete exactly once.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from tensorwire._core import FaultPlan
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Peer, Transfer
 
-from .leaks import assert_no_leak
+from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair
 
 __all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
@@ -101,11 +102,13 @@ def for_every_n(
     if action not in ACTIONS:
         raise ValueError(f"action is one of {', '.join(ACTIONS)}, not {action!r}")
     chosen = None if transports is None else list(transports)
+    gc.collect()
     for nth in range(1, limit + 1):
         where = f"{action} of operation {nth} on {chosen}"
         plan = FaultPlan(nth, action, delay_s)
-        with assert_no_leak():
-            _run(script, plan, action, where, chosen, timeout_s, deadline_s, options)
+        before = Footprint.now()
+        _run(script, plan, action, where, chosen, timeout_s, deadline_s, options)
+        check_no_growth(before)
         if not plan.hit:
             return nth - 1
     raise AssertionError(f"the script has more than {limit} operations, or the plan never ends")
@@ -142,9 +145,11 @@ def _run(
     thread.join(deadline_s)
     assert not hung, f"{where}: the script still ran after {deadline_s:g} s"
     allowed = plan.hit and action != "delay"
-    for error in errors:
+    while errors:
+        error = errors.pop()
         if not (allowed and isinstance(error, TensorwireError)):
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+        del error  # it refers to the script's frame, and that to the Nodes
     if not allowed:
         failed = [t.code for t, code in early if code != 0]
         assert not failed, f"{where}: transfers failed with codes {failed}"

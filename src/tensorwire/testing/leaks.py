@@ -63,13 +63,18 @@ def assert_no_leak(settle_s: float = 2.0) -> Iterator[None]:
     gc.collect()  # garbage of before must not make room for a leak
     before = Footprint.now()
     yield
-    gc.collect()
+    check_no_growth(before, settle_s)
+
+
+def check_no_growth(before: Footprint, settle_s: float = 2.0) -> None:
+    """Checks that nothing is held that was not held before; see `assert_no_leak`."""
     deadline = time.monotonic() + settle_s
-    while growth := Footprint.now().growth(before):
-        if time.monotonic() > deadline:
+    while Footprint.now().growth(before):
+        gc.collect()  # what is left may be garbage
+        growth = Footprint.now().growth(before)
+        if growth and time.monotonic() > deadline:
             raise AssertionError(f"left behind after {settle_s:g} s:\n  " + "\n  ".join(growth))
         time.sleep(0.01)
-        gc.collect()
 
 
 def _descriptors() -> Counter[str]:

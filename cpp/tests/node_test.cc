@@ -1,0 +1,350 @@
+// Two Nodes in one process, over each transport: what they may do to each other, and how they say
+// no. Threads that hammer on them are in traffic_test.cc.
+#include "node.h"
+
+#include <doctest/doctest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "pair.h"
+#include "prepared.h"
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+const char* const kTransports[] = {"shm", "tcp"};
+
+uint64_t word(const Region& region, uint64_t offset) {
+  return word_at(region.data() + offset).load(std::memory_order_acquire);
+}
+
+TEST_CASE("node: write, read, signal and fetch_add") {
+  for (const std::string transport : kTransports) {
+    CAPTURE(transport);
+    Pair pair(transport);
+    CHECK(pair.to_far->transport() == transport);
+    CHECK(pair.to_near->transport() == transport);
+    CHECK(pair.to_far->name() == "far");
+    CHECK(pair.to_near->incarnation() == pair.near->incarnation());
+
+    auto region = pair.far->allocate(5000, "r", {true, true});
+    auto remote = answer(*pair.to_far, pair.to_far->ask_lookup("r"));
+    CHECK(remote->size == 5000);
+    auto bytes = pattern(3001, 1), back = pattern(3001, 2);
+    CHECK(outcome(write(*pair.to_far, bytes, *remote, 1992, {remote.get(), 8, 5})) == Code::kOk);
+    CHECK(std::equal(bytes.begin(), bytes.end(), region->data() + 1992));
+    CHECK(word(*region, 8) == 5);
+    CHECK(outcome(read(*pair.to_far, back, *remote, 1992)) == Code::kOk);
+    CHECK(back == bytes);
+
+    CHECK(outcome(pair.to_far->signal({remote.get(), 8, 4}, {})) == Code::kOk);
+    CHECK(word(*region, 8) == 5);  // a word never falls
+    auto added = pair.to_far->fetch_add(*remote, 8, 10);
+    CHECK(outcome(added) == Code::kOk);
+    CHECK(added->value() == 5);
+    CHECK(word(*region, 8) == 15);
+
+    auto leased = answer(*pair.to_near, pair.to_near->ask_allocate(64, "lease", {true, true}));
+    CHECK(pair.near->region("lease")->size == 64);
+    CHECK(outcome(write(*pair.to_near, pattern(64, 3), *leased, 0)) == Code::kOk);
+    answer(*pair.to_near, pair.to_near->ask_free(*leased));
+    CHECK(thrown([&] { pair.near->region("lease"); }) == Code::kNotFound);
+  }
+}
+
+TEST_CASE("node: nothing, and a word without bytes, are transfers too") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto region = pair.far->allocate(64, "", {true, true});
+    auto remote = grant(*pair.to_far, *region);
+    CHECK(outcome(pair.to_far->write({}, {}, 0)) == Code::kOk);
+    CHECK(outcome(pair.to_far->read({}, 0)) == Code::kOk);
+    CHECK(outcome(write(*pair.to_far, {}, *remote, 64, {remote.get(), 0, 3})) == Code::kOk);
+    CHECK(word(*region, 0) == 3);
+  }
+}
+
+TEST_CASE("node: a batch of pieces is one transfer") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto region = pair.far->allocate(1 << 20, "", {true, true});
+    auto remote = grant(*pair.to_far, *region);
+    auto bytes = pattern(100'000, 1);
+    std::vector<Prepared::Item> items;
+    for (uint64_t i = 0; i < 100; ++i) {
+      items.push_back({bytes.data() + 1000 * i, remote, 8 + 2000 * i, 1000});
+    }
+    items.push_back({bytes.data(), remote, 300'000, 10});
+    items.push_back({bytes.data() + 10, remote, 300'010, 90});  // touches the one before
+    Prepared prepared(pair.to_far, true, items);
+    CHECK(prepared.size() == 102);
+    CHECK(prepared.runs() == 101);
+    CHECK(prepared.bytes() == 100'100);
+    CHECK(outcome(prepared.start({remote.get(), 0, 1}, 0)) == Code::kOk);
+    CHECK(word(*region, 0) == 1);
+    for (uint64_t i = 0; i < 100; ++i) {
+      CHECK(std::memcmp(region->data() + 8 + 2000 * i, bytes.data() + 1000 * i, 1000) == 0);
+    }
+    CHECK(std::memcmp(region->data() + 300'000, bytes.data(), 100) == 0);
+
+    std::memset(region->data() + 8, 0, 300'000);
+    const int64_t chosen[] = {3, 7};
+    CHECK(outcome(prepared.start(chosen, {}, 0)) == Code::kOk);
+    CHECK(std::memcmp(region->data() + 6008, bytes.data() + 3000, 1000) == 0);
+    CHECK(region->data()[8] == std::byte{0});
+    const int64_t wrong[] = {102};
+    CHECK(thrown([&] { prepared.start(wrong, {}, 0); }) == Code::kInvalid);
+  }
+}
+
+TEST_CASE("node: bytes of many chunks arrive whole, copied by whoever") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto region = pair.far->allocate((5u << 20) + 3, "", {true, true});
+    auto remote = grant(*pair.to_far, *region);
+    auto bytes = pattern(region->size, 4), back = pattern(region->size, 5);
+    for (uint64_t inline_limit : {0, 1}) {
+      std::memset(region->data(), 0, region->size);
+      CHECK(outcome(write(*pair.to_far, bytes, *remote, 0, {}, inline_limit)) == Code::kOk);
+      CHECK(std::equal(bytes.begin(), bytes.end(), region->data()));
+      std::fill(back.begin(), back.end(), std::byte{0});
+      CHECK(outcome(read(*pair.to_far, back, *remote, 0, inline_limit)) == Code::kOk);
+      CHECK(back == bytes);
+    }
+  }
+}
+
+TEST_CASE("node: a signal waits for the transfers that it comes after") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto region = pair.far->allocate(4 << 20, "", {true, true});
+    auto remote = grant(*pair.to_far, *region);
+    auto bytes = pattern(2 << 20, 1);
+    for (uint64_t round = 1; round <= 5; ++round) {
+      std::vector<TransferPtr> after = {
+          write(*pair.to_far, std::span(bytes).first(1 << 20), *remote, 64, {}, 1),
+          write(*pair.to_far, std::span(bytes).last(1 << 20), *remote, 2 << 20, {}, 1)};
+      auto signal = pair.to_far->signal({remote.get(), 0, round}, after);
+      CHECK(pair.far->wait_word(*region, 0, round, soon()));
+      CHECK(std::memcmp(region->data() + 64, bytes.data(), 1 << 20) == 0);
+      CHECK(std::memcmp(region->data() + (2 << 20), bytes.data() + (1 << 20), 1 << 20) == 0);
+      CHECK(outcome(signal) == Code::kOk);
+      std::memset(region->data() + 64, 0, (4 << 20) - 64);
+    }
+  }
+}
+
+TEST_CASE("node: what a grant does not allow is refused before anything moves") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto read_only = pair.far->allocate(64, "r", {true, false});
+    auto write_only = pair.far->allocate(64, "w", {false, true});
+    auto r = grant(*pair.to_far, *read_only), w = grant(*pair.to_far, *write_only);
+    auto bytes = pattern(64, 1);
+    CHECK(thrown([&] { write(*pair.to_far, bytes, *r, 0); }) == Code::kPermission);
+    CHECK(thrown([&] { read(*pair.to_far, bytes, *w, 0); }) == Code::kPermission);
+    CHECK(thrown([&] { pair.to_far->signal({r.get(), 0, 1}, {}); }) == Code::kPermission);
+    CHECK(thrown([&] { pair.to_far->fetch_add(*r, 0, 1); }) == Code::kPermission);
+    CHECK(thrown([&] { pair.to_far->fetch_add(*w, 0, 1); }) == Code::kPermission);
+    CHECK(thrown([&] { write(*pair.to_far, bytes, *w, 1); }) == Code::kInvalid);
+    CHECK(thrown([&] { write(*pair.to_far, bytes, *w, ~uint64_t{0}); }) == Code::kInvalid);
+    CHECK(thrown([&] { pair.to_far->signal({w.get(), 4, 1}, {}); }) == Code::kInvalid);
+    CHECK(thrown([&] { pair.to_far->signal({w.get(), 64, 1}, {}); }) == Code::kInvalid);
+    CHECK(word(*write_only, 0) == 0);
+    CHECK(read_only->data()[0] == std::byte{0});
+  }
+}
+
+TEST_CASE("node: a freed region is stale, and so is one of an earlier process") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto region = pair.far->allocate(4096, "r", {true, true});
+    auto remote = grant(*pair.to_far, *region);
+    auto bytes = pattern(64, 1);
+    pair.far->free(region);
+    CHECK(outcome(write(*pair.to_far, bytes, *remote, 0)) == Code::kStaleHandle);
+    CHECK(outcome(read(*pair.to_far, bytes, *remote, 0)) == Code::kStaleHandle);
+    CHECK(outcome(pair.to_far->signal({remote.get(), 0, 1}, {})) == Code::kStaleHandle);
+    CHECK(outcome(pair.to_far->fetch_add(*remote, 0, 1)) == Code::kStaleHandle);
+    CHECK(thrown([&] { grant(*pair.to_far, *region); }) == Code::kStaleHandle);
+    CHECK(thrown([&] { answer(*pair.to_far, pair.to_far->ask_lookup("r")); }) == Code::kNotFound);
+    CHECK(thrown([&] { answer(*pair.to_far, pair.to_far->ask_free(*remote)); }) ==
+          Code::kStaleHandle);
+    // The next region takes its slot and must not take its writes.
+    auto next = pair.far->allocate(4096, "r", {true, true});
+    CHECK(next->id == region->id);
+    CHECK(outcome(write(*pair.to_far, bytes, *remote, 0)) == Code::kStaleHandle);
+    CHECK(next->data()[0] == std::byte{0});
+    CHECK_FALSE(pair.to_far->lost());
+
+    RemoteRegion earlier = *grant(*pair.to_far, *next);
+    earlier.incarnation += 1;
+    CHECK(thrown([&] { write(*pair.to_far, bytes, earlier, 0); }) == Code::kStaleHandle);
+  }
+}
+
+TEST_CASE("node: only whoever leased a region may give it back") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport);
+    auto third = make_node("third");
+    auto peer = connect(*third, *pair.far, transport);
+    auto mine = answer(*pair.to_far, pair.to_far->ask_allocate(8, "leased", {true, true}));
+    auto theirs = answer(*peer, peer->ask_lookup("leased"));
+    CHECK(thrown([&] { answer(*peer, peer->ask_free(*theirs)); }) == Code::kPermission);
+    auto owned = pair.far->allocate(8, "owned", {true, true});
+    auto remote = grant(*peer, *owned);
+    CHECK(thrown([&] { answer(*peer, peer->ask_free(*remote)); }) == Code::kPermission);
+    // A lease ends with its connection.
+    pair.near->close();
+    CHECK(pair.far->progress()->wait([&] { return pair.to_near->lost(); }, soon()));
+    CHECK(thrown([&] { pair.far->region("leased"); }) == Code::kNotFound);
+    CHECK(outcome(pair.to_far->fetch_add(*mine, 0, 1)) == Code::kClosed);
+    CHECK(pair.far->region("owned") == owned);
+    third->close();
+  }
+}
+
+TEST_CASE("node: quota and max_peers are limits, and what is given back counts again") {
+  for (const std::string transport : kTransports) {
+    Pair pair(transport, [](NodeOptions& options) {
+      options.quota_bytes = 1000;
+      options.max_peers = 2;
+    });
+    auto allocate = [&](uint64_t size) {
+      return answer(*pair.to_far, pair.to_far->ask_allocate(size, "", {true, true}));
+    };
+    auto a = allocate(600);
+    CHECK(thrown([&] { allocate(401); }) == Code::kBusy);
+    CHECK(thrown([&] { allocate(~uint64_t{0}); }) == Code::kBusy);
+    auto b = allocate(400);
+    answer(*pair.to_far, pair.to_far->ask_free(*a));
+    allocate(600);
+    CHECK(pair.far->allocate(5000, "", {true, true})->size == 5000);  // its own are not counted
+
+    auto second = make_node("second"), third = make_node("third");
+    connect(*second, *pair.far, transport);
+    CHECK(thrown([&] { connect(*third, *pair.far, transport); }) == Code::kBusy);
+    auto was = pair.far->accept(soon());
+    second->close();
+    CHECK(pair.far->progress()->wait([&] { return was->lost(); }, soon()));
+    CHECK(connect(*third, *pair.far, transport)->name() == "far");
+    third->close();
+  }
+}
+
+TEST_CASE("node: secrets must agree") {
+  auto with = [](const std::string& text) {
+    return [text](NodeOptions& options) { options.secret.assign(text.begin(), text.end()); };
+  };
+  auto a = make_node("a", with("a secret of sixteen")), b = make_node("b", with("another secret"));
+  auto c = make_node("c", with("a secret of sixteen")), none = make_node("none");
+  CHECK(connect(*a, *c)->name() == "c");
+  CHECK(thrown([&] { connect(*a, *b); }) == Code::kPermission);
+  CHECK(thrown([&] { connect(*a, *none); }) == Code::kPermission);
+  CHECK(thrown([&] { connect(*none, *a); }) == Code::kPermission);
+  CHECK(b->peers().empty());
+  CHECK(none->peers().empty());
+  for (const auto& node : {a, b, c, none}) node->close();
+}
+
+TEST_CASE("node: the path is chosen, required or refused") {
+  auto tcp = [](NodeOptions& options) { options.transports = kTcpBit; };
+  auto shm = [](NodeOptions& options) { options.transports = kShmBit; };
+  auto both = make_node("both"), tcp_only = make_node("tcp", tcp), shm_only = make_node("shm", shm);
+  CHECK(connect(*both, *shm_only)->transport() == "shm");
+  CHECK(connect(*both, *tcp_only)->transport() == "tcp");
+  CHECK(connect(*tcp_only, *both)->transport() == "tcp");
+  CHECK(connect(*both, *both)->transport() == "shm");
+  CHECK(thrown([&] { connect(*both, *tcp_only, "shm"); }) == Code::kUnavailable);
+  CHECK(thrown([&] { connect(*both, *shm_only, "tcp"); }) == Code::kUnavailable);
+  CHECK(thrown([&] { connect(*tcp_only, *shm_only); }) == Code::kUnavailable);
+  CHECK(thrown([&] { connect(*tcp_only, *both, "shm"); }) == Code::kUnavailable);
+  for (const auto& node : {both, tcp_only, shm_only}) node->close();
+}
+
+TEST_CASE("node: a Node is a peer like any other, also to itself") {
+  for (const std::string transport : kTransports) {
+    auto node = make_node("self");
+    auto region = node->allocate(1 << 20, "", {true, true});
+    auto peer = connect(*node, *node, transport);
+    auto remote = grant(*peer, *region);
+    auto bytes = pattern(300'000, 1);
+    CHECK(outcome(write(*peer, bytes, *remote, 0)) == Code::kOk);
+    CHECK(outcome(write(*peer, {region->data(), 300'000}, *remote, 400'000)) == Code::kOk);
+    CHECK(std::equal(bytes.begin(), bytes.end(), region->data() + 400'000));
+    node->close();
+    CHECK(node->transfers().started == node->transfers().completed);
+  }
+}
+
+TEST_CASE("node: a listener that says nothing is given up in time") {
+  int silent = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  REQUIRE(::bind(silent, reinterpret_cast<sockaddr*>(&address), size) == 0);
+  auto node = make_node("node");
+  REQUIRE(::getsockname(silent, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  auto dial = [&](double seconds) {
+    return thrown([&] {
+      node->connect("127.0.0.1", ntohs(address.sin_port), Deadline::after(seconds), {}, {});
+    });
+  };
+  CHECK(dial(60) == Code::kPeerLost);  // bound, but nobody listens
+  REQUIRE(::listen(silent, 1) == 0);
+  CHECK(dial(0.1) == Code::kTimeout);
+  ::close(silent);
+  node->close();
+  CHECK(thrown([&] { dial(1), node->check_open(); }) == Code::kClosed);
+}
+
+TEST_CASE("node: accept gives each peer once, in order, or nothing in time") {
+  auto server = make_node("server"), a = make_node("a"), b = make_node("b");
+  CHECK(server->accept(Deadline::after(0.01)) == nullptr);
+  connect(*a, *server);
+  connect(*b, *server);
+  CHECK(server->accept(soon())->name() == "a");
+  CHECK(server->accept(soon())->name() == "b");
+  CHECK(server->accept(Deadline::after(0.0)) == nullptr);
+  std::thread closer([&] { server->close(); });
+  CHECK(thrown([&] { server->accept(soon()); }) == Code::kClosed);
+  closer.join();
+  a->close();
+  b->close();
+}
+
+TEST_CASE("node: a restarted Node on the same port is another one") {
+  for (const std::string transport : kTransports) {
+    auto near = make_node("near"), far = make_node("far");
+    uint16_t port = far->port();
+    auto region = far->allocate(64, "r", {true, true});
+    auto peer = connect(*near, *far, transport);
+    auto remote = grant(*peer, *region);
+    far->close();
+    CHECK(near->progress()->wait([&] { return peer->lost(); }, soon()));
+    CHECK(outcome(peer->fetch_add(*remote, 0, 1)) == Code::kPeerLost);
+
+    auto again = make_node("far", [&](NodeOptions& options) { options.port = port; });
+    auto fresh = again->allocate(64, "r", {true, true});
+    auto other = connect(*near, *again, transport);
+    CHECK(other->incarnation() != peer->incarnation());
+    CHECK(thrown([&] { other->fetch_add(*remote, 0, 1); }) == Code::kStaleHandle);
+    CHECK(thrown([&] { grant(*other, *region); }) == Code::kStaleHandle);
+    CHECK(outcome(other->fetch_add(*grant(*other, *fresh), 0, 1)) == Code::kOk);
+    CHECK(word(*fresh, 0) == 1);
+    near->close();
+    again->close();
+    CHECK(near->transfers().started == near->transfers().completed);
+  }
+}
+
+}  // namespace
+}  // namespace tensorwire

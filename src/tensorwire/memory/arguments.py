@@ -1,0 +1,77 @@
+"""Checks of the plain numbers that users pass: slices, sizes, words. Pure."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+WORD_BYTES = 8
+_WORD_MAX = (1 << 64) - 1
+_SIZE_MAX = (1 << 63) - 1
+
+
+def addend(value: Any) -> int:
+    """Checks what is to be added to a word."""
+    try:
+        result = index(value)
+    except TypeError as error:
+        raise TypeError(f"an int is added to a word, not {type(value).__name__}") from error
+    if not -(1 << 63) <= result < 1 << 63:
+        raise ValueError(f"what is added to a word is -2**63 to 2**63 - 1, not {result}")
+    return result
+
+
+def byte_count(size_bytes: Any) -> int:
+    """Checks the size of a new region."""
+    try:
+        result = index(size_bytes)
+    except TypeError as error:
+        raise TypeError(f"a region's size is a number of bytes, not {size_bytes!r}") from error
+    if not 1 <= result <= _SIZE_MAX:
+        raise ValueError(f"a region has 1 to 2**63 - 1 bytes, not {result}")
+    return result
+
+
+def byte_range(piece: Any, size_bytes: int) -> tuple[int, int]:
+    """Checks a slice of bytes and returns (start, stop)."""
+    if not isinstance(piece, slice):
+        raise TypeError(f"regions are sliced by bytes, region[a:b], not indexed with {piece!r}")
+    if piece.step is not None and piece.step != 1:
+        raise ValueError(f"a slice of a region is one piece, without a step of {piece.step}")
+    try:
+        start = 0 if piece.start is None else index(piece.start)
+        stop = size_bytes if piece.stop is None else index(piece.stop)
+    except TypeError as error:
+        raise TypeError(f"a slice of a region has integer bounds, not {piece!r}") from error
+    if not 0 <= start <= stop <= size_bytes:
+        raise ValueError(
+            f"[{start}:{stop}] is outside of [0:{size_bytes}]; bounds count bytes from the start "
+            "and are never cut off"
+        )
+    return start, stop
+
+
+def word_offset(base: int, size_bytes: int, offset: int) -> int:
+    """Checks a word's offset in a slice and returns its offset in the region."""
+    offset = index(offset)
+    if offset < 0 or offset + WORD_BYTES > size_bytes:
+        raise ValueError(f"a word of 8 bytes at {offset} is outside of [0:{size_bytes}]")
+    if (base + offset) % WORD_BYTES:
+        raise ValueError(
+            f"a word starts at a multiple of 8 bytes from the region's start, not at "
+            f"{base + offset}"
+        )
+    return base + offset
+
+
+def word_value(value: Any) -> int:
+    """Checks a word's value."""
+    try:
+        result = index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"a word's value is an int, not {type(value).__name__} ({value!r})"
+        ) from error
+    if not 0 <= result <= _WORD_MAX:
+        raise ValueError(f"a word holds 0 to 2**64 - 1, not {result}")
+    return result
