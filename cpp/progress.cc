@@ -157,17 +157,24 @@ void Progress::stop() {
   kick();
   notify();
   if (thread_.joinable()) thread_.join();
-  // What is still queued must end too; its owners were told that all is over.
+  // What is still queued must end too; its owners were told that all is over. A waiter that leads
+  // leaves, because what it waits for was ended before.
+  while (!try_drive(kWaiter)) {
+    kick();
+    std::this_thread::yield();
+  }
   while (run_jobs()) {
   }
   std::vector<Timer> timers;
   {
     std::lock_guard lock(jobs_mutex_);
     timers.swap(timers_);
+    have_timers_ = false;
   }
   for (auto& timer : timers) timer.job();
   while (run_jobs()) {
   }
+  release_drive();
   notify();
 }
 
@@ -475,8 +482,11 @@ bool Progress::wait_slow(ReadyFunction ready, const void* argument, Deadline dea
     }
     if (deadline.passed() || (interruptible_ && interrupted_)) break;
     counters_.sleeps.fetch_add(1, std::memory_order_relaxed);
+    // Who has just taken the lead looks once more: the one before may have taken our event out of
+    // the loop after we looked and before we could sleep on event_seq_.
+    bool led = leading;
     if (lead()) {
-      drive_once(deadline.left_ms());
+      if (led) drive_once(deadline.left_ms());
       continue;
     }
     sleepers_.fetch_add(1);

@@ -111,6 +111,7 @@ TEST_CASE("node: bytes of many chunks arrive whole, copied by whoever") {
     auto remote = grant(*pair.to_far, *region);
     auto bytes = pattern(region->size, 4), back = pattern(region->size, 5);
     for (uint64_t inline_limit : {0, 1}) {
+      pair.far->progress()->run([] {});  // TSan does not see that the socket orders us
       std::memset(region->data(), 0, region->size);
       CHECK(outcome(write(*pair.to_far, bytes, *remote, 0, {}, inline_limit)) == Code::kOk);
       CHECK(std::equal(bytes.begin(), bytes.end(), region->data()));
