@@ -24,8 +24,7 @@ size_t threshold() {
   static const size_t value = [] {
     if (!__builtin_cpu_supports("avx2")) return SIZE_MAX;
     long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    size_t quarter = cache > 0 ? static_cast<size_t>(cache) / 4 : 0;
-    return std::clamp<size_t>(quarter, 4 << 20, 32 << 20);
+    return std::clamp<size_t>(cache > 0 ? static_cast<size_t>(cache) : 0, 16 << 20, 64 << 20);
   }();
   return value;
 }
@@ -65,7 +64,7 @@ void copy_around_caches(std::byte* target, const std::byte* source, size_t size)
 
 }  // namespace
 
-void copy_memory(std::byte* target, const std::byte* source, size_t size) {
+void copy_out(std::byte* target, const std::byte* source, size_t size) {
   if (size == 0) return;  // either may be null then, which memmove does not take
 #if defined(__x86_64__)
   auto to = reinterpret_cast<uintptr_t>(target), from = reinterpret_cast<uintptr_t>(source);

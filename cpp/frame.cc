@@ -18,7 +18,10 @@ size_t FrameParser::spans(std::array<std::span<std::byte>, 2>& result) {
     end_ -= begin_;
     begin_ = 0;
   }
-  result[count++] = {buffer_.data() + end_, buffer_.size() - end_};
+  size_t room = buffer_.size() - end_;
+  // After a large payload another one is likely: what lands in the buffer must be copied again.
+  if (count == 0 && end_ == 0 && last_was_large_) room = kShortReadBytes;
+  result[count++] = {buffer_.data() + end_, room};
   return count;
 }
 
@@ -76,6 +79,7 @@ bool FrameParser::consume() {
       target_ = nullptr;
       if (!sink_.begin_payload(header_, &target_)) return fail("payload refused");
       payload_left_ = header_.length;
+      last_was_large_ = header_.length >= kBufferBytes;
       in_payload_ = true;
       continue;
     }

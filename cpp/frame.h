@@ -92,6 +92,7 @@ class FrameParser {
   const char* breach() const { return breach_; }
 
   static constexpr size_t kBufferBytes = 32 << 10;
+  static constexpr size_t kShortReadBytes = 2 << 10;
 
  private:
   bool fail(const char* why) {
@@ -106,6 +107,7 @@ class FrameParser {
   size_t begin_ = 0, end_ = 0;  // unread bytes of buffer_
   Header header_;
   bool in_payload_ = false;
+  bool last_was_large_ = false;
   std::byte* target_ = nullptr;  // next byte to place; null = discard
   uint64_t payload_left_ = 0;
   const char* breach_ = "";

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "copy.h"
 #include "word.h"
@@ -22,7 +23,11 @@ const Status& stale() {
 inline void copy_piece(const Piece& piece, uint64_t from, uint64_t length, bool is_read) {
   std::byte* remote = piece.remote->mapping->data() + piece.offset + from;
   std::byte* local = piece.local + from;
-  copy_memory(is_read ? local : remote, is_read ? remote : local, length);
+  if (is_read) {
+    std::memmove(local, remote, length);  // a Node may be its own peer: they may overlap
+  } else {
+    copy_out(remote, local, length);
+  }
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round o
 constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
 constexpr size_t kMaxUnclaimedDescriptors = 4;
 // While so much payload is missing, the kernel wakes us for batches of kWakeBytes only.
-constexpr uint64_t kBatchAboveBytes = 128 << 10;
+constexpr uint64_t kBatchAboveBytes = 16 << 10;
 constexpr int kWakeBytes = 256 << 10;
 
 }  // namespace

@@ -117,10 +117,10 @@ class PoorActor(Actor):
         self._cpu, self._since = cpu_seconds(), time.monotonic()
         self._descriptors.leave(count)
 
-    def lift(self) -> float:
-        """Lifts the limit; gives which share of a core was used meanwhile."""
+    def lift(self) -> tuple[float, float]:
+        """Lifts the limit; gives the processor seconds and the seconds since it was set."""
         self._descriptors.lift()
-        return (cpu_seconds() - self._cpu) / (time.monotonic() - self._since)
+        return cpu_seconds() - self._cpu, time.monotonic() - self._since
 
     def leave_memory(self, size_bytes: int) -> None:
         """Limits the address space to what is used now and so much more."""

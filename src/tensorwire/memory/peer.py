@@ -19,6 +19,7 @@ from tensorwire.errors import StaleHandleError
 from .aio import inline_limit
 from .arguments import addend, byte_count
 from .buffers import as_local, describe, size_bytes
+from .expect import memory_gb_per_s, network_gb_per_s
 from .handle import Handle
 from .remote import RemoteRegion, RemoteWord, Signal, check_signal
 
@@ -34,7 +35,8 @@ class Path:
         transport: "shm" or "tcp".
         wire: what the bytes travel on, in words.
         copies: how often a CPU copies each payload byte from source to target, both hosts together.
-        expected_gb_per_s: what the path should reach, None if nobody has measured it.
+        expected_gb_per_s: what one transfer should come near to: on shm the memcpy speed measured
+            in this process, on tcp what the NIC promises (None for loopback and virtual ones).
         reason: why this transport was chosen, and what excluded the faster ones.
     """
 
@@ -88,12 +90,15 @@ class Peer:
 
     @property
     def path(self) -> Path:
-        """How transfers to this peer travel."""
+        """How transfers to this peer travel. The first look takes some milliseconds."""
         transport = self._core.transport
-        wire, copies = _WIRES.get(transport, (transport, 1))
+        wire, copies = _WIRES[transport]
         if transport == "tcp":
             wire = f"TCP to {self.address}"
-        return Path(transport, wire, copies, None, self._core.reason)
+            expected = network_gb_per_s(self.address)
+        else:
+            expected = memory_gb_per_s()
+        return Path(transport, wire, copies, expected, self._core.reason)
 
     @property
     def lost(self) -> bool:
