@@ -117,6 +117,22 @@ def test_questions_wait(transport: str) -> None:
         peer.allocate(MIB).free()
 
 
+def test_giving_up_a_look_up_frees_nothing(transport: str) -> None:
+    """Only an allocation that nobody waits for any more is given back."""
+    with frozen(transport) as (_, peer, member, target):
+        leased = peer.allocate(4096, "leased")
+        target.allocate("r", 64, "rw", "named")
+        member.stop()
+        for name in ("leased", leased.handle(), "named"):
+            with pytest.raises(TimeoutError):
+                peer.region(name, timeout_s=PENDING_S)
+        member.cont()
+        peer.region("named").write(b"fine").wait(PATIENCE_S)
+        peer.region("leased").write(b"fine").wait(PATIENCE_S)
+        leased.write(b"fine").wait(PATIENCE_S)
+        leased.free()
+
+
 def test_frozen_for_long() -> None:
     """A process that only sleeps is not silent: its kernel still answers. Nothing is lost."""
     with PeerGroup() as group, Node("awake", transports=["tcp"], peer_timeout_s=1) as node:

@@ -1,0 +1,234 @@
+// A Peer without a Node around it, whose other end the fuzzer holds: what the stateful fuzzers
+// share. One Rig lives for the whole run; every input gets a fresh Line.
+#pragma once
+
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "expect.h"
+#include "peer.h"
+
+namespace tensorwire::fuzz {
+
+inline constexpr uint64_t kMyIncarnation = 0x11, kTheirIncarnation = 0x22;
+
+class Rig {
+ public:
+  Rig() {
+    fabric.progress = std::make_shared<Progress>();
+    fabric.traffic = std::make_shared<Traffic>();
+    fabric.counters = std::make_shared<Transfer::Counters>();
+    fabric.progress->page()->incarnation = kMyIncarnation;
+    regions = std::make_unique<RegionTable>(fabric.progress->page());
+    fabric.regions = regions.get();
+    fabric.limits.quota_bytes = 1 << 20;
+    fabric.shareable = true;
+    fabric.incarnation = kMyIncarnation;
+    fabric.page = fabric.progress->page_mapping();
+    fabric.doorbell = fabric.progress->doorbell();
+    fabric.free_region = [this](const std::shared_ptr<Region>& region) { free(region); };
+    make_descriptors();
+  }
+
+  // Driving thread.
+  void free(const std::shared_ptr<Region>& region) {
+    regions->free(*region);
+    if (peer) peer->revoke(*region);
+  }
+
+  // Descriptors of every kind that a liar may send: kinds 0 to kKinds - 1.
+  enum Kind { kPage, kDoorbell, kMemory, kUnsealed, kSmall, kWrongPage, kPipe, kNull, kKinds };
+  int descriptor(size_t kind) const { return descriptors_[kind % kKinds]; }
+
+  Fabric fabric;
+  std::unique_ptr<RegionTable> regions;
+  PeerPtr peer;  // of the input that runs now
+
+ private:
+  static int memory(size_t size, bool sealed) {
+    int fd = ::memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    EXPECT(fd >= 0 && ::ftruncate(fd, static_cast<off_t>(size)) == 0);
+    if (sealed) EXPECT(::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
+    return fd;
+  }
+  static int page(uint64_t incarnation) {
+    constexpr size_t kBytes = (sizeof(NodePage) + 4095) / 4096 * 4096;
+    int fd = memory(kBytes, true);
+    void* at = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    EXPECT(at != MAP_FAILED);
+    auto* made = new (at) NodePage;
+    made->incarnation = incarnation;
+    made->armed = 1;  // it wants to be rung
+    for (uint32_t id = 0; id < 8; ++id) made->generations[id] = 100 + id;
+    ::munmap(at, kBytes);
+    return fd;
+  }
+  void make_descriptors() {
+    int pipe[2];
+    EXPECT(::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) == 0);
+    descriptors_[kPage] = page(kTheirIncarnation);
+    descriptors_[kDoorbell] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    descriptors_[kMemory] = memory(8192, true);
+    descriptors_[kUnsealed] = memory(8192, false);
+    descriptors_[kSmall] = memory(4096, true);
+    descriptors_[kWrongPage] = page(kTheirIncarnation + 1);
+    descriptors_[kPipe] = pipe[1];
+    descriptors_[kNull] = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  }
+
+  int descriptors_[kKinds];
+};
+
+// What came back on a Line, frame by frame.
+struct Received {
+  Header header;
+  std::vector<std::byte> bytes;
+};
+
+// One connection; the fuzzer is the other side.
+class Line : private FrameSink {
+ public:
+  Line(Rig& rig, bool is_unix) : rig_(rig), is_unix_(is_unix), parser_(*this) {
+    int ends[2];
+    EXPECT(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+    mine_ = ends[1];
+    Hello remote;
+    remote.incarnation = kTheirIncarnation;
+    remote.name = "fuzz";
+    rig.peer =
+        std::make_shared<Peer>(rig.fabric, 7, remote, "nowhere:1", is_unix ? "shm" : "tcp", "fuzz");
+    rig.fabric.progress->run([&] {
+      rig.peer->start(Descriptor(ends[0]), is_unix, [this](Peer&) { ready = true; }, [](Peer&) {});
+    });
+  }
+  ~Line() {
+    EXPECT(::shutdown(mine_, SHUT_WR) == 0);
+    drive([&] { return peer().lost(); });
+    ::close(mine_);
+    rig_.fabric.progress->run([] {});
+    EXPECT(rig_.peer.use_count() == 1);
+    rig_.peer.reset();
+    const auto& counters = *rig_.fabric.counters;
+    EXPECT(counters.started == counters.completed);
+    EXPECT(rig_.regions->leased().regions == 0);
+  }
+
+  Peer& peer() { return *rig_.peer; }
+  bool ready = false;
+
+  // False once the peer has hung up. Drives the peer when the socket is full.
+  bool send(std::string_view bytes, std::span<const int> descriptors = {}) {
+    while (!bytes.empty()) {
+      ssize_t sent = send_some(bytes, descriptors);
+      if (sent < 0 && errno == EAGAIN) {
+        pump();
+        if (peer().lost()) return false;
+        continue;
+      }
+      if (sent < 0) return false;
+      descriptors = {};
+      bytes.remove_prefix(static_cast<size_t>(sent));
+    }
+    return true;
+  }
+  bool send(const Header& header, std::string_view rest, std::span<const int> descriptors = {}) {
+    std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
+    return send(bytes.append(rest), descriptors);
+  }
+
+  // Lets the peer take in everything that was sent.
+  void pump() {
+    drive([&] {
+      int unread = 0;
+      return peer().lost() || (::ioctl(mine_, SIOCOUTQ, &unread) == 0 && unread == 0);
+    });
+    rig_.fabric.progress->run([] {});
+  }
+
+  // Takes in everything that the peer sent; what it sends must be well-formed.
+  std::vector<Received> receive() {
+    received_.clear();
+    for (;;) {
+      std::array<std::span<std::byte>, 2> spans;
+      parser_.spans(spans);
+      alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))];
+      iovec part{spans[0].data(), spans[0].size()};
+      msghdr message{};
+      message.msg_iov = &part;
+      message.msg_iovlen = 1;
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+      ssize_t size = ::recvmsg(mine_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+      if (size <= 0) return std::move(received_);
+      close_descriptors(message);
+      EXPECT(parser_.commit(static_cast<size_t>(size)));
+    }
+  }
+
+ private:
+  template <class Condition>
+  void drive(const Condition& condition) {
+    EXPECT(rig_.fabric.progress->wait(condition, Deadline::after(20.0)));
+  }
+
+  ssize_t send_some(std::string_view bytes, std::span<const int> descriptors) {
+    alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
+    iovec part{const_cast<char*>(bytes.data()), bytes.size()};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (!descriptors.empty()) {
+      message.msg_control = control;
+      message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+      cmsghdr* header = CMSG_FIRSTHDR(&message);
+      header->cmsg_level = SOL_SOCKET;
+      header->cmsg_type = SCM_RIGHTS;
+      header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+      std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+    }
+    return ::sendmsg(mine_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  void close_descriptors(msghdr& message) {
+    for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+      EXPECT(is_unix_);
+      size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      for (size_t i = 0; i < count; ++i) {
+        int fd;
+        std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
+        ::close(fd);
+      }
+    }
+  }
+
+  // FrameSink, of what the peer sends.
+  bool begin_payload(const Header& header, std::byte** target) override {
+    received_.push_back({header, std::vector<std::byte>(header.length)});
+    *target = received_.back().bytes.data();
+    return true;
+  }
+  bool end_payload(const Header&) override { return true; }
+  bool control(const Header& header, std::string_view body) override {
+    const auto* bytes = reinterpret_cast<const std::byte*>(body.data());
+    received_.push_back({header, {bytes, bytes + body.size()}});
+    return true;
+  }
+
+  Rig& rig_;
+  const bool is_unix_;
+  int mine_ = -1;
+  FrameParser parser_;
+  std::vector<Received> received_;
+};
+
+}  // namespace tensorwire::fuzz
