@@ -50,13 +50,19 @@ test-cpp-%: $(VENV)/.with-dev FORCE
 
 fuzz: $(FUZZERS:%=fuzz-%) ## fuzz every parser RUNS times; KEEP=1 adds new finds to tests/corpus
 
+# A run that drives a whole peer takes much longer than one that parses: it gets a share of RUNS.
+SLOWER_frame := 1
+SLOWER_handshake := 1
+SLOWER_service := 50
+SLOWER_answers := 50
+
 # New finds go to build/corpus; a crash leaves its input in build/fuzz.
 fuzz-%: $(VENV)/.with-dev FORCE
 	@$(NEED) clang clang-rt
 	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
 	cmake --build build/fuzz --target $*_fuzz -- --quiet
 	@mkdir -p build/corpus/$* tests/corpus/$*
-	build/fuzz/$*_fuzz -runs=$(RUNS) -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
+	build/fuzz/$*_fuzz -runs=$$(($(RUNS) / $(SLOWER_$*))) -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
 	  -print_final_stats=1 -artifact_prefix=build/fuzz/ build/corpus/$* tests/corpus/$*
 	$(if $(KEEP),build/fuzz/$*_fuzz -merge=1 -verbosity=0 tests/corpus/$* build/corpus/$*)
 

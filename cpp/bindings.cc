@@ -8,6 +8,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -27,6 +30,25 @@ namespace {
 // the GIL and taking it back: one memcpy on shm, a system call on the others.
 constexpr uint64_t kKeepGilShmBytes = 1 << 20;
 constexpr uint64_t kKeepGilBytes = 64 << 10;
+
+// Lets go of the GIL. At exit Python ends threads that want it back by unwinding them, which no
+// destructor may do: such a thread sleeps until the process is gone.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {
+      for (;;) ::pause();
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // ---- what Python objects a transfer holds
 
@@ -109,11 +131,12 @@ class Local {
       PyErr_Clear();
       explain(object, writable);
     }
-    has_view_ = true;
-    if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) {
+    if (holds_objects(view_.format)) {
+      PyBuffer_Release(&view_);
       throw Error(Code::kType,
                   "arrays of Python objects cannot be transferred; use a numeric dtype");
     }
+    has_view_ = true;
     data_ = static_cast<std::byte*>(view_.buf);
     size_ = static_cast<uint64_t>(view_.len);
   }
@@ -147,6 +170,15 @@ class Local {
   }
 
  private:
+  // An 'O' in the format (PEP 3118) outside the names of fields, which stand between colons.
+  static bool holds_objects(const char* format) {
+    bool in_name = false;
+    for (; format != nullptr && *format != 0; ++format) {
+      if (*format == ':') in_name = !in_name;
+      if (*format == 'O' && !in_name) return true;
+    }
+    return false;
+  }
   static Error read_only() {
     return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
   }
@@ -189,10 +221,10 @@ bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
   Deadline deadline = Deadline::after(timeout_s);
   for (;;) {
     Deadline slice =
-        deadline.never() || deadline.left_ns() > 1'000'000'000 ? Deadline::after(1.0) : deadline;
+        deadline.never() || deadline.left_ns() > 500'000'000 ? Deadline::after(0.5) : deadline;
     bool ready;
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       Progress::set_interruptible(true);
       try {
         ready = wait(slice);
@@ -270,7 +302,7 @@ template <class Start>
 TransferPtr start_transfer(const Peer& peer, uint64_t bytes, const Start& start) {
   bury_the_dead();
   if (bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
-  nb::gil_scoped_release release;
+  WithoutGil release;
   return start();
 }
 
@@ -312,6 +344,7 @@ PieceList piece_list(const Objects& objects,
   for (nb::handle object : objects) {
     Local& local = list.locals.emplace_back(object, writable);
     size_t i = list.pieces.size();
+    if (!remotes[i]) throw Error(Code::kType, "a remote piece is a RemoteRegion, not None");
     list.pieces.push_back({local.data(), remotes[i].get(), offsets[i], local.size()});
     list.bytes += local.size();
   }
@@ -382,8 +415,11 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
+    std::string_view what = error.what();
+    nb::object text = nb::steal(
+        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
     nb::object made = nb::module_::import_("tensorwire.errors")
-                          .attr("from_code")(static_cast<int>(error.code()), error.what());
+                          .attr("from_code")(static_cast<int>(error.code()), text);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
   }
 }
@@ -588,7 +624,10 @@ void bind_peer(nb::module_& m) {
              const std::vector<PyTransfer*>& after) {
             bury_the_dead();
             std::vector<TransferPtr> transfers;
-            for (auto* t : after) transfers.push_back(t->transfer);
+            for (auto* t : after) {
+              if (t == nullptr) throw Error(Code::kType, "after= takes transfers, not None");
+              transfers.push_back(t->transfer);
+            }
             return PyTransfer{p.signal({&word, word_offset, value}, transfers)};
           },
           "word"_a, "word_offset"_a, "value"_a, "after"_a)
@@ -655,7 +694,7 @@ void bind_node(nb::module_& m) {
              options.max_peers = max_peers;
              options.handshake_timeout_s = handshake_timeout_s;
              options.peer_timeout_s = peer_timeout_s;
-             nb::gil_scoped_release release;
+             WithoutGil release;
              return Node::create(std::move(options));
            }),
            "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "quota_bytes"_a, "max_peers"_a,
@@ -677,7 +716,7 @@ void bind_node(nb::module_& m) {
       .def(
           "free",
           [](Node& n, std::shared_ptr<Region> region) {
-            nb::gil_scoped_release release;
+            WithoutGil release;
             n.free(region);
           },
           "region"_a)
@@ -685,7 +724,7 @@ void bind_node(nb::module_& m) {
           "connect",
           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
              const std::string& require) {
-            nb::gil_scoped_release release;
+            WithoutGil release;
             return n.connect(host, port, Deadline::after(timeout_s), require, [] {
               nb::gil_scoped_acquire acquire;
               if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -719,7 +758,7 @@ void bind_node(nb::module_& m) {
       .def(
           "close_peer",
           [](Node& n, PeerPtr peer) {
-            nb::gil_scoped_release release;
+            WithoutGil release;
             if (n.closed() || peer->lost()) return;
             n.progress()->run([&] { peer->lose({Code::kClosed, "you closed this peer"}, true); });
           },
@@ -745,13 +784,13 @@ void bind_node(nb::module_& m) {
              return result;
            })
       .def("close", [](Node& n) {
-        nb::gil_scoped_release release;
+        WithoutGil release;
         n.close();
       });
 }
 
 void bind_drivers(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   nb::module_ d = m.def_submodule("drivers", "Measuring loops in C++, for tensorwire bench.");
   d.def("copy_memory", &drivers::copy_memory, "target"_a, "source"_a, "size_bytes"_a, "repeats"_a,
         "batch"_a, Release());
@@ -775,7 +814,7 @@ void bind_drivers(nb::module_& m) {
   d.def(
       "start_complete",
       [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
-        nb::gil_scoped_release release;
+        WithoutGil release;
         return drivers::start_complete(*p.prepared, indices, repeats, batch);
       },
       "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);

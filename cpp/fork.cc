@@ -53,9 +53,10 @@ void add_descriptor(int fd) {
   registry().descriptors.insert(fd);
 }
 
-void remove_descriptor(int fd) {
+void close_descriptor(int fd) {
   std::lock_guard lock(registry().mutex);
   registry().descriptors.erase(fd);
+  ::close(fd);
 }
 
 void add_range(void* address, size_t size) {
@@ -91,8 +92,7 @@ void Descriptor::reset() {
   int fd = std::exchange(fd_, -1);
   // In a forked child the number may already belong to somebody else.
   if (fd < 0 || epoch_ != fork::epoch()) return;
-  fork::remove_descriptor(fd);
-  ::close(fd);
+  fork::close_descriptor(fd);
 }
 
 }  // namespace tensorwire

@@ -14,7 +14,7 @@ namespace fork {
 uint32_t epoch();
 
 void add_descriptor(int fd);
-void remove_descriptor(int fd);
+void close_descriptor(int fd);  // and forgets it, as one step for forks
 // The range must be private to the caller's process until remove_range; it is marked so that the
 // kernel does not copy it into children.
 void add_range(void* address, size_t size);

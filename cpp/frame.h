@@ -88,6 +88,7 @@ class FrameParser {
   // The target of the current payload must not be touched any more.
   void discard_target() { target_ = nullptr; }
   const std::byte* target() const { return in_payload_ ? target_ : nullptr; }
+  FrameType type() const { return header_.type; }
   uint64_t payload_left() const { return in_payload_ && target_ != nullptr ? payload_left_ : 0; }
   const char* breach() const { return breach_; }
 

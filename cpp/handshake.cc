@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "region.h"
+#include "text.h"
 
 namespace tensorwire {
 namespace {
@@ -23,11 +24,6 @@ T get(const uint8_t* at) {
   T value;
   std::memcpy(&value, at, sizeof value);
   return value;
-}
-
-bool printable(const std::string& text) {
-  return std::all_of(text.begin(), text.end(),
-                     [](char c) { return static_cast<uint8_t>(c) >= 0x20 && c != 0x7f; });
 }
 
 }  // namespace
@@ -85,7 +81,7 @@ Hello Hello::decode(std::span<const uint8_t, kHelloBytes> bytes) {
   hello.pid = get<uint32_t>(p + 80);
   hello.port = get<uint16_t>(p + 84);
   hello.name.assign(reinterpret_cast<const char*>(p + 88), p[86]);
-  if (hello.incarnation == 0 || !printable(hello.name)) {
+  if (hello.incarnation == 0 || !presentable(hello.name)) {
     throw Error(Code::kInvalid, "malformed hello");
   }
   return hello;
@@ -110,7 +106,7 @@ Welcome Welcome::decode(std::span<const uint8_t, kWelcomeBytes> bytes) {
   }
   welcome.status.code = static_cast<Code>(code);
   welcome.status.message.assign(reinterpret_cast<const char*>(bytes.data() + 48), bytes[2]);
-  if (!printable(welcome.status.message)) welcome.status.message = "(unprintable)";
+  if (!presentable(welcome.status.message)) welcome.status.message = "(unprintable)";
   welcome.session = get<uint64_t>(bytes.data() + 8);
   std::memcpy(welcome.proof.data(), bytes.data() + 16, 32);
   return welcome;

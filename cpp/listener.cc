@@ -9,6 +9,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -67,6 +68,7 @@ std::string remote_host(int socket) {
 }
 
 void tune_tcp(int socket, double peer_timeout_s) {
+  peer_timeout_s = std::clamp(peer_timeout_s, 0.1, 86400.0);
   int one = 1, seconds = std::max(1, static_cast<int>(peer_timeout_s / 4)), probes = 3;
   unsigned limit_ms = static_cast<unsigned>(peer_timeout_s * 1000);
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -103,12 +105,11 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
         host_(remote_host(socket_.get())),
         handshake_(listener.context(is_unix, host_)) {}
 
-  void start(double timeout_s) {
+  void start(Clock::time_point deadline) {
+    deadline_ = deadline;
     progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
-    progress_->after(timeout_s, [weak = weak_from_this()] {
-      if (auto self = weak.lock()) self->end();
-    });
   }
+  Clock::time_point deadline() const { return deadline_; }
 
   void on_ready(uint32_t) override {
     auto keep = shared_from_this();
@@ -151,14 +152,17 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     arrival.is_unix = is_unix_;
     arrival.client = handshake_.client();
     arrival.address = host_ + ":" + std::to_string(arrival.client.port);
+    auto keep = shared_from_this();
+    // A session makes one peer: it may have been taken over by another stream meanwhile.
     auto found = listener.sessions_.find(handshake_.session());
-    if (found != listener.sessions_.end()) {
+    bool taken = found == listener.sessions_.end();
+    if (!taken) {
       arrival.client = found->second.session.client;
       arrival.address = found->second.address;
       listener.sessions_.erase(found);
     }
-    auto keep = shared_from_this();
     listener.forget(*this);
+    if (taken || !listener.options_.room_for_peer().ok()) return;
     listener.options_.on_arrival(std::move(arrival));
   }
 
@@ -167,6 +171,7 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   Descriptor socket_;
   bool is_unix_;
   std::string host_;
+  Clock::time_point deadline_;
   ServerHandshake handshake_;
 };
 
@@ -245,8 +250,29 @@ void Listener::accept(int door, bool is_unix) {
     if (strangers_.size() >= kMaxHandshakes) std::shared_ptr<Stranger>(strangers_.front())->end();
     auto stranger = std::make_shared<Stranger>(*this, std::move(socket), is_unix);
     strangers_.push_back(stranger);
-    stranger->start(options_.handshake_timeout_s);
+    try {
+      stranger->start(Clock::now() +
+                      std::chrono::duration_cast<Clock::duration>(
+                          std::chrono::duration<double>(options_.handshake_timeout_s)));
+    } catch (const Error&) {
+      stranger->end();  // no room in the kernel's tables
+    }
+    if (!timing_) time_out();
   }
+}
+
+// One timer for all: strangers have equal patience, so the oldest is the first to go.
+void Listener::time_out() {
+  auto now = Clock::now();
+  while (!strangers_.empty() && strangers_.front()->deadline() <= now) {
+    std::shared_ptr<Stranger>(strangers_.front())->end();
+  }
+  timing_ = !strangers_.empty() && !closed_;
+  if (!timing_) return;
+  std::chrono::duration<double> left = strangers_.front()->deadline() - now;
+  progress_->after(left.count() + 0.01, [weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->time_out();
+  });
 }
 
 void Listener::forget(Stranger& stranger) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "clock.h"
 #include "fork.h"
 #include "handshake.h"
 #include "progress.h"
@@ -57,13 +58,14 @@ class Listener : public std::enable_shared_from_this<Listener> {
 
   void accept(int door, bool is_unix);
   void forget(Stranger& stranger);
+  void time_out();
   ServerHandshake::Context context(bool attach_only, const std::string& address);
 
   std::shared_ptr<Progress> progress_;
   Options options_;
   uint16_t port_ = 0;
   Descriptor tcp_, unix_;
-  bool closed_ = false;
+  bool closed_ = false, timing_ = false;
   // Driving thread only.
   std::list<std::shared_ptr<Stranger>> strangers_;  // oldest first
   struct OpenSession {

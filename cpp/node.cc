@@ -81,6 +81,7 @@ std::shared_ptr<Node> Node::create(NodeOptions options) {
   }
   // A forked child must not take apart what other threads of its parent were in the middle of: it
   // leaks its copy.
+  options.handshake_timeout_s = std::clamp(options.handshake_timeout_s, 0.01, 86400.0);
   std::shared_ptr<Node> node(new Node(std::move(options)), [](Node* made) {
     if (made->epoch_ == fork::epoch()) delete made;
   });
@@ -154,17 +155,7 @@ std::shared_ptr<Region> Node::region(const std::string& name) const {
 
 void Node::free(const std::shared_ptr<Region>& region) {
   check_open();
-  bool alone;
-  {
-    std::lock_guard lock(mutex_);
-    alone = peers_.empty();
-  }
-  if (alone) {
-    regions_->free(*region);
-    fabric_.progress->notify();
-  } else {
-    fabric_.progress->run([&] { free_here(region); });
-  }
+  fabric_.progress->run([&] { free_here(region); });
 }
 
 void Node::free_here(const std::shared_ptr<Region>& region) {
@@ -194,8 +185,8 @@ PeerPtr Node::adopt(Descriptor socket, bool is_unix, Hello remote, std::string a
   };
   try {
     peer->start(std::move(socket), is_unix, on_ready, [this](Peer& lost) { forget(lost); });
-  } catch (...) {
-    forget(*peer);
+  } catch (const Error& error) {
+    peer->lose({error.code(), error.what()});
     throw;
   }
   return peer;

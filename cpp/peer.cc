@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "text.h"
+
 namespace tensorwire {
 
 Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
@@ -30,11 +32,6 @@ void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_
   if (is_unix) {
     shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
     channel_ = shm_;
-    Header header;
-    header.type = FrameType::kAttach;
-    header.generation = fabric_.incarnation;
-    int descriptors[] = {fabric_.page->descriptor(), fabric_.doorbell};
-    stream_->send(header, {}, true, descriptors, fabric_.progress);
   } else {
     tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.counters, fabric_.traffic,
                                         stream_, next_id_);
@@ -42,6 +39,13 @@ void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_
     ready_ = true;
   }
   stream_->start();
+  if (is_unix) {
+    Header header;
+    header.type = FrameType::kAttach;
+    header.generation = fabric_.incarnation;
+    int descriptors[] = {fabric_.page->descriptor(), fabric_.doorbell};
+    stream_->send(header, {}, true, descriptors, fabric_.progress);
+  }
   if (ready_) on_ready_(*this);
 }
 
@@ -149,6 +153,11 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
   auto issue = [this, self = shared_from_this(), signal,
                 region = signal.region->shared_from_this()] { return channel_->signal(signal); };
   auto start = [this, issue] { return faulty() ? guarded(0, issue) : issue(); };
+  for (const auto& transfer : after) {
+    if (transfer->progress() != fabric_.progress) {
+      throw Error(Code::kInvalid, "after= takes transfers of the same Node; wait for others first");
+    }
+  }
   bool all_done = true;
   for (const auto& transfer : after) all_done = all_done && transfer->done();
   if (all_done) {
@@ -201,10 +210,11 @@ TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_
 
 // ---- regions of the peer
 
-AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region) {
+AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region, bool leases) {
   check_alive();
   auto asked = std::make_shared<Asked>();
   asked->wants_region = wants_region;
+  asked->leases = leases;
   asked->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
   header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
   header.length = body.size();
@@ -257,7 +267,7 @@ AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access acces
   header.type = FrameType::kAllocate;
   header.total = size;
   header.flags = (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
-  return ask(header, name, true);
+  return ask(header, name, true, true);
 }
 
 AskedPtr Peer::ask_lookup(const std::string& name) {
@@ -294,7 +304,34 @@ RemoteRegionPtr Peer::finish(const AskedPtr& asked) const {
   throw Error(status.code, ours ? status.message : describe() + ": " + status.message);
 }
 
-void Peer::abandon(const AskedPtr& asked) { asked->abandoned = true; }
+void Peer::abandon(const AskedPtr& asked) {
+  {
+    std::lock_guard lock(mutex_);
+    asked->abandoned = true;
+    if (!asked->granted) return;  // granted() gives it back when it comes
+  }
+  if (asked->leases && asked->region) give_back(*asked->region);
+}
+
+void Peer::give_back(const RemoteRegion& region) {
+  Header header;
+  header.type = FrameType::kFree;
+  header.region = region.id;
+  header.generation = region.generation;
+  header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
+  auto nobody = std::make_shared<Asked>();
+  nobody->wants_region = false;
+  nobody->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+  {
+    std::lock_guard lock(mutex_);
+    if (lost_) {
+      nobody->transfer->complete();
+      return;
+    }
+    asked_.emplace(header.transfer, nobody);
+  }
+  stream_->send(header);
+}
 
 bool Peer::granted(const Header& header, std::string_view body) {
   AskedPtr asked;
@@ -305,7 +342,8 @@ bool Peer::granted(const Header& header, std::string_view body) {
     asked = found->second;
     asked_.erase(found);
   }
-  Status status{static_cast<Code>(header.status), std::string(body)};
+  Status status{static_cast<Code>(header.status),
+                presentable(body) ? std::string(body) : "(unprintable)"};
   bool well_formed = true;
   if (header.type == FrameType::kGrant && status.ok()) {
     auto region = std::make_shared<RemoteRegion>();
@@ -318,8 +356,10 @@ bool Peer::granted(const Header& header, std::string_view body) {
     status.message.clear();
     if (shm_ && (region->access.read || region->access.write)) {
       Descriptor memory = stream_->take_descriptor();
-      auto known = known_[region->generation].lock();
-      if (known && known->size == region->size) {
+      auto found = known_.find(region->generation);
+      auto known = found == known_.end() ? nullptr : found->second.lock();
+      if (known && known->id == region->id && known->size == region->size &&
+          known->access.write == region->access.write) {
         region->mapping = known->mapping;  // one mapping, however often it is looked up
       } else {
         try {
@@ -330,26 +370,18 @@ bool Peer::granted(const Header& header, std::string_view body) {
           well_formed = error.code() == Code::kNoMemory;
         }
       }
-      known_[region->generation] = region;
+      if (status.ok()) known_[region->generation] = region;
       std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
     }
-    if (header.total == 0 || header.generation == 0) well_formed = false;
-    if (status.ok() && asked->abandoned) {
-      Header give_back;
-      give_back.type = FrameType::kFree;
-      give_back.region = region->id;
-      give_back.generation = region->generation;
-      give_back.transfer = next_id_.fetch_add(1);
-      auto nobody = std::make_shared<Asked>();
-      nobody->wants_region = false;
-      nobody->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
-      {
-        std::lock_guard lock(mutex_);
-        asked_.emplace(give_back.transfer, nobody);
-      }
-      stream_->send(give_back, {}, false);
+    if (header.total == 0 || header.generation == 0 || !presentable(body)) well_formed = false;
+    bool unwanted;
+    {
+      std::lock_guard lock(mutex_);
+      if (status.ok()) asked->region = region;
+      asked->granted = true;
+      unwanted = asked->abandoned;
     }
-    asked->region = std::move(region);
+    if (status.ok() && unwanted && asked->leases) give_back(*region);
   }
   asked->transfer->complete(status.code, std::move(status.message));
   fabric_.progress->changed();
@@ -406,7 +438,8 @@ bool Peer::control(const Header& header, std::string_view body) {
     case FrameType::kAttach:
       return attached();
     case FrameType::kGoodbye:
-      lose({Code::kPeerLost, "it said goodbye: " + std::string(body)});
+      lose({Code::kPeerLost,
+            "it said goodbye: " + (presentable(body) ? std::string(body) : "(unprintable)")});
       return false;
     default:
       return service_.request(header, body);
@@ -487,13 +520,15 @@ TransferPtr Peer::guarded(uint64_t bytes, const std::function<TransferPtr()>& op
     }
     case FaultPlan::Action::kDelay: {
       auto outer = pending();
-      fabric_.progress->after(plan->delay_s, [outer, operation, progress = fabric_.progress] {
-        auto inner = operation();
-        inner->then([inner = inner.get(), outer, progress] {
-          outer->complete(inner->status().code, inner->status().message, inner->value());
-          progress->notify();
-        });
-      });
+      bool taken =
+          fabric_.progress->after(plan->delay_s, [outer, operation, progress = fabric_.progress] {
+            auto inner = operation();
+            inner->then([inner = inner.get(), outer, progress] {
+              outer->complete(inner->status().code, inner->status().message, inner->value());
+              progress->notify();
+            });
+          });
+      if (!taken) outer->complete(Code::kClosed, "the Node is closed");
       return outer;
     }
   }

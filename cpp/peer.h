@@ -40,7 +40,9 @@ struct Asked {
   TransferPtr transfer;
   RemoteRegionPtr region;  // valid when the transfer is done well
   bool wants_region = true;
-  std::atomic<bool> abandoned{false};
+  bool leases = false;     // the region is ours to give back
+  bool granted = false;    // the Peer's lock
+  bool abandoned = false;  // the Peer's lock
 };
 using AskedPtr = std::shared_ptr<Asked>;
 
@@ -99,8 +101,9 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string describe() const;
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
-  AskedPtr ask(Header header, std::string_view body, bool wants_region);
+  AskedPtr ask(Header header, std::string_view body, bool wants_region, bool leases = false);
   bool granted(const Header& header, std::string_view body);
+  void give_back(const RemoteRegion& region);
   bool attached();
   TransferPtr finished(const Status& status, uint64_t bytes = 0);
   // Runs the operation, or what the fault plan makes of it.

@@ -161,18 +161,14 @@ void Progress::stop() {
   // leaves, because what it waits for was ended before.
   while (!try_drive(kWaiter)) {
     kick();
-    std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  while (run_jobs()) {
-  }
-  std::vector<Timer> timers;
-  {
+  for (bool left = true; left;) {
+    run_timers();
+    run_jobs();
     std::lock_guard lock(jobs_mutex_);
-    timers.swap(timers_);
-    have_timers_ = false;
-  }
-  for (auto& timer : timers) timer.job();
-  while (run_jobs()) {
+    left = !jobs_.empty() || !timers_.empty();
+    drained_ = !left;
   }
   release_drive();
   notify();
@@ -241,35 +237,40 @@ void Progress::flush() {
 
 // ---- jobs and timers
 
-void Progress::post(std::function<bool()> job) {
+bool Progress::post(std::function<bool()> job) {
   {
     std::lock_guard lock(jobs_mutex_);
+    if (drained_) return false;
     jobs_.push_back(std::move(job));
     have_jobs_ = true;
   }
   attention();
+  return true;
 }
 
-void Progress::after(double seconds, std::function<void()> job) {
+bool Progress::after(double seconds, std::function<void()> job) {
+  seconds = std::clamp(seconds, 0.0, 3.2e9);
   {
     std::lock_guard lock(jobs_mutex_);
+    if (drained_) return false;
     timers_.push_back({Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                           std::chrono::duration<double>(seconds)),
                        std::move(job)});
     have_timers_ = true;
   }
   attention();
+  return true;
 }
 
 void Progress::run(const std::function<void()>& job) {
   auto done = std::make_shared<std::atomic<bool>>(false);
-  // The job may outlive neither the caller's frame nor run(): it is waited for without limit.
-  post([&job, done] {
+  // The caller waits without limit, so the job may refer to its frame.
+  bool taken = post([&job, done] {
     job();
     done->store(true, std::memory_order_release);
     return false;
   });
-  wait([&] { return done->load(std::memory_order_acquire); }, Deadline());
+  if (taken) wait([&] { return done->load(std::memory_order_acquire); }, Deadline());
 }
 
 bool Progress::run_jobs() {
@@ -292,14 +293,15 @@ bool Progress::run_jobs() {
   return have_jobs_;
 }
 
-bool Progress::run_timers() {
-  if (!have_timers_) return false;
+void Progress::run_timers() {
+  if (!have_timers_) return;
   std::vector<std::function<void()>> due;
   {
     std::lock_guard lock(jobs_mutex_);
     auto now = Clock::now();
     for (size_t i = 0; i < timers_.size();) {
-      if (timers_[i].at <= now) {
+      // At the end nothing is worth waiting for.
+      if (timers_[i].at <= now || stopping_) {
         due.push_back(std::move(timers_[i].job));
         timers_[i] = std::move(timers_.back());
         timers_.pop_back();
@@ -311,7 +313,6 @@ bool Progress::run_timers() {
   }
   for (auto& job : due) job();
   changed_ = changed_ || !due.empty();
-  return !due.empty();
 }
 
 int Progress::bounded(int timeout_ms) {
@@ -365,17 +366,20 @@ void Progress::backlog(int change) {
 }
 
 void Progress::add(std::shared_ptr<Notifier> notifier) {
+  if (epoch_ != fork::epoch()) return;
   std::lock_guard lock(notifiers_mutex_);
   notifiers_.push_back(std::move(notifier));
 }
 
 void Progress::remove(const std::shared_ptr<Notifier>& notifier) {
+  if (epoch_ != fork::epoch()) return;  // the page is out of reach, and the lock may be held
   disarm(*notifier);
   std::lock_guard lock(notifiers_mutex_);
   std::erase(notifiers_, notifier);
 }
 
 void Progress::arm(Notifier& notifier) {
+  if (epoch_ != fork::epoch()) return;
   if (notifier.armed_.exchange(true)) return;
   armed_notifiers_.fetch_add(1);
   page_->armed.fetch_add(1);
@@ -383,6 +387,7 @@ void Progress::arm(Notifier& notifier) {
 }
 
 void Progress::disarm(Notifier& notifier) {
+  if (epoch_ != fork::epoch()) return;
   if (!notifier.armed_.exchange(false)) return;
   page_->armed.fetch_sub(1);
   armed_notifiers_.fetch_sub(1);

@@ -69,9 +69,10 @@ class Progress {
 
   // Jobs run in the driving thread. post: later, again while it returns true. run: now, and waits;
   // must not be called by a handler.
-  void post(std::function<bool()> job);
+  // post and after refuse with false once stop() has run what was left.
+  bool post(std::function<bool()> job);
   void run(const std::function<void()>& job);
-  void after(double seconds, std::function<void()> job);
+  bool after(double seconds, std::function<void()> job);
 
   // Waits until ready() or the deadline; true if ready. ready must be cheap, may be called often
   // and must only read. Any thread but not from a handler.
@@ -124,7 +125,7 @@ class Progress {
   void release_drive();
   void drive_once(int timeout_ms);
   int bounded(int timeout_ms);
-  bool run_timers();
+  void run_timers();
   bool run_jobs();
   void flush();
   void thread_main();
@@ -156,6 +157,7 @@ class Progress {
   std::deque<std::function<bool()>> jobs_;
   std::vector<Timer> timers_;
   std::atomic<bool> have_jobs_{false}, have_timers_{false};
+  bool drained_ = false;  // jobs_mutex_
 
   std::mutex notifiers_mutex_;
   std::vector<std::shared_ptr<Notifier>> notifiers_;

@@ -15,6 +15,12 @@ uint64_t random_id() {
   return value;
 }
 
+Region::~Region() {
+  if (!leased) return;
+  leased->bytes -= size;
+  --leased->regions;
+}
+
 std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& name, Access access,
                                               bool shareable, uint64_t lessee) {
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
@@ -61,8 +67,9 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   slots_[region->id] = region;
   if (!name.empty()) names_[name] = region->id;
   if (lessee != 0) {
-    leased_.bytes += size;
-    ++leased_.regions;
+    region->leased = leased_;
+    leased_->bytes += size;
+    ++leased_->regions;
   }
   page_->generations[region->id].store(region->generation, std::memory_order_release);
   return region;
@@ -85,10 +92,6 @@ void RegionTable::free(Region& region) {
   if (region.freed.exchange(true)) return;
   page_->generations[region.id].store(0, std::memory_order_release);
   if (!region.name.empty()) names_.erase(region.name);
-  if (region.lessee != 0) {
-    leased_.bytes -= region.size;
-    --leased_.regions;
-  }
   free_slots_.push_back(region.id);
   slots_[region.id].reset();  // last: may destroy the region
 }
@@ -100,11 +103,6 @@ std::vector<std::shared_ptr<Region>> RegionTable::leased_to(uint64_t peer) const
     if (region && region->lessee == peer) result.push_back(region);
   }
   return result;
-}
-
-RegionTable::Leased RegionTable::leased() const {
-  std::lock_guard lock(mutex_);
-  return leased_;
 }
 
 }  // namespace tensorwire

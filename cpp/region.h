@@ -22,7 +22,18 @@ struct Access {
   bool write = true;
 };
 
+// What peers asked for and whose memory still exists.
+struct Leased {
+  std::atomic<uint64_t> bytes{0};
+  std::atomic<size_t> regions{0};
+};
+
 struct Region {
+  Region() = default;
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
   uint32_t id = 0;          // slot in the table
   uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
   uint64_t size = 0;
@@ -31,6 +42,7 @@ struct Region {
   uint64_t lessee = 0;  // the peer that asked for it, 0 = this process
   std::shared_ptr<Mapping> mapping;
   std::atomic<bool> freed{false};
+  std::shared_ptr<Leased> leased;  // counts this region if a peer asked for it
 
   std::byte* data() const { return mapping->data(); }
   // Overflow-safe: [offset, offset + length) lies inside.
@@ -52,12 +64,7 @@ class RegionTable {
   // Takes it out of the table; peers' handles go stale. The memory lives until the last user.
   void free(Region& region);
   std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
-  // What peers asked for and was not freed yet.
-  struct Leased {
-    uint64_t bytes = 0;
-    size_t regions = 0;
-  };
-  Leased leased() const;
+  const Leased& leased() const { return *leased_; }
 
  private:
   NodePage* page_;
@@ -65,7 +72,7 @@ class RegionTable {
   std::vector<std::shared_ptr<Region>> slots_;
   std::vector<uint32_t> free_slots_;
   std::map<std::string, uint32_t> names_;
-  Leased leased_;
+  std::shared_ptr<Leased> leased_ = std::make_shared<Leased>();
 };
 
 // 64 bits from the kernel's generator, never 0.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "text.h"
 #include "word.h"
 
 namespace tensorwire {
@@ -26,10 +27,15 @@ class Answer : public FrameSource {
   ~Answer() override { answering_->fetch_sub(1, std::memory_order_relaxed); }
 
   bool next(Header& header, std::span<const std::byte>& payload) override {
+    header.transfer = request_.transfer;
+    if (region_->freed.load(std::memory_order_relaxed)) {
+      header.type = FrameType::kDone;
+      header.status = static_cast<uint16_t>(Code::kStaleHandle);
+      return false;
+    }
     uint64_t length = std::min(request_.length - sent_, kMaxChunkBytes);
     payload = {region_->data() + request_.offset + sent_, static_cast<size_t>(length)};
     header.type = FrameType::kData;
-    header.transfer = request_.transfer;
     header.offset = request_.total + sent_;
     header.length = length;
     sent_ += length;
@@ -100,7 +106,13 @@ void Service::done(const Header& header, const Status& status, bool now, uint64_
   stream_->send(answer, std::string_view(status.message).substr(0, kMaxBodyBytes), now);
 }
 
+// The peer asks for more than an honest one may without taking the answers.
+bool Service::overrun() const {
+  return stream_->queued() + answering_->load(std::memory_order_relaxed) > kMaxAnswers;
+}
+
 bool Service::begin_write(const Header& header, std::byte** target) {
+  if (overrun()) return false;
   current_ = {};
   Region* region = granted(header, header.offset, header.length, true, current_);
   *target = region ? region->data() + header.offset : nullptr;
@@ -153,7 +165,7 @@ bool Service::signal(const Header& header) {
 }
 
 bool Service::request(const Header& header, std::string_view body) {
-  if (stream_->queued() + answering_->load(std::memory_order_relaxed) > kMaxAnswers) return false;
+  if (overrun()) return false;
   Status status;
   switch (header.type) {
     case FrameType::kRead: {
@@ -221,15 +233,19 @@ void Service::refuse(const Header& header, const Status& status) {
 }
 
 bool Service::allocate(const Header& header, std::string_view name) {
-  auto leased = regions_.leased();
-  if (header.total > limits_.quota_bytes || leased.bytes > limits_.quota_bytes - header.total) {
+  if (!presentable(name)) {
+    refuse(header, {Code::kInvalid, "a region's name is UTF-8 without control characters"});
+    return true;
+  }
+  uint64_t bytes = regions_.leased().bytes;
+  if (header.total > limits_.quota_bytes || bytes > limits_.quota_bytes - header.total) {
     refuse(header,
            {Code::kBusy, "the Node's quota for peers is " + std::to_string(limits_.quota_bytes) +
-                             " bytes, of which " + std::to_string(leased.bytes) +
+                             " bytes, of which " + std::to_string(bytes) +
                              " are in use; free regions or raise quota_bytes there"});
     return true;
   }
-  if (leased.regions >= kMaxLeasedRegions) {
+  if (regions_.leased().regions >= kMaxLeasedRegions) {
     refuse(header, {Code::kBusy, "peers already have " + std::to_string(kMaxLeasedRegions) +
                                      " regions on this Node; put several tensors into one"});
     return true;

@@ -54,6 +54,7 @@ class Service {
     Status status;
   };
 
+  bool overrun() const;
   // The granted region if the access is allowed, else null and why.
   Region* granted(const Header& header, uint64_t offset, uint64_t length, bool write,
                   Status& status);

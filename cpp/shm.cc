@@ -1,9 +1,11 @@
 #include "shm.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "copy.h"
@@ -38,6 +40,12 @@ void ShmChannel::attach(Descriptor page, Descriptor doorbell, uint64_t incarnati
   if (page_->magic != kPageMagic || page_->incarnation != incarnation) {
     throw Error(Code::kInvalid, "a peer offered a page that is not its own");
   }
+  char path[40], kind[64] = {};
+  std::snprintf(path, sizeof path, "/proc/self/fd/%d", doorbell.get());
+  if (::readlink(path, kind, sizeof kind - 1) < 0 ||
+      std::strcmp(kind, "anon_inode:[eventfd]") != 0) {
+    throw Error(Code::kInvalid, "a peer offered a doorbell that is not an eventfd");
+  }
   doorbell_ = std::move(doorbell);
 }
 
@@ -63,6 +71,9 @@ Status ShmChannel::check(std::span<const Piece> pieces, const SignalTo& signal) 
 void ShmChannel::ring() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (page_->armed.load(std::memory_order_relaxed) == 0) return;
+  // The peer may have made its bell blocking and filled it; a full one needs no more ringing.
+  pollfd bell{doorbell_.get(), POLLOUT, 0};
+  if (::poll(&bell, 1, 0) != 1) return;
   uint64_t one = 1;
   while (::write(doorbell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
   }
@@ -114,7 +125,7 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
   job->is_read = is_read;
   job->transfer = transfer;
   // Jobs may outlive the peer but not the Node, which runs or fails them all before it stops.
-  progress_->post([this, self = shared_from_this(), job] {
+  bool taken = progress_->post([this, self = shared_from_this(), job] {
     if (Status broken = check(job->pieces, job->signal); !broken.ok()) {
       job->transfer->complete(broken.code, std::move(broken.message));
       return false;
@@ -136,6 +147,7 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     job->transfer->complete();
     return false;
   });
+  if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
   return transfer;
 }
 

@@ -4,16 +4,18 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 
 namespace tensorwire {
 namespace {
 
-constexpr size_t kMaxSegments = 32;           // in one system call
-constexpr uint64_t kInlineBudget = 4u << 20;  // bytes that a caller pushes itself
-constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round of the driver
-constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
+constexpr size_t kMaxSegments = 32;             // in one system call
+constexpr uint64_t kInlineBudget = 4u << 20;    // bytes that a caller pushes itself
+constexpr uint64_t kRoundBudget = 8u << 20;     // bytes per direction and round of the driver
+constexpr uint64_t kFillBytes = 4u << 20;       // generated ahead of the socket
+constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
 constexpr size_t kMaxUnclaimedDescriptors = 4;
 // While so much payload is missing, the kernel wakes us for batches of kWakeBytes only.
 constexpr uint64_t kBatchAboveBytes = 16 << 10;
@@ -60,6 +62,13 @@ void Stream::send(std::shared_ptr<FrameSource> source) {
   if (!waiting_for_room_) push(kInlineBudget);
 }
 
+bool Stream::has_sent(const FrameSource& source) {
+  if (source.sent_.load(std::memory_order_acquire)) return true;
+  // The thread that sends the end of it may not have noted it yet; it holds the lock until then.
+  std::lock_guard lock(mutex_);
+  return source.sent_.load(std::memory_order_relaxed);
+}
+
 void Stream::on_flush() {
   std::lock_guard lock(mutex_);
   flush_asked_ = false;
@@ -78,6 +87,7 @@ void Stream::fill() {
     Segment& segment = wire_.emplace_back();
     segment.source = source;
     bool more = source->next(segment.header, segment.payload);
+    segment.last = !more;
     bytes += segment.size();
     // To the back of the queue: large transfers share the stream.
     if (more) sources_.push_back(std::move(source));
@@ -156,6 +166,7 @@ bool Stream::push(uint64_t budget) {
       left -= step;
       if (segment.sent < segment.size()) break;
       if (!segment.source) queued_.fetch_sub(1, std::memory_order_relaxed);
+      if (segment.last) segment.source->sent_.store(true, std::memory_order_release);
       wire_.pop_front();
     }
   }
@@ -249,7 +260,7 @@ bool Stream::receive() {
       lose({Code::kPeerLost, "the peer broke the protocol: descriptors that nobody asked for"});
       return false;
     }
-    budget -= std::min<uint64_t>(budget, static_cast<uint64_t>(size));
+    budget -= std::min(budget, std::max(static_cast<uint64_t>(size), kReadCostBytes));
     // A short read emptied the socket: the next one would only say so.
     if (static_cast<size_t>(size) < spans[0].size()) return true;
   }
@@ -266,6 +277,7 @@ Descriptor Stream::take_descriptor() {
 bool Stream::discard_payload_in(const std::byte* begin, const std::byte* end) {
   const std::byte* target = parser_.target();
   if (target == nullptr || target < begin || target >= end) return false;
+  if (parser_.type() != FrameType::kWrite) return false;
   parser_.discard_target();
   return true;
 }

@@ -28,6 +28,10 @@ class FrameSource {
   virtual ~FrameSource() = default;
   // Fills in the next frame; true if more follow.
   virtual bool next(Header& header, std::span<const std::byte>& payload) = 0;
+
+ private:
+  friend class Stream;
+  std::atomic<bool> sent_{false};  // the last frame was handed to the kernel
 };
 
 class Stream : public Handler, public std::enable_shared_from_this<Stream> {
@@ -47,10 +51,13 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
             std::span<const int> descriptors = {}, std::shared_ptr<void> keep = {});
   // Queues a large transfer. Any thread.
   void send(std::shared_ptr<FrameSource> source);
+  // Everything of the source was handed to the kernel: its payload is not looked at any more.
+  bool has_sent(const FrameSource& source);
 
   // Takes a descriptor that came with the current frame; empty if none did. Driving thread only.
   Descriptor take_descriptor();
-  // The current payload must not go to memory inside [begin, end) any more. Driving thread only.
+  // The payload of a write being received must not go to memory inside [begin, end) any more.
+  // Driving thread only.
   bool discard_payload_in(const std::byte* begin, const std::byte* end);
 
   // Small frames that were queued and not yet taken by the kernel.
@@ -69,6 +76,7 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
     std::string body;
     std::span<const std::byte> payload;
     std::shared_ptr<FrameSource> source;
+    bool last = false;  // of the source
     std::shared_ptr<void> keep;
     int descriptors[2] = {-1, -1};
     int descriptor_count = 0;

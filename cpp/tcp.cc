@@ -2,12 +2,18 @@
 
 #include <algorithm>
 
+#include "text.h"
+
 namespace tensorwire {
 namespace {
 
 // Frames that wait for an answer; more are held back here, so that the peer's queue of answers is
 // bounded by a constant that it can enforce.
 constexpr size_t kWindow = 512;
+
+std::string text_of(std::string_view message) {
+  return presentable(message) ? std::string(message) : "(unprintable)";
+}
 
 }  // namespace
 
@@ -30,6 +36,8 @@ struct TcpChannel::Request : FrameSource {
   Header signal;    // kSignal or kFetchAdd
   size_t part = 0;  // cursor: next part to send or ask for
   uint64_t part_sent = 0;
+  size_t asked = 0;  // frames that left and will be answered
+  size_t answers = 0;
   // Reads; the channel's lock, then the driving thread.
   size_t answers_left = 0;
   uint64_t bytes_left = 0;
@@ -130,6 +138,7 @@ void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
   while (!waiting_.empty() && open_ < kWindow && !down_) {
     RequestPtr request = waiting_.front();
     ++open_;
+    ++request->asked;
     Header header;
     bool last = true;
     if (request->is_read) {
@@ -228,6 +237,7 @@ bool TcpChannel::end_data(const Header& header) {
   request->bytes_left -= header.length;
   if (!(header.flags & kLast)) return true;
   std::unique_lock lock(mutex_);
+  if (++request->answers > request->asked) return false;
   if (request->answers_left-- > 1) {
     answered(lock);
     return true;
@@ -242,23 +252,26 @@ bool TcpChannel::end_data(const Header& header) {
 }
 
 bool TcpChannel::done(const Header& header, std::string_view message) {
+  RequestPtr request = find(header.transfer);
+  if (!request) return false;
+  // Nobody can have placed what is not sent yet; the caller would take its memory back too soon.
+  bool sends = !request->is_read && !request->parts.empty();
+  if (sends && !stream_->has_sent(*request)) return false;
   std::unique_lock lock(mutex_);
-  auto found = pending_.find(header.transfer);
-  if (found == pending_.end()) return false;
-  RequestPtr request = found->second;
+  if (++request->answers > request->asked) return false;
   auto code = static_cast<Code>(header.status);
   if (request->is_read) {
     if (code == Code::kOk) return false;  // a read is answered by data
-    if (request->status.ok()) request->status = {code, std::string(message)};
+    if (request->status.ok()) request->status = {code, text_of(message)};
     if (request->answers_left-- > 1) {
       answered(lock);
       return true;
     }
     code = request->status.code;
   } else {
-    request->status.message = message;
+    request->status.message = text_of(message);
   }
-  pending_.erase(found);
+  pending_.erase(header.transfer);
   answered(lock);
   lock.unlock();
   request->transfer->complete(code, request->status.message, header.value);

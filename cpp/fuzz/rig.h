@@ -213,11 +213,14 @@ class Line : private FrameSink {
 
   // FrameSink, of what the peer sends.
   bool begin_payload(const Header& header, std::byte** target) override {
-    received_.push_back({header, std::vector<std::byte>(header.length)});
-    *target = received_.back().bytes.data();
+    payload_.resize(header.length);
+    *target = payload_.data();
     return true;
   }
-  bool end_payload(const Header&) override { return true; }
+  bool end_payload(const Header& header) override {
+    received_.push_back({header, std::move(payload_)});
+    return true;
+  }
   bool control(const Header& header, std::string_view body) override {
     const auto* bytes = reinterpret_cast<const std::byte*>(body.data());
     received_.push_back({header, {bytes, bytes + body.size()}});
@@ -228,6 +231,7 @@ class Line : private FrameSink {
   const bool is_unix_;
   int mine_ = -1;
   FrameParser parser_;
+  std::vector<std::byte> payload_;  // that has not come whole
   std::vector<Received> received_;
 };
 

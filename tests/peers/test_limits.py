@@ -3,6 +3,7 @@
 import os
 import re
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,7 @@ def test_max_peers_counts_who_is_in_the_handshake() -> None:
             other.join()
             other.forward(4)
             other.hang_up()
-            connecting.result(PATIENCE_S)
+            connecting.exception(PATIENCE_S)
         eventually(lambda: error_of(fast.connect, full.address) is None, "the place is free")
 
 
@@ -203,7 +204,7 @@ def test_max_regions() -> None:
             node.allocate(1)
 
 
-def test_lengths_of_names(transport: str) -> None:
+def test_names_of_regions(transport: str) -> None:
     with pytest.raises(ValueError, match="name"):
         Node("n" * 1000)
     with node_pair([transport]) as pair:
@@ -219,6 +220,14 @@ def test_lengths_of_names(transport: str) -> None:
             ):
                 with pytest.raises(ValueError, match="255"):
                     call()
+        for call in (
+            lambda: pair.far.allocate(64, name="\udc80"),
+            lambda: pair.far.region("\udc80"),
+            lambda: pair.to_far.allocate(64, "\udc80"),
+            lambda: pair.to_far.region("\udc80"),
+        ):
+            with pytest.raises(ValueError, match="Unicode"):
+                call()
         with pytest.raises(LookupError):
             pair.far.region("r" * 256)
         with pytest.raises((ValueError, LookupError)):
@@ -230,6 +239,15 @@ def test_lengths_of_names(transport: str) -> None:
 def test_names_of_nodes(name: str) -> None:
     with Node(name) as node, Node() as other:
         assert other.connect(node.address).name == name
+
+
+def test_the_default_name_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of hosts may be longer than those of Nodes."""
+    long = types.SimpleNamespace(nodename="host-" + "x" * 59)
+    monkeypatch.setattr(os, "uname", lambda: long)
+    with Node() as node:
+        assert node.name.startswith("host-")
+        assert node.name.endswith(f"-{os.getpid()}")
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x00b", "\x7f", "\udc80", "n" * 64, "ä" * 32])

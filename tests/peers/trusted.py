@@ -1,5 +1,6 @@
 """Process functions for test_trust.py: processes that run as another user."""
 
+import encodings.idna  # noqa: F401  socket imports it late, when nobody may not read it any more
 import os
 import socket
 from typing import Any

@@ -33,7 +33,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
-    ("clock", "copy", "error", "fork", "page", "sha256", "word"),
+    ("clock", "copy", "error", "fork", "page", "sha256", "text", "word"),
     ("frame", "mapping"),
     ("progress", "region"),
     ("handshake", "stream", "transfer"),

@@ -1,4 +1,4 @@
-"""Checks of the plain numbers that users pass: slices, sizes, words. Pure."""
+"""Checks of the plain values that users pass: slices, sizes, words, names. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def addend(value: Any) -> int:
     if not -(1 << 63) <= result < 1 << 63:
         raise ValueError(f"what is added to a word is -2**63 to 2**63 - 1, not {result}")
     return result
+
+
+def name_text(name: Any, what: str) -> str:
+    """Checks the name of a Node or region; its length and characters are checked by the core."""
+    if not isinstance(name, str):
+        raise TypeError(f"a {what}'s name is a str, not {type(name).__name__}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a {what}'s name is valid Unicode, not {name!r}") from error
+    return name
 
 
 def byte_count(size_bytes: Any) -> int:

@@ -19,7 +19,7 @@ from tensorwire._core import Transfer
 from tensorwire.errors import UnavailableError
 
 from . import aio
-from .arguments import byte_count
+from .arguments import byte_count, name_text
 from .handle import Handle, access_flags, join_address, split_address
 from .peer import Peer
 from .region import Region, Word, adoptable
@@ -89,7 +89,7 @@ class Node:
             )
         advertised = advertise or _reachable_host(host)
         self._core = _core.Node(
-            name or f"{os.uname().nodename}-{os.getpid()}",
+            name_text(name or _default_name(), "Node"),
             host,
             port,
             secret,
@@ -137,7 +137,7 @@ class Node:
         """
         readable, writable = access_flags(access)
         size_bytes = byte_count(size_bytes)
-        core = self._core.allocate(size_bytes, name or "", writable, readable)
+        core = self._core.allocate(size_bytes, name_text(name or "", "region"), writable, readable)
         return Region(self, core, 0, core.size_bytes)
 
     def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:
@@ -163,7 +163,7 @@ class Node:
             LookupError: there is none.
             ClosedError: the Node was closed.
         """
-        core = self._core.region(name)
+        core = self._core.region(name_text(name, "region"))
         return Region(self, core, 0, core.size_bytes)
 
     def connect(
@@ -286,6 +286,11 @@ def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
             ResourceWarning,
             stacklevel=1,
         )
+
+
+def _default_name() -> str:
+    # Names of hosts are up to 64 bytes long, names of Nodes 63.
+    return f"{os.uname().nodename[:50]}-{os.getpid()}"
 
 
 def _choose_secret(secret: bytes | None) -> bytes:

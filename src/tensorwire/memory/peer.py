@@ -17,7 +17,7 @@ from tensorwire._core import Transfer
 from tensorwire.errors import StaleHandleError
 
 from .aio import inline_limit
-from .arguments import addend, byte_count
+from .arguments import addend, byte_count, name_text
 from .buffers import as_local, describe, size_bytes
 from .expect import memory_gb_per_s, network_gb_per_s
 from .handle import Handle
@@ -135,7 +135,7 @@ class Peer:
             TimeoutError, ClosedError, PeerLostError: as everywhere.
         """
         if isinstance(name_or_handle, str):
-            core = self._core.lookup(name_or_handle, timeout_s)
+            core = self._core.lookup(name_text(name_or_handle, "region"), timeout_s)
         elif isinstance(name_or_handle, Handle):
             handle = name_or_handle
             if handle.incarnation != self.incarnation:
@@ -167,7 +167,9 @@ class Peer:
             MemoryError: the other host has no memory left.
             TimeoutError, ClosedError, PeerLostError: as everywhere.
         """
-        core = self._core.allocate(byte_count(size_bytes), name or "", timeout_s)
+        core = self._core.allocate(
+            byte_count(size_bytes), name_text(name or "", "region"), timeout_s
+        )
         return RemoteRegion(self, core, 0, core.size_bytes)
 
     def write(self, local: Any, remote: Any, *, signal: Signal | None = None) -> Transfer:
