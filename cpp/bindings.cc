@@ -383,7 +383,9 @@ struct PyNotifier {
     progress->add(notifier);
   }
   PyNotifier(const PyNotifier&) = delete;
-  ~PyNotifier() { progress->remove(notifier); }
+  ~PyNotifier() {
+    if (progress->page_mapping()->usable()) progress->remove(notifier);
+  }
 
   std::shared_ptr<Progress> progress;
   std::shared_ptr<Notifier> notifier;
@@ -396,8 +398,23 @@ uint64_t progress_id(const std::shared_ptr<Progress>& progress) {
 
 // ---- classes
 
+constexpr const char* kForked =
+    "the memory belongs to the process that this one was forked from; create a Node of its own "
+    "here";
+
+void check_not_forked(const Mapping& mapping) {
+  if (!mapping.usable()) throw Error(Code::kClosed, kForked);
+}
+
 int region_buffer(PyObject* object, Py_buffer* view, int flags) {
   auto* region = nb::inst_ptr<Region>(nb::handle(object));
+  if (region->mapping != nullptr && !region->mapping->usable()) {
+    view->obj = nullptr;
+    nb::object made = nb::module_::import_("tensorwire.errors")
+                          .attr("from_code")(static_cast<int>(Code::kClosed), kForked);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    return -1;
+  }
   if (region->mapping == nullptr) {
     PyErr_SetString(PyExc_BufferError, "the region has no memory");
     return -1;
@@ -497,6 +514,7 @@ void bind_regions(nb::module_& m) {
             if (offset % 8 != 0 || !r.contains(offset, 8)) {
               throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
             }
+            check_not_forked(*r.mapping);
             return word_at(r.data() + offset).load(std::memory_order_acquire);
           },
           "offset"_a);
@@ -674,8 +692,15 @@ void bind_node(nb::module_& m) {
           },
           "transfer"_a)
       .def("fileno", [](const PyNotifier& n) { return n.notifier->descriptor(); })
-      .def("arm", [](PyNotifier& n) { n.progress->arm(*n.notifier); })
-      .def("disarm", [](PyNotifier& n) { n.progress->disarm(*n.notifier); })
+      .def("arm",
+           [](PyNotifier& n) {
+             check_not_forked(*n.progress->page_mapping());
+             n.progress->arm(*n.notifier);
+           })
+      .def("disarm",
+           [](PyNotifier& n) {
+             if (n.progress->page_mapping()->usable()) n.progress->disarm(*n.notifier);
+           })
       .def("drain", [](PyNotifier& n) { n.notifier->drain(); });
 
   nb::class_<Node>(m, "Node")

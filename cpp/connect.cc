@@ -31,6 +31,10 @@ class Line {
         interrupted_(interrupted) {}
 
   Descriptor& socket() { return socket_; }
+  bool hung_up() const {
+    pollfd entry{socket_.get(), POLLRDHUP, 0};
+    return ::poll(&entry, 1, 0) > 0;
+  }
 
   void wait(short events) {
     for (;;) {
@@ -189,6 +193,7 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
   } else if (me.host != trusted.server.host) {
     no_shm = "the peer is on another host";
   } else if (wanted & kShmBit) {
+    bool reached = false;
     try {
       std::string name = unix_name(trusted.server.incarnation);
       sockaddr_un address{};
@@ -197,6 +202,7 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
       auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
       Line second(dial(reinterpret_cast<sockaddr*>(&address), size, where, deadline, interrupted),
                   where, deadline, interrupted);
+      reached = true;
       ucred who{};
       socklen_t length = sizeof who;
       ::getsockopt(second.socket().get(), SOL_SOCKET, SO_PEERCRED, &who, &length);
@@ -210,7 +216,11 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
       result.reason = "the peer is on this host";
       return result;
     } catch (const Error& error) {
-      if (error.code() == Code::kTimeout) throw;
+      // A socket that cannot be reached may be in another network namespace; one that was reached
+      // and then hung up is dead.
+      bool fatal = error.code() == Code::kTimeout || error.code() == Code::kBusy ||
+                   (error.code() == Code::kPeerLost && (reached || line.hung_up()));
+      if (fatal) throw;
       no_shm = "same host, but its shared memory cannot be reached (" + std::string(error.what()) +
                "): another network namespace or user?";
     }

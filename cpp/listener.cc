@@ -35,6 +35,7 @@ Descriptor listen_tcp(const std::string& host, uint16_t port) {
   }
   std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
   Descriptor fd(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
   int one = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
   if (::bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd.get(), 512) != 0) {
@@ -70,13 +71,13 @@ std::string remote_host(int socket) {
 void tune_tcp(int socket, double peer_timeout_s) {
   peer_timeout_s = std::clamp(peer_timeout_s, 0.1, 86400.0);
   int one = 1, seconds = std::max(1, static_cast<int>(peer_timeout_s / 4)), probes = 3;
-  unsigned limit_ms = static_cast<unsigned>(peer_timeout_s * 1000);
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+  // Not TCP_USER_TIMEOUT: it also ends a connection whose other side answers but has no room, such
+  // as a process that is stopped. Stream::watch_silence looks after data on its way.
 }
 
 // A listening socket.
@@ -162,7 +163,7 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
       listener.sessions_.erase(found);
     }
     listener.forget(*this);
-    if (taken || !listener.options_.room_for_peer().ok()) return;
+    if (taken || !listener.options_.room_for_peer(0).ok()) return;
     listener.options_.on_arrival(std::move(arrival));
   }
 
@@ -188,6 +189,7 @@ void Listener::start(Options options) {
   options_ = std::move(options);
   if (options_.me.transports & kShmBit) {
     unix_ = Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!unix_) throw Error(Code::kBusy, system_message("socket", errno));
     socklen_t size;
     sockaddr_un address = unix_address(options_.me.incarnation, size);
     if (::bind(unix_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
@@ -217,7 +219,8 @@ ServerHandshake::Context Listener::context(bool attach_only, const std::string& 
   context.open_session = [weak, host](uint64_t id, const Session& session) -> Status {
     auto self = weak.lock();
     if (!self || self->closed_) return {Code::kClosed, "this Node is closing"};
-    if (Status status = self->options_.room_for_peer(); !status.ok()) return status;
+    if (Status status = self->options_.room_for_peer(self->sessions_.size()); !status.ok())
+      return status;
     self->sessions_[id] = {session, host + ":" + std::to_string(session.client.port)};
     return {};
   };

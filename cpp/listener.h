@@ -39,7 +39,8 @@ class Listener : public std::enable_shared_from_this<Listener> {
     Secret secret;
     double handshake_timeout_s = 10;
     double peer_timeout_s = 10;
-    std::function<Status()> room_for_peer;
+    // Given how many were promised a place and have not taken it.
+    std::function<Status(size_t promised)> room_for_peer;
     std::function<void(Arrival)> on_arrival;
   };
 

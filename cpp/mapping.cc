@@ -46,7 +46,12 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers
     return result;
   }
   Descriptor memory(::memfd_create("tensorwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!memory) throw Error(Code::kNoMemory, system_message("memfd_create", errno));
+  if (!memory) {
+    bool full = errno == EMFILE || errno == ENFILE;
+    throw Error(full ? Code::kBusy : Code::kNoMemory,
+                system_message("cannot allocate shared memory", errno) +
+                    (full ? " (each region takes a descriptor; see ulimit -n)" : ""));
+  }
   if (::ftruncate(memory.get(), static_cast<off_t>(pages)) != 0) {
     throw Error(
         Code::kNoMemory,

@@ -27,6 +27,8 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
+  // False in a forked child, where the range is not accessible.
+  bool usable() const { return epoch_ == fork::epoch(); }
   // The memfd of shareable memory, else -1. Imported memory keeps none.
   int descriptor() const { return descriptor_.get(); }
 

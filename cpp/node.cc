@@ -79,6 +79,10 @@ std::shared_ptr<Node> Node::create(NodeOptions options) {
     throw Error(Code::kInvalid,
                 "a Node's name has at most " + std::to_string(kMaxNodeNameBytes) + " bytes");
   }
+  if (!std::all_of(options.name.begin(), options.name.end(),
+                   [](unsigned char c) { return c >= 0x20 && c != 0x7f; })) {
+    throw Error(Code::kInvalid, "a Node's name has no control characters");
+  }
   // A forked child must not take apart what other threads of its parent were in the middle of: it
   // leaks its copy.
   options.handshake_timeout_s = std::clamp(options.handshake_timeout_s, 0.01, 86400.0);
@@ -97,9 +101,9 @@ void Node::start() {
   doors.secret = options_.secret;
   doors.handshake_timeout_s = options_.handshake_timeout_s;
   doors.peer_timeout_s = options_.peer_timeout_s;
-  doors.room_for_peer = [this]() -> Status {
+  doors.room_for_peer = [this](size_t promised) -> Status {
     std::lock_guard lock(mutex_);
-    if (peers_.size() < options_.max_peers) return {};
+    if (peers_.size() + promised < options_.max_peers) return {};
     return {Code::kBusy, "it already has its limit of " + std::to_string(options_.max_peers) +
                              " peers (max_peers)"};
   };
@@ -267,6 +271,7 @@ PeerPtr Node::accept(Deadline deadline) {
 }
 
 std::vector<PeerPtr> Node::peers() const {
+  if (epoch_ != fork::epoch()) check_open();
   auto result = all_peers();
   std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready(); });
   return result;

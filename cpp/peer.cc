@@ -1,10 +1,18 @@
 #include "peer.h"
 
+#include <cerrno>
 #include <cstdio>
 
 #include "text.h"
 
 namespace tensorwire {
+namespace {
+
+Status out_of_descriptors() {
+  return {Code::kBusy, system_message("cannot receive shared memory", EMFILE) + "; see ulimit -n"};
+}
+
+}  // namespace
 
 Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
            std::string reason)
@@ -356,6 +364,7 @@ bool Peer::granted(const Header& header, std::string_view body) {
     status.message.clear();
     if (shm_ && (region->access.read || region->access.write)) {
       Descriptor memory = stream_->take_descriptor();
+      bool had_memory = static_cast<bool>(memory);
       auto found = known_.find(region->generation);
       auto known = found == known_.end() ? nullptr : found->second.lock();
       if (known && known->id == region->id && known->size == region->size &&
@@ -366,8 +375,9 @@ bool Peer::granted(const Header& header, std::string_view body) {
           region->mapping = Mapping::import(std::move(memory), region->size, region->access.write);
         } catch (const Error& error) {
           status = {error.code(), error.what()};
-          // Out of address space is our trouble; anything else is a lie.
-          well_formed = error.code() == Code::kNoMemory;
+          if (!had_memory && stream_->dropped_descriptors()) status = out_of_descriptors();
+          // Out of address space or descriptors is our trouble; anything else is a lie.
+          well_formed = status.code == Code::kNoMemory || status.code == Code::kBusy;
         }
       }
       if (status.ok()) known_[region->generation] = region;
@@ -381,7 +391,10 @@ bool Peer::granted(const Header& header, std::string_view body) {
       asked->granted = true;
       unwanted = asked->abandoned;
     }
-    if (status.ok() && unwanted && asked->leases) give_back(*region);
+    // Also if it cannot be mapped here: nobody else knows of it.
+    if (well_formed && asked->leases && (!status.ok() || unwanted)) {
+      give_back(*region);
+    }
   }
   asked->transfer->complete(status.code, std::move(status.message));
   fabric_.progress->changed();
@@ -403,6 +416,10 @@ bool Peer::end_payload(const Header& header) {
 bool Peer::attached() {
   Descriptor page = stream_->take_descriptor();
   Descriptor doorbell = stream_->take_descriptor();
+  if ((!page || !doorbell) && stream_->dropped_descriptors()) {
+    lose(out_of_descriptors());
+    return true;
+  }
   if (!shm_ || ready_ || !page || !doorbell) return false;
   try {
     shm_->attach(std::move(page), std::move(doorbell), remote_.incarnation);

@@ -1,5 +1,7 @@
 #include "stream.h"
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -32,7 +34,34 @@ Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, bool is_un
       owner_(std::move(owner)),
       parser_(sink) {}
 
-void Stream::start() { progress_->watch(socket_.get(), EPOLLIN, shared_from_this()); }
+void Stream::start() {
+  progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
+  int seconds = 0;
+  socklen_t size = sizeof seconds;
+  if (!is_unix_ && ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPIDLE, &seconds, &size) == 0) {
+    watch_silence(seconds);
+  }
+}
+
+// Keep-alive finds a silent link that is idle. With data on its way the kernel would try for a
+// quarter of an hour: here the link is lost when nothing was acknowledged for four periods although
+// something was sent again or a probe for room stayed without an answer.
+void Stream::watch_silence(int seconds) {
+  progress_->after(seconds, [weak = weak_from_this(), seconds] {
+    auto self = weak.lock();
+    if (!self || self->closed_) return;
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    ::getsockopt(self->socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size);
+    bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_retransmits > 0) || info.tcpi_probes > 1;
+    if (unanswered && info.tcpi_last_ack_recv > 4000u * static_cast<unsigned>(seconds)) {
+      auto keep = self->owner_;
+      self->lose({Code::kPeerLost, "the link has been silent for too long (peer_timeout_s)"});
+      return;
+    }
+    self->watch_silence(seconds);
+  });
+}
 
 // ---- sending
 
@@ -192,7 +221,12 @@ void Stream::on_ready(uint32_t events) {
       lose({Code::kPeerLost, failure});
       return;
     }
-    push(kRoundBudget);
+    if (!push(kRoundBudget)) {
+      std::string failure = failure_;
+      lock.unlock();
+      lose({Code::kPeerLost, failure});
+      return;
+    }
   }
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
     if (receive()) batch_wakeups();
@@ -221,6 +255,7 @@ ssize_t Stream::receive_some(std::span<std::span<std::byte>> spans) {
   }
   ssize_t size = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size >= 0 && is_unix_) {
+    if (message.msg_flags & MSG_CTRUNC) dropped_descriptors_ = true;
     for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
       if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
       size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);

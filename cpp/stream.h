@@ -56,6 +56,8 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
 
   // Takes a descriptor that came with the current frame; empty if none did. Driving thread only.
   Descriptor take_descriptor();
+  // This process had no descriptor left for one that came. Driving thread only.
+  bool dropped_descriptors() const { return dropped_descriptors_; }
   // The payload of a write being received must not go to memory inside [begin, end) any more.
   // Driving thread only.
   bool discard_payload_in(const std::byte* begin, const std::byte* end);
@@ -92,6 +94,7 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
   void lose(Status status);
+  void watch_silence(int seconds);
 
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;
@@ -101,6 +104,8 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   FrameParser parser_;
   std::deque<Descriptor> received_;  // driving thread only
   int wake_bytes_ = 1;               // driving thread only
+
+  bool dropped_descriptors_ = false;  // driving thread only
 
   std::mutex mutex_;
   std::deque<Segment> wire_;                          // generated, in order

@@ -1,0 +1,435 @@
+"""The wire protocol in plain Python, from docs/wire.md: for tests that speak it, and lie in it.
+
+Nothing here uses tensorwire. Layouts are tables of (offset, size, field), which test_wire_layout
+compares with the document; everything is sent and received through them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+PATIENCE_S = 20.0
+
+# ---- layouts
+
+Fields = dict[str, tuple[int, int, Any]]  # name: (offset, size, what is there by default)
+
+HELLO: Fields = {
+    "magic": (0, 8, b"TWIREv01"),
+    "version": (8, 2, 1),
+    "kind": (10, 1, 1),
+    "has_secret": (11, 1, 0),
+    "transports": (12, 4, 3),
+    "incarnation": (16, 8, 0x7177),
+    "session": (24, 8, 0),
+    "nonce": (32, 32, b""),
+    "host": (64, 16, b""),
+    "pid": (80, 4, 0),
+    "port": (84, 2, 0),
+    "name_bytes": (86, 1, 0),
+    "reserved": (87, 1, 0),
+    "name": (88, 72, b""),
+}
+PROOF: Fields = {"proof": (0, 32, b""), "reserved": (32, 8, 0)}
+WELCOME: Fields = {
+    "status": (0, 2, 0),
+    "message_bytes": (2, 1, 0),
+    "reserved": (3, 5, b""),
+    "session": (8, 8, 0),
+    "proof": (16, 32, b""),
+    "message": (48, 112, b""),
+}
+CHOICE: Fields = {"transport": (0, 4, 2), "reserved": (4, 4, 0)}
+HEADER: Fields = {
+    "magic": (0, 1, 0x54),
+    "type": (1, 1, 0),
+    "flags": (2, 1, 0),
+    "reserved": (3, 1, 0),
+    "status": (4, 2, 0),
+    "reserved2": (6, 2, 0),
+    "reserved3": (8, 4, 0),
+    "region": (12, 4, 0),
+    "generation": (16, 8, 0),
+    "offset": (24, 8, 0),
+    "length": (32, 8, 0),
+    "transfer": (40, 8, 0),
+    "total": (48, 8, 0),
+    "value": (56, 8, 0),
+}
+PAGE: Fields = {
+    "magic": (0, 8, b"TWpage01"),
+    "incarnation": (8, 8, 0),
+    "reserved": (16, 48, b""),
+    "armed": (64, 4, 0),
+    "reserved2": (68, 60, b""),
+    "generations": (128, 131072, b""),
+}
+SIZES = {"Hello": 160, "Proof": 40, "Welcome": 160, "Choice": 8, "Header": 64, "Page": 131200}
+LAYOUTS = {
+    "Hello": HELLO, "Proof": PROOF, "Welcome": WELCOME, "Choice": CHOICE, "Header": HEADER,
+    "Page": PAGE,
+}  # fmt: skip
+
+WRITE, READ, DATA, SIGNAL, FETCH_ADD, DONE = 1, 2, 3, 4, 5, 6
+ALLOCATE, LOOKUP, FREE, GRANT, ATTACH, GOODBYE = 7, 8, 9, 10, 11, 12
+LAST, READABLE, WRITABLE = 1, 2, 4
+OK, CLOSED, STALE, BUSY, INVALID, PERMISSION, NOT_FOUND = 0, 1, 3, 4, 7, 8, 9
+SESSION, ATTACH_KIND, CHALLENGE = 1, 2, 3
+SHM_BIT, TCP_BIT = 1, 2
+MAX_CHUNK_BYTES, MAX_BODY_BYTES = 1 << 20, 1024
+U64 = (1 << 64) - 1
+
+
+def encode(layout: str, **values: Any) -> bytes:
+    """Bytes of a message; a field that is not named has its default."""
+    fields = LAYOUTS[layout]
+    assert values.keys() <= fields.keys(), f"{values.keys() - fields.keys()} not in {layout}"
+    message = bytearray(SIZES[layout])
+    for name, (offset, size, default) in fields.items():
+        value = values.get(name, default)
+        data = value if isinstance(value, bytes) else value.to_bytes(size, "little")
+        assert len(data) <= size, f"{name} is longer than {size} bytes"
+        message[offset : offset + len(data)] = data
+    return bytes(message)
+
+
+def decode(layout: str, message: bytes) -> dict[str, Any]:
+    """Fields of a message: bytes where the default is bytes, else numbers."""
+    assert len(message) == SIZES[layout]
+    result: dict[str, Any] = {}
+    for name, (offset, size, default) in LAYOUTS[layout].items():
+        data = message[offset : offset + size]
+        result[name] = data if isinstance(default, bytes) else int.from_bytes(data, "little")
+    return result
+
+
+# ---- handshake
+
+
+def host_id() -> bytes:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return hashlib.sha256(b"tensorwire host" + boot_id).digest()[:16]
+
+
+def hello(secret: bytes = b"", name: bytes = b"client", **values: Any) -> bytes:
+    values = {"nonce": os.urandom(32), "host": host_id(), "pid": os.getpid(), **values}
+    return encode(
+        "Hello", **{"has_secret": int(bool(secret)), "name_bytes": len(name), "name": name} | values
+    )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What both sides derive from a key and the two Hellos."""
+
+    client: bytes
+    server: bytes
+    session: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, client_hello: bytes, server_hello: bytes) -> Keys:
+        def mac(role: bytes) -> bytes:
+            return hmac.digest(key, role + client_hello + server_hello, "sha256")
+
+        return cls(
+            mac(b"tensorwire client proof"),
+            mac(b"tensorwire server proof"),
+            mac(b"tensorwire session key."),
+        )
+
+
+class HungUp(Exception):
+    """The other side closed the stream."""
+
+
+@dataclass
+class Frame:
+    """A frame that came, with the descriptors that had come before its end."""
+
+    header: dict[str, Any]
+    body: bytes
+    descriptors: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.header[name]
+
+
+class Wire:
+    """One connected stream. Every wait has a limit; `close` closes also what came with frames."""
+
+    MAX_DESCRIPTORS: ClassVar = 16
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        stream.settimeout(PATIENCE_S)
+        self.incarnation = 0  # of the other side, after the handshake
+        self._descriptors: list[int] = []
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.stream.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    @property
+    def is_unix(self) -> bool:
+        return self.stream.family == socket.AF_UNIX
+
+    def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Sends all of it.
+
+        Raises:
+            HungUp: the other side does not take it any more.
+        """
+        try:
+            if descriptors:
+                sent = socket.send_fds(self.stream, [data], list(descriptors))
+                data = data[sent:]
+            self.stream.sendall(data)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise HungUp from error
+
+    def receive(self, size: int) -> bytes:
+        """Receives exactly so many bytes; descriptors are kept for the frame they belong to.
+
+        Raises:
+            HungUp: the stream ended.
+        """
+        data = b""
+        while len(data) < size:
+            try:
+                if self.is_unix:
+                    more, came, _, _ = socket.recv_fds(
+                        self.stream, size - len(data), self.MAX_DESCRIPTORS
+                    )
+                    self._descriptors += came
+                else:
+                    more = self.stream.recv(size - len(data))
+            except ConnectionResetError as error:
+                raise HungUp from error
+            if not more:
+                raise HungUp
+            data += more
+        return data
+
+    def frame(self, type_: int, body: bytes = b"", fds: Sequence[int] = (), **values: Any) -> None:
+        """Sends a frame; its length is that of the body unless it is given."""
+        self.send(encode("Header", **{"type": type_, "length": len(body)} | values) + body, fds)
+
+    def next_frame(self) -> Frame:
+        header = decode("Header", self.receive(SIZES["Header"]))
+        size = 0 if header["type"] == READ else header["length"]
+        return Frame(header, self.receive(size), self._descriptors)
+
+    def answer(self, type_: int | None = None) -> Frame:
+        """The next frame that is not the other side's kAttach."""
+        while (frame := self.next_frame()).type == ATTACH:
+            pass
+        assert type_ is None or frame.type == type_, frame
+        return frame
+
+    def ask(self, type_: int, body: bytes = b"", **values: Any) -> Frame:
+        self.frame(type_, body, **values)
+        return self.answer()
+
+    def hung_up(self, within_s: float = PATIENCE_S) -> bool:
+        """Whether the other side closes the stream in time; what it still sends is thrown away."""
+        self.stream.settimeout(within_s)
+        try:
+            while True:
+                self.receive(1)
+        except HungUp:
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self.stream.settimeout(PATIENCE_S)
+
+    def quiet(self, for_s: float) -> bool:
+        """Whether nothing comes, not even the end, for so long."""
+        return not select.select([self.stream], [], [], for_s)[0]
+
+    # ---- the client's half
+
+    def greet(self, hello_bytes: bytes) -> bytes:
+        """Sends a Hello, returns the server's."""
+        self.send(hello_bytes)
+        return self.receive(SIZES["Hello"])
+
+    def prove(self, proof: bytes) -> dict[str, Any]:
+        """Sends a proof, returns the Welcome."""
+        self.send(encode("Proof", proof=proof))
+        welcome = decode("Welcome", self.receive(SIZES["Welcome"]))
+        welcome["message"] = welcome["message"][: welcome["message_bytes"]].decode()
+        return welcome
+
+    def handshake(self, key: bytes, hello_bytes: bytes) -> tuple[int, bytes]:
+        """Everything up to the Welcome; returns the session and its key."""
+        server_hello = self.greet(hello_bytes)
+        self.incarnation = decode("Hello", server_hello)["incarnation"]
+        keys = Keys.derive(key, hello_bytes, server_hello)
+        welcome = self.prove(keys.client)
+        assert welcome["status"] == OK, welcome
+        assert welcome["proof"] == keys.server, "the server does not know the secret"
+        return welcome["session"], keys.session
+
+
+def dial(address: str) -> Wire:
+    """A TCP connection, before the handshake."""
+    host, _, port = address.rpartition(":")
+    return Wire(socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S))
+
+
+def dial_unix(incarnation: int) -> Wire:
+    stream = socket.socket(socket.AF_UNIX)
+    stream.connect(f"\0tensorwire-{incarnation:016x}")
+    return Wire(stream)
+
+
+def connect_tcp(address: str, secret: bytes = b"", **values: Any) -> Wire:
+    """A stream that carries frames over TCP."""
+    wire = dial(address)
+    wire.handshake(secret, hello(secret, **values))
+    wire.send(encode("Choice"))
+    return wire
+
+
+def connect_unix(address: str, secret: bytes = b"", attach: bool = True, **values: Any) -> Wire:
+    """A stream that carries frames over a unix socket; `attach` also sends a good kAttach."""
+    with dial(address) as first:
+        session, key = first.handshake(secret, hello(secret, **values))
+        wire = dial_unix(first.incarnation)
+        again = {"kind": ATTACH_KIND, "session": session, **values}
+        wire.handshake(key, hello(secret, **again))
+    if attach:
+        with (
+            page(values.get("incarnation", HELLO["incarnation"][2])) as page_fd,
+            doorbell() as bell,
+        ):
+            wire.frame(ATTACH, fds=[page_fd, bell])
+    return wire
+
+
+def connect(transport: str, address: str, secret: bytes = b"", **values: Any) -> Wire:
+    return {"tcp": connect_tcp, "shm": connect_unix}[transport](address, secret, **values)
+
+
+# ---- descriptors
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@contextlib.contextmanager
+def memory(size: int, content: bytes = b"", seals: int = SEALS) -> Iterator[int]:
+    """A memfd."""
+    descriptor = os.memfd_create("wire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(descriptor, size)
+        os.pwrite(descriptor, content, 0)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def page(
+    incarnation: int, generations: Iterable[int] = (), armed: int = 0, **values: Any
+) -> Iterator[int]:
+    """The page of a Node."""
+    words = array.array("Q", generations).tobytes()
+    content = encode("Page", incarnation=incarnation, armed=armed, generations=words, **values)
+    with memory(-len(content) // 4096 * -4096, content) as descriptor:
+        yield descriptor
+
+
+@contextlib.contextmanager
+def doorbell() -> Iterator[int]:
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# ---- the server's half
+
+
+class FakeNode:
+    """A listener that speaks the protocol to whoever comes and then does as the test says."""
+
+    def __init__(self, secret: bytes = b"", incarnation: int = 0x5EED, **values: Any) -> None:
+        self.secret = secret
+        self.incarnation = incarnation
+        self._values = {"transports": TCP_BIT, "incarnation": incarnation, **values}
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE_S)
+        self._unix = socket.socket(socket.AF_UNIX)
+        self._unix.bind(f"\0tensorwire-{incarnation:016x}")
+        self._unix.listen()
+        self._unix.settimeout(PATIENCE_S)
+        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+
+    def __enter__(self) -> FakeNode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._unix.close()
+
+    def accept(self) -> Wire:
+        """A connection, before the handshake."""
+        return Wire(self._listener.accept()[0])
+
+    def challenge(self, client_hello: bytes) -> bytes:
+        return hello(self.secret, **{"kind": CHALLENGE, "name": b"fake", **self._values})
+
+    def welcome(self, wire: Wire, key: bytes) -> tuple[int, bytes]:
+        """Takes a client through; returns the session and its key."""
+        client_hello = wire.receive(SIZES["Hello"])
+        wire.incarnation = decode("Hello", client_hello)["incarnation"]
+        server_hello = self.challenge(client_hello)
+        wire.send(server_hello)
+        keys = Keys.derive(key, client_hello, server_hello)
+        proof = decode("Proof", wire.receive(SIZES["Proof"]))["proof"]
+        assert proof == keys.client
+        session = 0x5E55
+        wire.send(encode("Welcome", session=session, proof=keys.server))
+        return session, keys.session
+
+    def accept_tcp(self) -> Wire:
+        """A client that chose TCP; frames follow."""
+        wire = self.accept()
+        self.welcome(wire, self.secret)
+        assert decode("Choice", wire.receive(SIZES["Choice"]))["transport"] == TCP_BIT
+        return wire
+
+    def accept_unix(self) -> Wire:
+        """A client that attached on the unix socket; frames follow. Needs `transports` with shm."""
+        with self.accept() as first:
+            _, key = self.welcome(first, self.secret)
+            wire = Wire(self._unix.accept()[0])
+            self.welcome(wire, key)
+        return wire
+
+
+def words(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
