@@ -156,7 +156,7 @@ class HungUp(Exception):
 
 @dataclass
 class Frame:
-    """A frame that came, with the descriptors that had come before its end."""
+    """A frame that came, with its descriptors; the Wire closes them."""
 
     header: dict[str, Any]
     body: bytes
@@ -176,6 +176,7 @@ class Wire:
         stream.settimeout(PATIENCE_S)
         self.incarnation = 0  # of the other side, after the handshake
         self._descriptors: list[int] = []
+        self._of_this_frame: list[int] = []
 
     def __enter__(self) -> Wire:
         return self
@@ -221,6 +222,7 @@ class Wire:
                         self.stream, size - len(data), self.MAX_DESCRIPTORS
                     )
                     self._descriptors += came
+                    self._of_this_frame += came
                 else:
                     more = self.stream.recv(size - len(data))
             except ConnectionResetError as error:
@@ -235,9 +237,10 @@ class Wire:
         self.send(encode("Header", **{"type": type_, "length": len(body)} | values) + body, fds)
 
     def next_frame(self) -> Frame:
+        self._of_this_frame = []
         header = decode("Header", self.receive(SIZES["Header"]))
         size = 0 if header["type"] == READ else header["length"]
-        return Frame(header, self.receive(size), self._descriptors)
+        return Frame(header, self.receive(size), self._of_this_frame)
 
     def answer(self, type_: int | None = None) -> Frame:
         """The next frame that is not the other side's kAttach."""
@@ -373,6 +376,17 @@ def doorbell() -> Iterator[int]:
 # ---- the server's half
 
 
+class Wires(list[Wire]):
+    """Many streams, closed at the end of a block."""
+
+    def __enter__(self) -> Wires:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self:
+            each.close()
+
+
 class FakeNode:
     """A listener that speaks the protocol to whoever comes and then does as the test says."""
 
@@ -386,7 +400,7 @@ class FakeNode:
         self._unix.bind(f"\0tensorwire-{incarnation:016x}")
         self._unix.listen()
         self._unix.settimeout(PATIENCE_S)
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> FakeNode:
         return self

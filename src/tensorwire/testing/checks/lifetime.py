@@ -270,6 +270,9 @@ def restart(stage: Stage) -> None:
     remote = stage.peer.region(handle)
     finish(remote.write(b"before"))
     stage.target.restart()
+    # Noticed within a second; until then memory that is still mapped can be read.
+    word = stage.near.allocate(8).word(0)
+    must_fail(PeerLostError, word.wait_until, 1, WAIT_S, peer=stage.peer)
     must_fail(PeerLostError, remote.read, bytearray(6))
     peer = stage.near.connect(handle)
     assert peer.incarnation != handle.incarnation
