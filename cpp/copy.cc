@@ -24,7 +24,7 @@ size_t threshold() {
   static const size_t value = [] {
     if (!__builtin_cpu_supports("avx2")) return SIZE_MAX;
     long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return std::clamp<size_t>(cache > 0 ? static_cast<size_t>(cache) : 0, 16 << 20, 64 << 20);
+    return std::clamp<size_t>(cache > 0 ? static_cast<size_t>(cache) : 0, 16 << 20, 32 << 20);
   }();
   return value;
 }

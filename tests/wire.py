@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,7 +205,8 @@ class Wire:
             if descriptors:
                 sent = socket.send_fds(self.stream, [data], list(descriptors))
                 data = data[sent:]
-            self.stream.sendall(data)
+            if data:
+                self.stream.sendall(data)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise HungUp from error
 
@@ -216,20 +218,21 @@ class Wire:
         """
         data = b""
         while len(data) < size:
-            try:
-                if self.is_unix:
-                    more, came, _, _ = socket.recv_fds(
-                        self.stream, size - len(data), self.MAX_DESCRIPTORS
-                    )
-                    self._descriptors += came
-                    self._of_this_frame += came
-                else:
-                    more = self.stream.recv(size - len(data))
-            except ConnectionResetError as error:
-                raise HungUp from error
+            more = self._receive_some(size - len(data))
             if not more:
                 raise HungUp
             data += more
+        return data
+
+    def _receive_some(self, size: int) -> bytes:
+        try:
+            if not self.is_unix:
+                return self.stream.recv(size)
+            data, came, _, _ = socket.recv_fds(self.stream, size, self.MAX_DESCRIPTORS)
+        except ConnectionResetError:
+            return b""
+        self._descriptors += came
+        self._of_this_frame += came
         return data
 
     def frame(self, type_: int, body: bytes = b"", fds: Sequence[int] = (), **values: Any) -> None:
@@ -255,12 +258,13 @@ class Wire:
 
     def hung_up(self, within_s: float = PATIENCE_S) -> bool:
         """Whether the other side closes the stream in time; what it still sends is thrown away."""
-        self.stream.settimeout(within_s)
+        deadline = time.monotonic() + within_s
         try:
-            while True:
-                self.receive(1)
-        except HungUp:
-            return True
+            while (left_s := deadline - time.monotonic()) > 0:
+                self.stream.settimeout(left_s)
+                if not self._receive_some(1 << 20):
+                    return True
+            return False
         except TimeoutError:
             return False
         finally:

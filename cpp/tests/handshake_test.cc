@@ -137,7 +137,7 @@ TEST_CASE("handshake: byte by byte, and never more than was asked for") {
   reply.clear();
   CHECK(drip(proof_of(Keys(kSecret, mine, theirs).client)) == State::kMore);
   CHECK(reply.size() == kWelcomeBytes);
-  CHECK(drip(choice_of(kShmBit)) == State::kDone);
+  CHECK(drip(choice_of(kTcpBit)) == State::kDone);
 
   ServerHandshake other(side.context);
   Bytes too_many(kHelloBytes + 1);

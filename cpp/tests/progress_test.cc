@@ -263,11 +263,14 @@ TEST_CASE("progress: stop and a waiter that leads do not run jobs beside each ot
     std::thread waiter([&] { progress->wait([&] { return left == 0; }, soon()); });
     std::thread poster([&] {
       for (int job = 0; job < 100; ++job) {
-        progress->post([&, times = 3]() mutable {
+        bool taken = progress->post([&, times = 3]() mutable {
           ++plain;
           --left;
           return --times > 0;
         });
+        if (taken) continue;
+        left -= 3;  // refused after the end: never run
+        progress->notify();
       }
     });
     if (i % 2 == 0) poster.join();

@@ -45,6 +45,11 @@ class Asker(Actor):
         texts = [repr(self._link), self._link.name, self._link.address, self._link.lost_reason]
         return texts + [repr(peer) for peer in self._node.peers]
 
+    def forget(self) -> None:
+        """Drops what it has of the liar, and with it the mapped memory."""
+        self.__dict__.pop("_remote", None)
+        self.__dict__.pop("_link", None)
+
     def lost_reason(self) -> str:
         """Waits until the peer is lost."""
         eventually(lambda: self._link.lost, "the liar is dropped")
