@@ -14,7 +14,6 @@ import hmac
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -302,7 +301,9 @@ class Wire:
 def dial(address: str) -> Wire:
     """A TCP connection, before the handshake."""
     host, _, port = address.rpartition(":")
-    return Wire(socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S))
+    stream = socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Wire(stream)
 
 
 def dial_unix(incarnation: int) -> Wire:
@@ -447,7 +448,3 @@ class FakeNode:
             wire = Wire(self._unix.accept()[0])
             self.welcome(wire, key)
         return wire
-
-
-def words(*values: int) -> bytes:
-    return struct.pack(f"<{len(values)}Q", *values)

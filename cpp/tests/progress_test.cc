@@ -51,7 +51,7 @@ TEST_CASE("progress: wait tells a condition from a deadline") {
 
 TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
   Loop loop;
-  constexpr uint64_t kRounds = 2000;
+  constexpr uint64_t kRounds = 5000;
   std::array<std::atomic<uint64_t>, 4> turn{};
   std::atomic<int> lost{0};
   std::vector<std::thread> threads;
@@ -73,7 +73,7 @@ TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
 
 TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
   Loop here, there;
-  constexpr uint64_t kRounds = 3000;
+  constexpr uint64_t kRounds = 10000;
   alignas(64) uint64_t ping = 0, pong = 0;
   auto* ping_word = reinterpret_cast<std::byte*>(&ping);
   auto* pong_word = reinterpret_cast<std::byte*>(&pong);
@@ -98,7 +98,7 @@ TEST_CASE("progress: a word and a doorbell wake a waiter of another Node") {
 
 TEST_CASE("progress: several waiters of one doorbell all wake") {
   Loop loop;
-  constexpr uint64_t kRounds = 500;
+  constexpr uint64_t kRounds = 2000;
   alignas(64) uint64_t memory = 0;
   auto* word = reinterpret_cast<std::byte*>(&memory);
   std::atomic<uint64_t> arrived{0};
@@ -353,7 +353,7 @@ TEST_CASE("progress: handlers are called until they leave") {
 }
 
 TEST_CASE("progress: everything at once, and nothing is lost") {
-  constexpr int kRounds = 400;
+  constexpr int kRounds = 1500;
   std::atomic<int> lost{0}, fired{0}, ran{0}, posted{0};
   Loop loop;
   auto pipe = std::make_shared<Pipe>(*loop.progress);

@@ -1,13 +1,30 @@
-"""Processes for test_hostile.py: Nodes that are lied to, and honest peers that must not notice."""
+"""What hostile tests attack: a victim with honest peers that must not notice, and an asker.
 
+The victim is a Node in another process that is written to and read by liars; the asker is one that
+connects to liars. Around every test, `unharmed` says what must hold afterwards.
+"""
+
+import contextlib
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from actor import PATIENCE_S, Actor, eventually, serve
+import wire
+from actor import MIB, PATIENCE_S, Actor, eventually, memory_of, serve, start_actor
+from wire import Wire
 
-from tensorwire import Node, RemoteRegion, TensorwireError
-from tensorwire.testing import Channel
+from tensorwire import Handle, Node, RemoteRegion, TensorwireError
+from tensorwire.testing import Channel, Member, PeerGroup
+
+SECRET = b"known to every member"
+HANDSHAKE_S = 1.5  # how long the victim lets strangers try
+MAX_PEERS = 64
+QUOTA_BYTES = 1 << 20
+OPEN_BYTES = 65_536
+FILL = {"open": 0x11, "read": 0x22, "write": 0x33, "none": 0x44, "secret": 0x55}
+GROWTH_BYTES = 24 * MIB  # far less than what the attacks send
 
 
 class Asker(Actor):
@@ -101,3 +118,76 @@ class HonestPeer:
         self._over.set()
         self._thread.join(PATIENCE_S)
         self._node.close()
+
+
+@dataclass
+class Victim:
+    """A Node with a region of each kind, the process it is in, and who talks to it honestly."""
+
+    address: str
+    member: Member
+    target: Any
+    handles: dict[str, Handle]
+    honest: list[HonestPeer]
+
+    def connect(self, transport: str, **values: Any) -> Wire:
+        """A member of the job that is about to lie."""
+        return wire.connect(transport, self.address, SECRET, **values)
+
+    def dial(self) -> Wire:
+        """A stranger, before the handshake."""
+        return wire.dial(self.address)
+
+    def unchanged(self, *names: str) -> None:
+        """Fails if a byte of these regions is not what it was."""
+        for name in names:
+            size = self.handles[name].size_bytes
+            assert self.target.is_filled(name, 0, size, FILL[name]), f"{name} was changed"
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process ever had."""
+        return memory_of(self.member.pid)["VmHWM"]
+
+    @contextlib.contextmanager
+    def unharmed(self) -> Iterator[None]:
+        """After the block: nothing has changed that was not granted for writing, honest traffic
+        goes on, liars are forgotten, and no descriptor or much memory is or was held."""
+        self.target.fill("open", 0, bytes([FILL["open"]]) * OPEN_BYTES)
+        self.target.mark()
+        peak_bytes = self.peak_bytes()
+        yield
+        self.unchanged("read", "write", "none", "secret")
+        for peer in self.honest:
+            peer.goes_on()
+        eventually(lambda: self.target.peer_count() == len(self.honest), "liars are forgotten")
+        assert self.target.growth(PATIENCE_S) == []
+        assert self.peak_bytes() - peak_bytes < GROWTH_BYTES
+
+
+@contextlib.contextmanager
+def start_victim() -> Iterator[Victim]:
+    """A victim, at work."""
+    options = {
+        "secret": SECRET,
+        "quota_bytes": QUOTA_BYTES,
+        "max_peers": MAX_PEERS,
+        "handshake_timeout_s": HANDSHAKE_S,
+    }
+    with PeerGroup() as group:
+        member, target = start_actor(group, "victim", **options)
+        handles = {
+            "open": target.allocate("open", OPEN_BYTES, "rw", "open"),
+            "read": target.allocate("read", 4096, "r", "read"),
+            "write": target.allocate("write", 100, "w", "write"),
+            "none": target.allocate("none", 64, "none", "none"),
+            "secret": target.allocate("secret", 4096, "rw"),
+        }
+        for name, handle in handles.items():
+            target.fill(name, 0, bytes([FILL[name]]) * handle.size_bytes)
+        address = target.address()
+        honest = [HonestPeer(address, transport, SECRET) for transport in ("shm", "tcp")]
+        for peer in honest:
+            peer.goes_on()
+        yield Victim(address, member, target, handles, honest)
+        for peer in honest:
+            peer.close()
