@@ -253,9 +253,9 @@ bool Progress::after(double seconds, std::function<void()> job) {
   {
     std::lock_guard lock(jobs_mutex_);
     if (drained_) return false;
-    timers_.push_back({Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                          std::chrono::duration<double>(seconds)),
-                       std::move(job)});
+    timers_.emplace(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                       std::chrono::duration<double>(seconds)),
+                    std::move(job));
     have_timers_ = true;
   }
   attention();
@@ -298,17 +298,12 @@ void Progress::run_timers() {
   std::vector<std::function<void()>> due;
   {
     std::lock_guard lock(jobs_mutex_);
-    auto now = Clock::now();
-    for (size_t i = 0; i < timers_.size();) {
-      // At the end nothing is worth waiting for.
-      if (timers_[i].at <= now || stopping_) {
-        due.push_back(std::move(timers_[i].job));
-        timers_[i] = std::move(timers_.back());
-        timers_.pop_back();
-      } else {
-        ++i;
-      }
+    // At the end nothing is worth waiting for.
+    auto end = stopping_ ? timers_.end() : timers_.upper_bound(Clock::now());
+    for (auto timer = timers_.begin(); timer != end; ++timer) {
+      due.push_back(std::move(timer->second));
     }
+    timers_.erase(timers_.begin(), end);
     have_timers_ = !timers_.empty();
   }
   for (auto& job : due) job();
@@ -320,9 +315,8 @@ int Progress::bounded(int timeout_ms) {
   if (!have_timers_) return timeout_ms;
   std::lock_guard lock(jobs_mutex_);
   if (timers_.empty()) return timeout_ms;
-  auto next = std::min_element(timers_.begin(), timers_.end(),
-                               [](const Timer& a, const Timer& b) { return a.at < b.at; });
-  auto left = std::chrono::ceil<std::chrono::milliseconds>(next->at - Clock::now()).count();
+  auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(timers_.begin()->first - Clock::now()).count();
   int limit = static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
   return timeout_ms < 0 ? limit : std::min(timeout_ms, limit);
 }

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -114,10 +115,6 @@ class Progress {
  private:
   enum Driver : int { kNobody, kWaiter, kThread };
   using ReadyFunction = bool (*)(const void*);
-  struct Timer {
-    Clock::time_point at;
-    std::function<void()> job;
-  };
 
   bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline);
   bool spin(ReadyFunction ready, const void* argument);
@@ -155,7 +152,7 @@ class Progress {
 
   std::mutex jobs_mutex_;
   std::deque<std::function<bool()>> jobs_;
-  std::vector<Timer> timers_;
+  std::multimap<Clock::time_point, std::function<void()>> timers_;
   std::atomic<bool> have_jobs_{false}, have_timers_{false};
   bool drained_ = false;  // jobs_mutex_
 

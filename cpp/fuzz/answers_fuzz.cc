@@ -229,6 +229,7 @@ class Liar {
     bool data = request.type == FrameType::kRead;
     bool region = request.type == FrameType::kAllocate || request.type == FrameType::kLookup;
     header.type = data ? FrameType::kData : region ? FrameType::kGrant : FrameType::kDone;
+    if (data && wrong & 32) header.type = FrameType::kDone, header.status = 1 + input_.byte() % 11;
     if (wrong & 2) header.type = static_cast<FrameType>(input_.byte() % (kLastFrameType + 2));
     if (wrong & 4) header.status = input_.byte() % (kLastCode + 2);
     header.flags = wrong & 8 ? input_.byte() : data ? kLast : kReadable | kWritable;

@@ -118,6 +118,9 @@ class Liar {
     kHonestRead,
     kFind,
     kFree,
+    kFreeMidway,
+    kLease,
+    kGiveBack,
     kAnswers,
     kAttach,
     kActions
@@ -152,6 +155,20 @@ class Liar {
         line_.pump();
         check_answers();
         target_.replace(pick());
+        break;
+      case kFreeMidway:
+        free_midway();
+        break;
+      case kLease: {
+        Header header;
+        header.type = FrameType::kAllocate;
+        header.total = input_.byte() * 7;
+        header.flags = input_.byte() & (kReadable | kWritable);
+        line_.send(header, {});
+        break;
+      }
+      case kGiveBack:
+        give_back();
         break;
       case kAnswers:
         line_.pump();
@@ -268,6 +285,43 @@ class Liar {
     line_.send(header, {});
   }
 
+  // The owner frees a region while the payload for it is on its way.
+  void free_midway() {
+    Header header = addressed(FrameType::kWrite);
+    header.length = header.total = std::min<uint64_t>(2 + input_.byte() * 16u, size());
+    header.flags = kLast;
+    std::string payload(header.length, 'm');
+    std::string_view bytes(payload);
+    size_t first = input_.byte() * 16u % (payload.size() + 1);
+    target_.allow(index_, 0, header.length);
+    line_.send(header, bytes.substr(0, first));
+    line_.pump();
+    target_.replace(index_);
+    line_.send(bytes.substr(first));
+  }
+
+  // Uses what was leased, and frees it; perhaps twice.
+  void give_back() {
+    line_.pump();
+    check_answers();
+    if (leases_.empty()) return;
+    Header header;
+    header.region = leases_.back().region;
+    header.generation = leases_.back().generation;
+    for (int i = input_.byte() % 4; i > 0; --i) {
+      constexpr FrameType kUses[] = {FrameType::kWrite, FrameType::kRead, FrameType::kFetchAdd,
+                                     FrameType::kFree};
+      header.type = kUses[input_.byte() % std::size(kUses)];
+      header.flags = header.type == FrameType::kWrite ? kLast : 0;
+      bool sized = header.type == FrameType::kWrite || header.type == FrameType::kRead;
+      header.length = sized ? input_.byte() : 0;
+      header.total = header.length;
+      bool payload = header.type == FrameType::kWrite;
+      line_.send(header, std::string(payload ? header.length : 0, 'l'));
+    }
+    if (input_.byte() & 1) leases_.pop_back();
+  }
+
   void find() {
     Header header = addressed(FrameType::kLookup);
     bool by_name = input_.byte() & 1;
@@ -279,6 +333,8 @@ class Liar {
   void check_answers() {
     for (const Received& answer : line_.receive()) {
       const Header& header = answer.header;
+      bool lease = header.type == FrameType::kGrant && header.status == 0;
+      if (lease && answer.bytes.empty()) leases_.push_back(header);
       if (anything_) continue;
       if (header.type == FrameType::kData) {
         EXPECT(std::find(answer.bytes.begin(), answer.bytes.end(), kHidden) == answer.bytes.end());
@@ -295,7 +351,8 @@ class Liar {
   bool is_unix_;
   Line line_;
   size_t index_ = 0;
-  bool anything_ = false;  // bytes were sent whose meaning is not known here
+  std::vector<Header> leases_;  // and regions without a name
+  bool anything_ = false;       // bytes were sent whose meaning is not known here
 };
 
 Rig& rig() {

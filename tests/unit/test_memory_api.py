@@ -780,3 +780,13 @@ def test_wildcard_listening_advertises_a_reachable_address() -> None:
         assert node.address.startswith("127.0.0.1:")
         with Node("near", secret=b"s" * 32) as other:
             assert other.connect(node.address).name == "wide"
+
+
+def test_a_signal_waits_only_for_transfers_of_its_own_node() -> None:
+    with node_pair(transports=["shm"]) as one, node_pair(transports=["shm"]) as other:
+        foreign = other.to_far.allocate(64).write(b"x")
+        word = one.to_far.allocate(64).word(0)
+        with pytest.raises(ValueError, match="same Node"):
+            word.set(1, after=[foreign])
+        with pytest.raises(TypeError):
+            word.set(1, after=[None])  # type: ignore[list-item]

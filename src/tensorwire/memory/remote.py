@@ -200,10 +200,10 @@ class RemoteWord:
 
         Args:
             value: 0 to 2**64 - 1.
-            after: transfers of the same peer.
+            after: transfers of the same Node, to any of its peers.
 
         Raises:
-            ValueError: the value does not fit, or a transfer belongs to another peer.
+            ValueError: the value does not fit, or a transfer belongs to another Node.
             ClosedError, PeerLostError, StaleHandleError, PermissionError: as for
                 `RemoteRegion.write`.
         """
