@@ -56,15 +56,17 @@ SLOWER_handshake := 1
 SLOWER_service := 50
 SLOWER_answers := 50
 
-# New finds go to build/corpus; a crash leaves its input in build/fuzz.
+# New finds go to build/corpus; a crash leaves its input in build/fuzz. Kept is what reaches a new
+# edge, without how often: some hundred small files.
 fuzz-%: $(VENV)/.with-dev FORCE
 	@$(NEED) clang clang-rt
 	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
 	cmake --build build/fuzz --target $*_fuzz -- --quiet
 	@mkdir -p build/corpus/$* tests/corpus/$*
 	build/fuzz/$*_fuzz -runs=$$(($(RUNS) / $(SLOWER_$*))) -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
-	  -print_final_stats=1 -artifact_prefix=build/fuzz/ build/corpus/$* tests/corpus/$*
-	$(if $(KEEP),build/fuzz/$*_fuzz -merge=1 -verbosity=0 tests/corpus/$* build/corpus/$*)
+	  -max_len=4000 -print_final_stats=1 -artifact_prefix=build/fuzz/ build/corpus/$* tests/corpus/$*
+	$(if $(KEEP),build/fuzz/$*_fuzz -merge=1 -use_counters=0 -max_len=4000 -verbosity=0 \
+	  tests/corpus/$* build/corpus/$*)
 
 model: ## check the models of our protocols exhaustively with spin
 	@$(NEED) cc spin

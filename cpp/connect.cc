@@ -20,6 +20,10 @@
 namespace tensorwire {
 namespace {
 
+// How long a process that dies may hang on to its streams after its unix socket is gone. Waited for
+// only where the alternative is to report that there is no way to reach it.
+constexpr int kDyingMs = 500;
+
 // One stream in the handshake: blocking reads and writes with a deadline.
 class Line {
  public:
@@ -31,9 +35,10 @@ class Line {
         interrupted_(interrupted) {}
 
   Descriptor& socket() { return socket_; }
-  bool hung_up() const {
+  // The other side ended the stream, or does so within this time.
+  bool hangs_up(int patience_ms) const {
     pollfd entry{socket_.get(), POLLRDHUP, 0};
-    return ::poll(&entry, 1, 0) > 0;
+    return ::poll(&entry, 1, patience_ms) > 0;
   }
 
   void wait(short events) {
@@ -219,7 +224,8 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
       // A socket that cannot be reached may be in another network namespace; one that was reached
       // and then hung up is dead.
       bool fatal = error.code() == Code::kTimeout || error.code() == Code::kBusy ||
-                   (error.code() == Code::kPeerLost && (reached || line.hung_up()));
+                   (error.code() == Code::kPeerLost &&
+                    (reached || line.hangs_up(common & wanted & kTcpBit ? 0 : kDyingMs)));
       if (fatal) throw;
       no_shm = "same host, but its shared memory cannot be reached (" + std::string(error.what()) +
                "): another network namespace or user?";
