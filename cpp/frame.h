@@ -90,6 +90,7 @@ class FrameParser {
   const std::byte* target() const { return in_payload_ ? target_ : nullptr; }
   FrameType type() const { return header_.type; }
   uint64_t payload_left() const { return in_payload_ && target_ != nullptr ? payload_left_ : 0; }
+  uint64_t payload_bytes() const { return header_.length; }  // of the frame of payload_left()
   const char* breach() const { return breach_; }
 
   static constexpr size_t kBufferBytes = 32 << 10;

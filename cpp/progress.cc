@@ -21,7 +21,7 @@ namespace tensorwire {
 namespace {
 
 // How long the thread leaves the loop to waiters that come and go before it drives itself.
-constexpr int64_t kParkNs = 200'000;
+constexpr int64_t kParkNs = 1'000'000;
 constexpr int kMaxEvents = 64;
 
 enum ParkState : int { kAwake, kParked, kParkedForEver };

@@ -19,9 +19,11 @@ constexpr uint64_t kRoundBudget = 8u << 20;     // bytes per direction and round
 constexpr uint64_t kFillBytes = 4u << 20;       // generated ahead of the socket
 constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
 constexpr size_t kMaxUnclaimedDescriptors = 4;
-// While so much payload is missing, the kernel wakes us for batches of kWakeBytes only.
+// While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for all
+// of a full chunk. There one wake-up costs more than copying while the rest arrives would save.
 constexpr uint64_t kBatchAboveBytes = 16 << 10;
-constexpr int kWakeBytes = 256 << 10;
+constexpr uint64_t kWakeBytes = 256 << 10;
+constexpr uint64_t kFullChunkBytes = 768 << 10;
 
 }  // namespace
 
@@ -236,7 +238,8 @@ void Stream::on_ready(uint32_t events) {
 void Stream::batch_wakeups() {
   if (is_unix_ || closed_) return;
   uint64_t left = parser_.payload_left();
-  int want = left >= kBatchAboveBytes ? static_cast<int>(std::min<uint64_t>(left, kWakeBytes)) : 1;
+  uint64_t batch = parser_.payload_bytes() >= kFullChunkBytes ? kMaxChunkBytes : kWakeBytes;
+  int want = left >= kBatchAboveBytes ? static_cast<int>(std::min(left, batch)) : 1;
   if (want == wake_bytes_) return;
   wake_bytes_ = want;
   ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &want, sizeof want);
@@ -297,7 +300,9 @@ bool Stream::receive() {
     }
     budget -= std::min(budget, std::max(static_cast<uint64_t>(size), kReadCostBytes));
     // A short read emptied the socket: the next one would only say so.
-    if (static_cast<size_t>(size) < spans[0].size()) return true;
+    size_t room = 0;
+    for (size_t i = 0; i < count; ++i) room += spans[i].size();
+    if (static_cast<size_t>(size) < room) return true;
   }
   return true;
 }
