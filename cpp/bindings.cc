@@ -406,25 +406,41 @@ void check_not_forked(const Mapping& mapping) {
   if (!mapping.usable()) throw Error(Code::kClosed, kForked);
 }
 
-int region_buffer(PyObject* object, Py_buffer* view, int flags) {
-  auto* region = nb::inst_ptr<Region>(nb::handle(object));
-  if (region->mapping != nullptr && !region->mapping->usable()) {
-    view->obj = nullptr;
+int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* mapping, size_t size,
+                bool writable) {
+  view->obj = nullptr;
+  if (mapping == nullptr) {
+    PyErr_SetString(PyExc_BufferError, "the region has no memory in this process");
+    return -1;
+  }
+  if (!mapping->usable()) {
     nb::object made = nb::module_::import_("tensorwire.errors")
                           .attr("from_code")(static_cast<int>(Code::kClosed), kForked);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
     return -1;
   }
-  if (region->mapping == nullptr) {
-    PyErr_SetString(PyExc_BufferError, "the region has no memory");
-    return -1;
-  }
-  return PyBuffer_FillInfo(view, object, region->data(), static_cast<Py_ssize_t>(region->size), 0,
+  return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(size), !writable,
                            flags);
+}
+
+int region_buffer(PyObject* object, Py_buffer* view, int flags) {
+  auto* region = nb::inst_ptr<Region>(nb::handle(object));
+  return fill_buffer(object, view, flags, region->mapping.get(), region->size, true);
+}
+
+int remote_region_buffer(PyObject* object, Py_buffer* view, int flags) {
+  auto* region = nb::inst_ptr<RemoteRegion>(nb::handle(object));
+  return fill_buffer(object, view, flags, region->mapping.get(), region->size,
+                     region->access.write);
 }
 
 PyType_Slot kRegionSlots[] = {
     {Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)},
+    {0, nullptr},
+};
+
+PyType_Slot kRemoteRegionSlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(remote_region_buffer)},
     {0, nullptr},
 };
 
@@ -518,7 +534,8 @@ void bind_regions(nb::module_& m) {
             return word_at(r.data() + offset).load(std::memory_order_acquire);
           },
           "offset"_a);
-  nb::class_<RemoteRegion>(m, "RemoteRegion")
+  nb::class_<RemoteRegion>(m, "RemoteRegion", nb::type_slots(kRemoteRegionSlots))
+      .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
       .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
       .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
       .def_prop_ro("id", [](const RemoteRegion& r) { return r.id; })
@@ -832,6 +849,9 @@ void bind_drivers(nb::module_& m) {
   d.def("serve_sink", &drivers::serve_sink, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
   d.def("serve_source", &drivers::serve_source, "descriptor"_a, "buffer"_a, "size_bytes"_a,
         Release());
+  d.def("exchange_limit", &drivers::exchange_limit, "parameters"_a, "states"_a, "gradients"_a,
+        "elements"_a, "threads"_a, "repeats"_a, Release());
+  d.def("exchange_limit_constants", &drivers::exchange_limit_constants);
   d.def("write_complete", &drivers::write_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
         "offset"_a, "repeats"_a, "batch"_a, Release());
   d.def("read_complete", &drivers::read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
@@ -861,6 +881,10 @@ NB_MODULE(_core, m) {
   bind_peer(m);
   bind_node(m);
   bind_drivers(m);
+  m.def(
+      "expect_leaks", [] { nb::set_leak_warnings(false); },
+      "Says nothing at the end about objects that outlive the interpreter, as tensors of torch's "
+      "own globals do.");
   m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
   m.def(
       "hmac_sha256",

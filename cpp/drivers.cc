@@ -1,9 +1,14 @@
 #include "drivers.h"
 
 #include <sys/socket.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -170,6 +175,143 @@ std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t si
     ++rounds;
   }
   return rounds;
+}
+
+// --- limits: an exchange of a training step -------------------------------------------------
+
+namespace {
+
+// The constants of the update; exchange_limit_constants hands them to the tests.
+constexpr float kRate = 1e-3F, kMomentum = 0.9F;
+constexpr float kBeta1 = 0.9F, kBeta2 = 0.999F, kEpsilon = 1e-8F, kDecay = 1e-2F;
+constexpr std::size_t kTile = 2048;  // elements: all arrays of a tile stay in the first cache
+
+// One pass over a range. Loops are inlined into a twin per instruction set, below.
+struct Pass {
+  float* parameters;
+  float* first;
+  float* second;  // null: momentum SGD
+  const float* const* gradients;
+  std::size_t workers;
+  std::size_t begin, end;
+};
+
+#define TENSORWIRE_INLINE inline __attribute__((always_inline))
+
+TENSORWIRE_INLINE void sum_tile(const Pass& pass, std::size_t at, std::size_t count,
+                                float* __restrict sum) {
+  const float* __restrict one = pass.gradients[0] + at;
+  const float* __restrict two = pass.gradients[pass.workers > 1 ? 1 : 0] + at;
+  const float share = 1.0F / static_cast<float>(pass.workers);
+  if (pass.workers == 1) {
+    for (std::size_t i = 0; i < count; ++i) sum[i] = one[i];
+    return;
+  }
+  for (std::size_t i = 0; i < count; ++i) sum[i] = one[i] + two[i];
+  for (std::size_t w = 2; w < pass.workers; ++w) {
+    const float* __restrict next = pass.gradients[w] + at;
+    for (std::size_t i = 0; i < count; ++i) sum[i] += next[i];
+  }
+  for (std::size_t i = 0; i < count; ++i) sum[i] *= share;
+}
+
+TENSORWIRE_INLINE void sgd_tile(float* __restrict parameters, float* __restrict momentum,
+                                const float* __restrict gradient, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    momentum[i] = kMomentum * momentum[i] + gradient[i];
+    parameters[i] -= kRate * momentum[i];
+  }
+}
+
+// By hand where the compiler, mindful of errno, would take one root at a time.
+TENSORWIRE_INLINE void root_tile(float* __restrict roots, const float* __restrict squares,
+                                 std::size_t count) {
+  std::size_t i = 0;
+#if defined(__x86_64__)
+  for (; i + 4 <= count; i += 4) {
+    _mm_storeu_ps(roots + i, _mm_sqrt_ps(_mm_loadu_ps(squares + i)));
+  }
+#endif
+  for (; i < count; ++i) roots[i] = std::sqrt(squares[i]);
+}
+
+TENSORWIRE_INLINE void adamw_tile(float* __restrict parameters, float* __restrict first,
+                                  float* __restrict second, const float* __restrict gradient,
+                                  float* __restrict roots, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    first[i] = kBeta1 * first[i] + (1 - kBeta1) * gradient[i];
+    second[i] = kBeta2 * second[i] + (1 - kBeta2) * gradient[i] * gradient[i];
+  }
+  root_tile(roots, second, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    parameters[i] = parameters[i] * (1 - kRate * kDecay) - kRate * first[i] / (roots[i] + kEpsilon);
+  }
+}
+
+TENSORWIRE_INLINE void run_tiles(const Pass& pass) {
+  alignas(64) float sum[kTile];
+  alignas(64) float roots[kTile];
+  for (std::size_t at = pass.begin; at < pass.end; at += kTile) {
+    const std::size_t count = std::min(kTile, pass.end - at);
+    sum_tile(pass, at, count, sum);
+    if (pass.second == nullptr) {
+      sgd_tile(pass.parameters + at, pass.first + at, sum, count);
+    } else {
+      adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, roots, count);
+    }
+  }
+}
+
+void run_pass_plain(const Pass& pass) { run_tiles(pass); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void run_pass_avx2(const Pass& pass) { run_tiles(pass); }
+#endif
+
+void run_pass(const Pass& pass) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return run_pass_avx2(pass);
+#endif
+  run_pass_plain(pass);
+}
+
+}  // namespace
+
+std::vector<float> exchange_limit_constants() {
+  return {kRate, kMomentum, kBeta1, kBeta2, kEpsilon, kDecay};
+}
+
+Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
+                       const std::vector<std::uintptr_t>& gradients, std::size_t elements,
+                       std::size_t threads, std::size_t repeats) {
+  if (gradients.empty() || threads == 0 || states.empty() || states.size() > 2) {
+    throw Error(Code::kInvalid, "exchange_limit: gradients, threads and 1 or 2 states are needed");
+  }
+  const auto floats_at = [](std::uintptr_t at) { return reinterpret_cast<float*>(at); };
+  std::vector<const float*> sources;
+  for (const std::uintptr_t at : gradients) sources.push_back(floats_at(at));
+  const Pass whole{floats_at(parameters),
+                   floats_at(states[0]),
+                   states.size() > 1 ? floats_at(states[1]) : nullptr,
+                   sources.data(),
+                   sources.size(),
+                   0,
+                   elements};
+  const std::size_t share = (elements + threads - 1) / threads;
+  return measure(repeats, 1, [&] {
+    std::vector<std::thread> others;
+    for (std::size_t t = 1; t < threads; ++t) {
+      Pass part = whole;
+      part.begin = std::min(elements, t * share);
+      part.end = std::min(elements, part.begin + share);
+      others.emplace_back([part] { run_pass(part); });
+    }
+    Pass mine = whole;
+    mine.end = std::min(elements, share);
+    run_pass(mine);
+    for (std::thread& other : others) other.join();
+    keep_stores();
+  });
 }
 
 // --- the core's own API ---------------------------------------------------------------------

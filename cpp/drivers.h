@@ -59,6 +59,21 @@ std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size
 std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
 std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
 
+// --- limits: an exchange of a training step ---------------------------------------------------
+
+// What the server of one synchronous step cannot avoid: one pass, tile by tile, that reads the
+// gradients of all workers, parameters and state once and writes parameters and state once. One
+// sample is one pass. All addresses are float32 arrays of `elements` that do not overlap, mapped
+// and touched. One array of state: momentum SGD. Two: an update of AdamW's shape (no correction of
+// the first steps' bias). Constants are those of exchange_limit_constants. With `threads` > 1 each
+// thread takes an equal range, and starting and joining them is part of the sample.
+// Throws Error(kInvalid) without gradients, without threads or with another number of states.
+Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
+                       const std::vector<std::uintptr_t>& gradients, std::size_t elements,
+                       std::size_t threads, std::size_t repeats);
+// Learning rate, momentum, beta1, beta2, epsilon, weight decay: for tests against another hand.
+std::vector<float> exchange_limit_constants();
+
 // --- the core's own API ---------------------------------------------------------------------
 
 // peer.write of one piece from `local` to `remote` + `offset`, waited for, `batch` times a sample.

@@ -86,6 +86,9 @@ class Region:
 
 class RemoteRegion:
     @property
+    def mapped(self) -> bool: ...
+
+    @property
     def size_bytes(self) -> int: ...
 
     @property
@@ -241,6 +244,11 @@ class Node:
     def stats(self) -> dict[str, int]: ...
 
     def close(self) -> None: ...
+
+def expect_leaks() -> None:
+    """
+    Says nothing at the end about objects that outlive the interpreter, as tensors of torch's own globals do.
+    """
 
 def fork_epoch() -> int:
     """Grows by one in each forked child."""

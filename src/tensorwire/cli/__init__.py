@@ -8,6 +8,7 @@ import click
 
 from tensorwire.cli.bench import bench as bench_commands
 from tensorwire.cli.info import info as info_command
+from tensorwire.cli.run import run as run_command
 
 
 def _version() -> str:
@@ -37,3 +38,4 @@ def main() -> None:
 
 main.add_command(info_command)
 main.add_command(bench_commands)
+main.add_command(run_command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from tensorwire.errors import TensorwireError
 if TYPE_CHECKING:
     from tensorwire.bench.memory import Settings
     from tensorwire.bench.rows import Report
+    from tensorwire.bench.training.training import Settings as TrainingSettings
 
 
 class _Sizes(click.ParamType[tuple[int, ...]]):
@@ -157,19 +159,8 @@ def memory(
     console = Console() if sys.stdout.isatty() else Console(width=110)
     report = _run(settings, console)
     print_report(report, console)
-    if json_path is not None:
-        report.write(json_path)
-        click.echo(f"rows written to {json_path}")
-    if figure_path is not None:
-        try:
-            draw(report, figure_path)
-        except (TensorwireError, ValueError) as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(f"figure written to {figure_path}")
-    if report.settings["interrupted"]:
-        raise SystemExit(130)
-    if strict and any(verdict.met is False for verdict in report.verdicts):
-        raise SystemExit(1)
+    _keep(report, json_path, figure_path, draw)
+    _exit(report, strict)
 
 
 def _choose(
@@ -189,12 +180,16 @@ def _choose(
 
 
 def _run(settings: Settings, console: Console) -> Report:
+    from tensorwire.bench.memory import run
+
+    return _with_bar(partial(run, settings), console)
+
+
+def _with_bar(run: Callable[[Callable[[int, int, str], None]], Report], console: Console) -> Report:
     """Runs with a progress bar.
 
     It is redrawn between the cases only: nothing of this process disturbs a measurement.
     """
-    from tensorwire.bench.memory import run
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -207,4 +202,149 @@ def _run(settings: Settings, console: Console) -> Report:
         def show(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{label:34}", refresh=True)
 
-        return run(settings, show)
+        return run(show)
+
+
+def _models() -> tuple[str, ...]:
+    from tensorwire.bench.training.models import MODELS
+
+    return tuple(model.name for model in MODELS)
+
+
+def _training_systems() -> tuple[str, ...]:
+    from tensorwire.bench.training.training import NAMES
+
+    return NAMES
+
+
+@bench.command()
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write all rows, the machine and the verdicts to FILE.",
+)
+@click.option(
+    "--figure",
+    "figure_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw a figure; .svg, .pdf or .png.",
+)
+@click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
+@click.option(
+    "--systems",
+    type=_Names(_training_systems),
+    metavar="A,B",
+    help="Only these: tensorwire, limit, ddp-gloo, grpc.",
+)
+@click.option(
+    "--models", type=_Names(_models), metavar="A,B", help="Only these: digits, mlp50, mlp200."
+)
+@click.option(
+    "--wires", type=_Names(lambda: ("shm", "tcp")), metavar="A,B", help="shm, tcp or both."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Steps of each system, per model and wire (default 300, 60 and 30).",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adamw"]),
+    default="sgd",
+    show_default=True,
+    help="sgd has momentum 0.9.",
+)
+@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+def training(
+    json_path: Path | None,
+    figure_path: Path | None,
+    quick: bool,
+    systems: tuple[str, ...] | None,
+    models: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+    strict: bool,
+) -> None:
+    """What does a synchronous training step cost?
+
+    Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
+    exchange lasts from the last gradient until the slowest worker can read the updated parameters.
+    Beside tensorwire: torch's DistributedDataParallel over gloo, a parameter server on gRPC (a unix
+    socket on the shm wire), and the limit, one C loop over gradients, parameters and state, on tcp
+    with raw sockets. All take turns. The full run takes about fifteen minutes and 10 GiB; other
+    work on the machine spoils it.
+
+    \b
+    A first look, a minute or two:
+        tensorwire bench training --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench training --json training.json --figure training.svg
+
+    \b
+    One question only:
+        tensorwire bench training --systems tensorwire,ddp-gloo --models mlp50 --wires shm
+
+    \b
+    The rivals:
+        pip install 'tensorwire[bench]'
+    """  # noqa: D301 (\b is what click reads)
+    from tensorwire.bench.training.report import draw, print_report
+    from tensorwire.bench.training.training import Settings, run
+
+    settings = Settings.quick() if quick else Settings()
+    _choose_training(settings, systems, models, wires, steps, optimizer)
+    for path in (json_path, figure_path):
+        if path is not None and not path.parent.is_dir():
+            raise click.BadParameter(f"the folder of {path} does not exist")
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    report = _with_bar(partial(run, settings), console)
+    print_report(report, console)
+    _keep(report, json_path, figure_path, draw)
+    _exit(report, strict)
+
+
+def _choose_training(
+    settings: TrainingSettings,
+    systems: tuple[str, ...] | None,
+    models: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+) -> None:
+    from tensorwire.bench.training.models import model
+
+    settings.systems = systems or settings.systems
+    settings.models = tuple(map(model, models)) if models else settings.models
+    settings.wires = wires or settings.wires
+    settings.steps = steps or settings.steps
+    settings.optimizer = optimizer
+
+
+def _keep(
+    report: Report,
+    json_path: Path | None,
+    figure_path: Path | None,
+    draw: Callable[[Report, Path], None],
+) -> None:
+    if json_path is not None:
+        report.write(json_path)
+        click.echo(f"rows written to {json_path}")
+    if figure_path is not None:
+        try:
+            draw(report, figure_path)
+        except (TensorwireError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+        click.echo(f"figure written to {figure_path}")
+
+
+def _exit(report: Report, strict: bool) -> None:
+    if report.settings["interrupted"]:
+        raise SystemExit(130)
+    if strict and any(verdict.met is False for verdict in report.verdicts):
+        raise SystemExit(1)

@@ -6,10 +6,14 @@ checked here. torch is never imported: a tensor can only exist if somebody else 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from operator import index
 from sys import modules
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from tensorwire._core import Buffer
 
@@ -124,3 +128,37 @@ def _advice(local: object) -> str:
     if isinstance(local, list | tuple):
         return "for a batch pass a sequence of remotes of the same length too"
     return "pass a numpy array, a torch tensor, a bytes-like object or a Region"
+
+
+def array_over(region: Any, dtype: DTypeLike, shape: int | Sequence[int] | None) -> NDArray[Any]:
+    """`Region.array` and `RemoteRegion.array`: they have `size_bytes` and `memoryview()`."""
+    dtype = np.dtype(dtype)
+    if dtype.hasobject:
+        raise TypeError(f"{dtype} holds Python objects, which no other process can use")
+    shape = shape_in(region, shape, dtype.itemsize, str(dtype))
+    return np.ndarray(shape, dtype, buffer=region.memoryview())
+
+
+def shape_in(region: Any, shape: Any, item_bytes: int, dtype: str) -> tuple[int, ...]:
+    """The shape as a tuple, checked against the size of the region.
+
+    Raises:
+        ValueError: it does not fit, or None and the size is no multiple of the item.
+    """
+    if shape is None:
+        count, rest = divmod(region.size_bytes, item_bytes)
+        if rest:
+            raise ValueError(
+                f"{region.size_bytes} bytes are no multiple of the {item_bytes} bytes of "
+                f"{dtype}; give a shape, or slice the region"
+            )
+        return (count,)
+    result = tuple(map(index, shape)) if isinstance(shape, Sequence) else (index(shape),)
+    if any(size < 0 for size in result):
+        raise ValueError(f"a shape has no negative sizes: {result}")
+    needed = math.prod(result) * item_bytes
+    if needed > region.size_bytes:
+        raise ValueError(
+            f"shape {result} of {dtype} needs {needed} bytes, {region!r} has {region.size_bytes}"
+        )
+    return result

@@ -21,7 +21,7 @@ from tensorwire.errors import TimeoutError, UnavailableError
 
 from . import aio
 from .arguments import byte_range, word_offset, word_value
-from .buffers import check_tensor, describe, is_tensor
+from .buffers import array_over, check_tensor, describe, is_tensor, shape_in
 from .handle import Handle, access_name
 
 if TYPE_CHECKING:
@@ -123,11 +123,7 @@ class Region:
             TypeError: dtype has Python objects.
             ValueError: the shape does not fit, or the slice is no multiple of the dtype's size.
         """
-        dtype = np.dtype(dtype)
-        if dtype.hasobject:
-            raise TypeError(f"{dtype} holds Python objects, which no other process can use")
-        shape = self._shape(shape, dtype.itemsize, str(dtype))
-        return np.ndarray(shape, dtype, buffer=self.memoryview())
+        return array_over(self, dtype, shape)
 
     def tensor(self, dtype: Any = None, shape: int | Sequence[int] | None = None) -> Any:
         """A torch tensor over this memory; nothing is copied.
@@ -147,7 +143,7 @@ class Region:
                 "import torch first (pip install 'tensorwire[torch]'), or use Region.array"
             )
         dtype = torch.uint8 if dtype is None else dtype
-        shape = self._shape(shape, dtype.itemsize, str(dtype))
+        shape = shape_in(self, shape, dtype.itemsize, str(dtype))
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -237,25 +233,6 @@ class Region:
                 f"{method}() is for a whole region and this is {self!r}, a slice of "
                 f"{self._core.size_bytes} bytes; keep the region that allocate() returned"
             )
-
-    def _shape(self, shape: Any, item_bytes: int, dtype: str) -> tuple[int, ...]:
-        if shape is None:
-            count, rest = divmod(self.size_bytes, item_bytes)
-            if rest:
-                raise ValueError(
-                    f"{self.size_bytes} bytes are no multiple of the {item_bytes} bytes of "
-                    f"{dtype}; give a shape, or slice the region"
-                )
-            return (count,)
-        result = tuple(map(index, shape)) if isinstance(shape, Sequence) else (index(shape),)
-        if any(size < 0 for size in result):
-            raise ValueError(f"a shape has no negative sizes: {result}")
-        needed = math.prod(result) * item_bytes
-        if needed > self.size_bytes:
-            raise ValueError(
-                f"shape {result} of {dtype} needs {needed} bytes, {self!r} has {self.size_bytes}"
-            )
-        return result
 
     def _local_buffer(self) -> _core.Buffer:
         return _core.Buffer(

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from numpy import ndarray
+from numpy.typing import DTypeLike, NDArray
 
 from tensorwire import _core
 from tensorwire._core import Transfer
+from tensorwire.errors import UnavailableError
 
 from .aio import inline_limit
 from .arguments import addend, byte_range, word_offset, word_value
-from .buffers import as_local
+from .buffers import array_over, as_local
 from .handle import Handle, access_name
 
 if TYPE_CHECKING:
@@ -135,6 +137,46 @@ class RemoteRegion:
         if type(local) is not ndarray:
             local = as_local(local)
         return self._read_one(local, self._core, self._offset, self.size_bytes, inline_limit())
+
+    @property
+    def mapped(self) -> bool:
+        """Whether this process sees the memory itself: on shm it does, on a network it cannot."""
+        return self._core.mapped
+
+    def memoryview(self) -> memoryview:
+        """The bytes of this slice where they are, at the peer; nothing is copied.
+
+        Only on one host (`mapped`). Both processes then use the same memory: nothing orders their
+        loads and stores but signals. The view keeps the memory alive, also after the owner freed
+        the region, ended or was lost, when nobody else looks at it any more. It is read-only where
+        the owner does not let peers write.
+
+        Raises:
+            UnavailableError: the path to the peer maps nothing; use `read` and `write`.
+            ClosedError: this process was forked from the one that has the grant.
+        """
+        if not self.mapped:
+            raise UnavailableError(
+                f"{self!r} is on another host or was reached by {self.peer.path.transport}: its "
+                "memory cannot be mapped here; use read() and write()"
+            )
+        core: Any = self._core  # before Python 3.12 stubs cannot say that it is a buffer
+        return memoryview(core)[self._offset : self._offset + self.size_bytes]
+
+    def array(
+        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
+    ) -> NDArray[Any]:
+        """A numpy array over `memoryview()`, with its conditions.
+
+        Args:
+            dtype: as for `Region.array`.
+            shape: as for `Region.array`.
+
+        Raises:
+            TypeError, ValueError: as for `Region.array`.
+            UnavailableError, ClosedError: as for `memoryview`.
+        """
+        return array_over(self, dtype, shape)
 
     def word(self, offset: int) -> RemoteWord:
         """The 64-bit word at a byte offset of this slice.

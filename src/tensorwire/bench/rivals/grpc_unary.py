@@ -26,7 +26,7 @@ _CHUNKS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LARGEST_TRIAL = 1 << 26
 """Above it the way that was fastest before is taken: a trial of all would take a minute."""
 
-_OPTIONS = [
+OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.optimization_target", "throughput"),
@@ -43,7 +43,7 @@ class Driver(RivalDriver):
         self._grpc: Any = importlib.import_module("grpc")
         link.send(("listen", options["wire"]))
         self._address = str(link.recv())
-        self._channel = self._grpc.insecure_channel(self._address, options=_OPTIONS)
+        self._channel = self._grpc.insecure_channel(self._address, options=OPTIONS)
         self._put = self._channel.unary_unary(f"/{_SERVICE}/Put")
         self._get = self._channel.unary_unary(f"/{_SERVICE}/Get")
         self._stream_put = self._channel.stream_unary(f"/{_SERVICE}/StreamPut")
@@ -141,7 +141,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     server = grpc.server(
         ThreadPoolExecutor(4),
         handlers=[grpc.method_handlers_generic_handler(_SERVICE, handlers)],
-        options=_OPTIONS,
+        options=OPTIONS,
     )
 
     def listen(wire: str) -> str:

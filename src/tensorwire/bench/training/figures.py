@@ -1,0 +1,114 @@
+"""From the moments that workers saw to the figures of a step and of an exchange.
+
+Pure: lists in, lists out. All moments are CLOCK_MONOTONIC seconds, one clock for all processes of a
+host, so moments of different workers can be subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tensorwire.bench.harness import Ratio, median, paired_ratio
+
+
+class StepTimes(NamedTuple):
+    """One step of one worker.
+
+    Attributes:
+        begin: forward begins; a barrier of the bench lies right before it.
+        backward_begin: forward has returned.
+        gradients_ready: the last gradient of this worker was produced: the last of the hooks that
+            run when a gradient was accumulated, before anything is sent on behalf of it.
+        readable: this worker may read the updated parameters.
+        end: gradients were cleared, the step is over.
+        exchange_cpu_s: CPU time of this process between gradients_ready and readable.
+    """
+
+    begin: float
+    backward_begin: float
+    gradients_ready: float
+    readable: float
+    end: float
+    exchange_cpu_s: float
+
+
+Steps = Sequence[StepTimes]
+
+
+def _by_step(workers: Sequence[Steps]) -> list[tuple[StepTimes, ...]]:
+    return list(zip(*workers, strict=True))
+
+
+def step_seconds(workers: Sequence[Steps]) -> list[float]:
+    """Each step from the first worker's begin to the last worker's end."""
+    return [max(t.end for t in step) - min(t.begin for t in step) for step in _by_step(workers)]
+
+
+def exchange_seconds(workers: Sequence[Steps]) -> list[float]:
+    """Each exchange: from the last gradient of any worker until the slowest worker may read.
+
+    What a worker waits for another one's computation is thus no part of it. Whatever a system did
+    during backward is no part of it either.
+    """
+    return [
+        max(t.readable for t in step) - max(t.gradients_ready for t in step)
+        for step in _by_step(workers)
+    ]
+
+
+def skew_seconds(workers: Sequence[Steps]) -> list[float]:
+    """How far apart the workers' last gradients were in each step."""
+    return [
+        max(t.gradients_ready for t in step) - min(t.gradients_ready for t in step)
+        for step in _by_step(workers)
+    ]
+
+
+@dataclass(slots=True)
+class Turns:
+    """All turns of one system at one model over one wire.
+
+    Samples are per step; the CPU figures are sums over all steps, workers together.
+    """
+
+    exchange: list[list[float]] = field(default_factory=list)
+    step: list[list[float]] = field(default_factory=list)
+    skew: list[float] = field(default_factory=list)
+    cpu_workers_s: float = 0.0
+    cpu_exchange_s: float = 0.0
+    cpu_server_s: float = 0.0
+    steps_with_cpu: int = 0
+
+    def add(
+        self, workers: Sequence[Steps], cpu_workers_s: float, cpu_server_s: float, warm: int
+    ) -> None:
+        """Adds a turn whose first `warm` steps count for CPU time only."""
+        kept = [steps[warm:] for steps in workers]
+        self.exchange.append(exchange_seconds(kept))
+        self.step.append(step_seconds(kept))
+        self.skew += skew_seconds(kept)
+        self.cpu_workers_s += cpu_workers_s
+        self.cpu_server_s += cpu_server_s
+        self.cpu_exchange_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
+        self.steps_with_cpu += len(workers[0])
+
+
+def turn_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Ratio | None:
+    """The paired ratio of two systems: turn i of the one by turn i of the other, medians each.
+
+    A system that failed has fewer turns; only those that both took are pairs.
+    """
+    pairs = [(median(a), median(b)) for a, b in zip(above, below, strict=False) if a and b]
+    return paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def limit_over_wire(apply_s: float, into_s: float, out_s: float) -> float:
+    """The limit of an exchange from its parts; on shm nothing is carried and both ways are 0.
+
+    A server may apply one tile while the next arrives, so applying and carrying count as the larger
+    of the two. The two ways of carrying add up: the one thread that plays the network card copies
+    every byte of both through the kernel.
+    """
+    return max(apply_s, into_s + out_s)

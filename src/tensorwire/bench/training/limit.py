@@ -1,0 +1,136 @@
+"""The limit of an exchange: what the machine allows, without any protocol.
+
+Apply: one C loop with as many threads as tensorwire's server has (one), in mapped and touched
+shared memory, reads the gradients of all workers, parameters and state once and writes parameters
+and state once (`drivers.exchange_limit`). On tcp also the carrying: a raw C socket that takes the
+gradients of each worker in and the parameters of each worker out, one worker after the other as one
+thread would serve them, each end of the socket on its own half of the cores. A system that sends
+during backward has less to carry after the last gradient and may come below it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tensorwire._core import drivers
+from tensorwire.bench.machine import pin_process, process_cpu_seconds
+from tensorwire.bench.rivals.base import serve_messages
+from tensorwire.bench.rivals.raw_socket import Client, Server
+
+STATES = {"sgd": 1, "adamw": 2}
+"""Arrays of optimizer state."""
+
+
+class LimitTimes(NamedTuple):
+    """Seconds of one sample: the C loop, all gradients in, all parameters out."""
+
+    apply_s: float
+    into_s: float
+    out_s: float
+
+
+class Memory:
+    """float32 arrays in shared memory, touched. `close` unmaps them."""
+
+    def __init__(self, elements: int, values: Sequence[float]) -> None:
+        self._mappings = []
+        self.addresses: list[int] = []
+        for value in values:
+            descriptor = os.memfd_create("tensorwire-bench-limit")
+            try:
+                os.ftruncate(descriptor, 4 * elements)
+                mapping = mmap.mmap(descriptor, 4 * elements)
+            finally:
+                os.close(descriptor)
+            array = np.frombuffer(mapping, np.float32)
+            array[:] = value
+            self.addresses.append(array.ctypes.data)
+            self._mappings.append(mapping)
+            del array
+
+    def close(self) -> None:
+        """No address may be used after it."""
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
+
+
+class Driver:
+    """Applies, and is the workers' end of the raw socket."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        self._link = link
+        self._target_pid = int(link.recv())
+        self._elements = int(options["elements"])
+        self._workers = int(options["workers"])
+        self._threads = int(options["threads"])
+        states = STATES[options["optimizer"]]
+        self._memory = Memory(self._elements, [1.0, *([0.0] * states), *([1e-3] * self._workers)])
+        self._states = self._memory.addresses[1 : 1 + states]
+        self._gradients = self._memory.addresses[1 + states :]
+        self._clients: list[Client] = []
+        if options["wire"] == "tcp":
+            self._connect()
+
+    def _connect(self) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        if half:
+            pin_process(cores[:half])
+            self._link.send(("pin", cores[half:]))
+            self._link.recv()
+        for mode, address in (("send", self._gradients[0]), ("fetch", self._memory.addresses[0])):
+            self._link.send(("listen", mode, 4 * self._elements))
+            port = int(self._link.recv())
+            self._clients.append(Client(drivers, port, mode, address, 4 * self._elements))
+
+    def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
+        """`count` samples, and the CPU time of this process and of the other end for all of them.
+
+        One more runs first, unmeasured.
+        """
+        self._sample()
+        local, remote = time.process_time(), process_cpu_seconds(self._target_pid)
+        samples = [self._sample() for _ in range(count)]
+        return (
+            samples,
+            time.process_time() - local,
+            process_cpu_seconds(self._target_pid) - remote,
+        )
+
+    def _sample(self) -> LimitTimes:
+        apply = drivers.exchange_limit(
+            self._memory.addresses[0], self._states, self._gradients, self._elements,
+            self._threads, 1,
+        )  # fmt: skip
+        ways = [math.fsum(client.run(self._workers)) for client in self._clients]
+        return LimitTimes(apply[0], *(ways or (0.0, 0.0)))
+
+    def close(self) -> None:
+        """Ends the sockets; the process ends right after it."""
+        for client in self._clients:
+            client.close()
+        self._memory.close()
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """The server's end of the raw socket; on shm it only waits for the end."""
+    memory = Memory(int(options["elements"]) if options["wire"] == "tcp" else 1, [1.0])
+    servers: list[Server] = []
+
+    def listen(mode: str, size_bytes: int) -> int:
+        servers.append(Server(drivers))
+        return servers[-1].listen(mode, memory.addresses[0], size_bytes)
+
+    serve_messages(link, {"listen": listen})
+    for server in servers:
+        server.close()
+    memory.close()

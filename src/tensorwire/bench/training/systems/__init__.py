@@ -1,0 +1,76 @@
+"""The systems that `bench training` compares, and whether they can run here.
+
+One file per system with a `trainer(place, module)`; nothing here imports torch or gRPC.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PACKAGE = "tensorwire.bench.training.systems"
+_TORCH = ("torch", "pip install 'tensorwire[torch]'")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What the bench must know about a system without importing it.
+
+    Attributes:
+        name: as in rows and on the command line.
+        module: the file with its `trainer`.
+        needs: import names, each with what to do when it is missing.
+        server: module to run as its server, None without one.
+        carries: per wire, for the note: what its bytes really travel over.
+    """
+
+    name: str
+    module: str
+    needs: tuple[tuple[str, str], ...]
+    server: str | None
+    carries: Mapping[str, str]
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, with the remedy; None when it can."""
+        for name, remedy in self.needs:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:  # a folder without __init__.py has no origin
+                return f"{name} is not installed; {remedy}"
+        return None
+
+    def server_arguments(self, wire: str, workers: int, optimizer: str, folder: str) -> list[str]:
+        """Arguments of the server, but for the descriptor of its address."""
+        if self.name == OWN:
+            return ["--index", "0", "--workers", str(workers), "--listen", "127.0.0.1:0"]
+        where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else "127.0.0.1:0"
+        return ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
+
+
+OWN = "tensorwire"
+LIMIT = "limit"
+
+SYSTEMS: tuple[System, ...] = (
+    System(
+        OWN,
+        f"{_PACKAGE}.own",
+        (_TORCH, ("tensorwire.torch", "it comes with tensorwire")),
+        "tensorwire.torch.server",
+        {"shm": "shared memory", "tcp": "loopback TCP"},
+    ),
+    System(
+        "ddp-gloo",
+        f"{_PACKAGE}.ddp_gloo",
+        (_TORCH,),
+        None,
+        {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},
+    ),
+    System(
+        "grpc",
+        f"{_PACKAGE}.grpc_worker",
+        (_TORCH, ("grpc", "pip install grpcio")),
+        f"{_PACKAGE}.grpc_server",
+        {"shm": "a unix socket", "tcp": "loopback TCP"},
+    ),
+)

@@ -1,0 +1,75 @@
+"""What a system is to a worker: how it wraps a model, and how it exchanges after backward.
+
+A worker's loop is the same for every system (`bench.training.worker`); a Trainer adds what its
+users would write around it. Trainers run in a worker process, one each, with torch imported.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LEARNING_RATE = 1e-3
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a Trainer finds itself.
+
+    Attributes:
+        torch: the module.
+        rank, workers: this worker and how many there are.
+        optimizer: "sgd" (with momentum) or "adamw".
+        folder: a directory of this team, for sockets and rendezvous.
+        server: the address that the system's server gave; "" without one.
+        barrier: returns when all workers have called it.
+    """
+
+    torch: Any
+    rank: int
+    workers: int
+    optimizer: str
+    folder: str
+    server: str
+    barrier: Callable[[], None]
+
+
+class Trainer(ABC):
+    """One worker's part of a system.
+
+    Attributes:
+        module: what forward is called on.
+        note: how the system is tuned, for the note of its rows.
+    """
+
+    module: Any
+    note: str = ""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """After backward: returns when this worker may read the updated parameters."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Clears the gradients, as the system's users would."""
+
+    def tune(self, run: Callable[[int], float]) -> None:
+        """Looks for the best settings; all workers call it together.
+
+        `run` runs that many steps on all workers and returns the median seconds that one took this
+        worker.
+        """
+        del run
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Ends the worker's part; the process ends right after it."""
+
+
+def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
+    """The optimizer of torch itself, with the same constants for every system."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM, fused=fused)

@@ -1,0 +1,216 @@
+"""A worker of the gRPC parameter server, tuned as its users would.
+
+The parameters are views of one flat array in the order in which backward produces gradients, so a
+bucket is a contiguous range; it is copied once, into the message. All buckets are under way
+together. What gives the shortest step of a few settings is found at the start: the bucket size, the
+way of sending (a call per bucket, or one stream), and whether a bucket leaves during backward, as
+soon as its last gradient was produced, or after it. Over shm the channel is a unix socket.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tensorwire.bench.harness import median
+from tensorwire.bench.rivals.grpc_unary import OPTIONS
+from tensorwire.bench.rows import format_size
+from tensorwire.bench.training.systems.base import Place, Trainer
+from tensorwire.bench.training.systems.grpc_server import (
+    CONFIGURATION,
+    HEADER,
+    SERVICE,
+    WAYS,
+    Floats,
+    cut,
+)
+from tensorwire.bench.verdicts import EQUAL
+
+_BUCKETS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_TRIAL_STEPS = 3
+_FINALS = 3  # in which sending during and after backward take turns
+
+
+class Setting(NamedTuple):
+    """One way to do it; see `grpc_server` for the ways."""
+
+    bucket_bytes: int
+    way: str
+    during_backward: bool
+
+    def pack(self) -> bytes:
+        """As the server keeps it."""
+        return CONFIGURATION.pack(self.bucket_bytes, WAYS.index(self.way), self.during_backward)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Setting:
+        """The reverse of `pack`."""
+        bucket_bytes, way, during_backward = CONFIGURATION.unpack(data)
+        return cls(bucket_bytes, WAYS[way], bool(during_backward))
+
+    def text(self, buckets: int) -> str:
+        """For a note."""
+        cut = (
+            f"{buckets} buckets of {format_size(self.bucket_bytes)}" if buckets > 1 else "a bucket"
+        )
+        way = "one stream" if self.way == "stream" else "calls"
+        return f"{cut} as {way}, sent {'during' if self.during_backward else 'after'} backward"
+
+
+class GrpcTrainer(Trainer):
+    """One worker."""
+
+    def __init__(self, place: Place, module: Any) -> None:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+        grpc: Any = importlib.import_module("grpc")
+        self.module = module
+        self._place = place
+        self._parameters = list(reversed(list(module.parameters())))
+        self._flat: Floats = np.concatenate(
+            [p.detach().numpy().reshape(-1) for p in self._parameters]
+        )
+        self._starts: list[int] = []
+        self._gradients: list[Floats | None] = [None] * len(self._parameters)
+        self._adopt(place.torch.from_numpy(self._flat))
+        self._channel = grpc.insecure_channel(place.server, options=OPTIONS)
+        self._calls = {
+            name: self._channel.unary_unary(f"/{SERVICE}/{name}")
+            for name in ("Start", "Configure", "Describe", "Exchange")
+        }
+        self._open_stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
+        self._outgoing: SimpleQueue[bytes | None] | None = None
+        self._answers: Any = None
+        if place.rank == 0:
+            self._calls["Start"](self._flat.tobytes())
+        self._configure(Setting(1 << 22, "calls", True))
+
+    def _adopt(self, flat: Any) -> None:
+        """Makes the parameters views of the flat array, and hooks on to their gradients."""
+        at = 0
+        for index, parameter in enumerate(self._parameters):
+            self._starts.append(at)
+            parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[[Any], None]:
+        def arrived(parameter: Any) -> None:
+            self._gradients[index] = parameter.grad.contiguous().numpy().reshape(-1)
+            for bucket in self._touching[index]:
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0 and self._setting.during_backward:
+                    self._send(bucket)
+
+        return arrived
+
+    def _configure(self, wanted: Setting) -> None:
+        """Cuts anew on all sides. All workers call it together; rank 0 decides."""
+        self._place.barrier()
+        if self._place.rank == 0:
+            self._calls["Configure"](wanted.pack())
+        self._place.barrier()
+        self._setting = Setting.unpack(self._calls["Describe"](b""))
+        self._ranges = cut(len(self._flat), self._setting.bucket_bytes)
+        ends = [*self._starts[1:], len(self._flat)]
+        self._members = [
+            [
+                (index, max(begin, first) - first, min(end, last) - first)
+                for index, (first, last) in enumerate(zip(self._starts, ends, strict=True))
+                if max(begin, first) < min(end, last)
+            ]
+            for begin, end in self._ranges
+        ]
+        self._touching: list[list[int]] = [[] for _ in self._parameters]
+        for bucket, members in enumerate(self._members):
+            for index, _, _ in members:
+                self._touching[index].append(bucket)
+        self._reset()
+        self._stop_stream()
+        if self._setting.way == "stream":
+            self._outgoing = SimpleQueue()
+            self._answers = self._open_stream(iter(self._outgoing.get, None))
+        self.note = self._setting.text(len(self._ranges))
+
+    def _reset(self) -> None:
+        self._missing = [len(members) for members in self._members]
+        self._futures: list[Any] = []
+
+    def _send(self, bucket: int) -> None:
+        parts = [HEADER.pack(self._place.rank, bucket)]
+        for index, begin, end in self._members[bucket]:
+            gradient = self._gradients[index]
+            assert gradient is not None
+            parts.append(gradient[begin:end].data.cast("B"))  # type: ignore[arg-type]
+        message = b"".join(parts)
+        if self._outgoing is not None:
+            self._outgoing.put(message)
+        else:
+            self._futures.append(self._calls["Exchange"].future(message))
+
+    def _answered(self) -> Iterator[bytes]:
+        if self._outgoing is None:
+            for future in self._futures:
+                yield future.result()
+        else:
+            for _ in self._ranges:
+                yield next(self._answers)
+
+    def exchange(self) -> None:
+        """Takes the answers, in the order of the buckets, into the parameters."""
+        if not self._setting.during_backward:
+            for bucket in range(len(self._ranges)):
+                self._send(bucket)
+        for answer in self._answered():
+            _, bucket = HEADER.unpack_from(answer)
+            begin, end = self._ranges[bucket]
+            self._flat[begin:end] = np.frombuffer(answer, np.float32, offset=HEADER.size)
+        self._reset()
+
+    def zero_grad(self) -> None:
+        """Lets go of them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def tune(self, run: Callable[[int], float]) -> None:
+        """Tries bucket sizes, both ways of sending, then sending after backward."""
+        sizes = [size for size in _BUCKETS if size < self._flat.nbytes]
+        if self._flat.nbytes > 16 << 20:  # hundreds of messages a step never won
+            sizes = [size for size in sizes if size > 1 << 18]
+        tried: dict[Setting, list[float]] = {}
+
+        def attempt(setting: Setting) -> None:
+            self._configure(setting)
+            run(1)
+            # Another worker may be of another opinion: what counts is what rank 0 configured.
+            tried.setdefault(self._setting, []).append(run(_TRIAL_STEPS))
+
+        for size in sizes or [_BUCKETS[-1]]:
+            for way in WAYS:
+                attempt(Setting(size, way, True))
+        during = min(tried, key=lambda setting: tried[setting])
+        after = during._replace(during_backward=False)
+        for _ in range(_FINALS):
+            attempt(after)
+            attempt(during)
+        during, after = (self._setting._replace(during_backward=flag) for flag in (True, False))
+        shorter = median(tried[after]) < EQUAL * median(tried[during])
+        self._configure(after if shorter else during)
+        self.note += f", the shortest step of {len(tried)} settings; fused optimizer"
+
+    def _stop_stream(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.put(None)
+            self._outgoing = None
+
+    def close(self) -> None:
+        """Ends the stream and the channel."""
+        self._stop_stream()
+        self._channel.close()
+
+
+trainer = GrpcTrainer

@@ -1,0 +1,38 @@
+"""tensorwire itself, through the interface that its users have."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tensorwire.bench.training.systems.base import Place, Trainer, make_optimizer
+
+
+class OwnTrainer(Trainer):
+    """One worker of a job; rank, servers and secret come from the environment."""
+
+    def __init__(self, place: Place, module: Any) -> None:
+        tw: Any = importlib.import_module("tensorwire.torch")
+        self._job = tw.init()
+        found = (self._job.rank, self._job.size)
+        assert found == (place.rank, place.workers), f"the job says {found}"
+        self.module = module
+        inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
+        self._optimizer = tw.DistributedOptimizer(inner, module, mode="sync")
+        self._job.barrier()
+        self.note = "one server process"
+
+    def exchange(self) -> None:
+        """As users do."""
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        """As users do."""
+        self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Leaves the job."""
+        self._job.close()
+
+
+trainer = OwnTrainer

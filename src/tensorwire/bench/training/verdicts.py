@@ -1,0 +1,56 @@
+"""The bars that `bench training` must reach, per model, and how far the comparisons are from them.
+
+A bar that was not measured is said to be so; it never counts as met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.training.systems import LIMIT, OWN
+
+LIMIT_BAR = 2.0
+GLOO_BAR = 3.0
+GRPC_BAR = 4.0
+
+
+def judge(report: Report, models: Sequence[str]) -> list[Verdict]:
+    """All verdicts on a report, model by model."""
+    found = []
+    for name in models:
+        found.append(_of_limit(report, f"shm.{name}.exchange"))
+        found.append(_faster(report, f"shm.{name}.exchange", "ddp-gloo", GLOO_BAR))
+        found.append(_faster(report, f"tcp.{name}.exchange", "grpc", GRPC_BAR))
+    return found
+
+
+def _of_limit(report: Report, case: str) -> Verdict:
+    """The ratio turned round: own time by the limit's."""
+    name = f"{case} by the limit of an exchange"
+    row = next((r for r in report.rows if r.case == case and r.system == OWN), None)
+    if row is None or not row.ratio_to_limit:
+        return Verdict(name, LIMIT_BAR, "<=", "x", detail=_missing(report, case, (OWN, LIMIT)))
+    value, interval = 1 / row.ratio_to_limit, None
+    if row.ratio_interval is not None and row.ratio_interval[0] > 0:
+        interval = (1 / row.ratio_interval[1], 1 / row.ratio_interval[0])
+    return Verdict(name, LIMIT_BAR, "<=", "x", value, interval, value <= LIMIT_BAR)
+
+
+def _faster(report: Report, case: str, rival: str, bar: float) -> Verdict:
+    name = f"{case} against {rival}"
+    for item in report.comparisons:
+        if (item.case, item.system, item.rival) == (case, OWN, rival):
+            return Verdict(
+                name, bar, ">=", "x as fast", item.ratio, item.interval, item.ratio >= bar
+            )
+    return Verdict(name, bar, ">=", "x as fast", detail=_missing(report, case, (OWN, rival)))
+
+
+def _missing(report: Report, case: str, systems: Sequence[str]) -> str:
+    notes = [
+        f"{row.system}: {row.note}"
+        for row in report.rows
+        if row.case == case and row.system in systems and not row.measured
+    ]
+    return "; ".join(notes) or f"{' and '.join(systems)} did not both run in {case}"

@@ -1,0 +1,92 @@
+"""`tensorwire run`: starts the processes of a job on this host and supervises them."""
+
+from __future__ import annotations
+
+import click
+
+from tensorwire.errors import UnavailableError
+from tensorwire.launch import Job, Supervisor
+
+
+# Options end at the script: what follows is the script's own.
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--workers", "-w", type=int, required=True, metavar="W", help="Processes that run the script."
+)
+@click.option(
+    "--servers",
+    "-s",
+    type=int,
+    default=1,
+    metavar="S",
+    help="Processes that keep the parameters and apply the gradients (default 1).",
+)
+@click.option(
+    "--slices",
+    type=int,
+    metavar="L",
+    help="Slices of a training step, a multiple of W. The result depends on L and not on W: with "
+    "the same L, 1, 2 or 4 workers compute the same bits.",
+)
+@click.option(
+    "--transports", metavar="A,B", help="Which may be used, fastest first: shm, tcp. Default all."
+)
+@click.option(
+    "--listen",
+    default="127.0.0.1",
+    metavar="HOST",
+    help="Where the servers listen (default 127.0.0.1: this host only).",
+)
+@click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
+@click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int,
+    servers: int,
+    slices: int | None,
+    transports: str | None,
+    listen: str,
+    no_prefix: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run a training script on W workers and S parameter servers of this host.
+
+    Every worker runs the same script; `tensorwire.torch` finds its rank and the servers in the
+    environment. Lines are shown with the name of the process that printed them. On a terminal
+    worker 0 prints directly, so progress bars work.
+
+    \b
+    Two workers and a server:
+        tensorwire run --workers 2 train.py
+
+    \b
+    With the script's own options, which come after it:
+        tensorwire run --workers 4 --servers 2 train.py --lr 0.1 --epochs 3
+
+    \b
+    A module instead of a file:
+        tensorwire run --workers 2 -m mypackage.train --lr 0.1
+
+    \b
+    As if each process were on another machine:
+        tensorwire run --workers 2 --transports tcp train.py
+
+    The first process that fails ends the job, which exits with its code (128 + n if signal n
+    killed it). Ctrl-C ends the job in order, a second one at once. Nothing is left running.
+    """  # noqa: D301 (\b is what click reads)
+    command = ("-m", script, *arguments) if module else (script, *arguments)
+    names = None
+    if transports is not None:
+        names = tuple(name.strip() for name in transports.split(","))
+    try:
+        job = Job(command, workers, servers, slices, names, listen)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        code = Supervisor(job, prefix=not no_prefix).run()
+    except UnavailableError as error:
+        raise click.ClickException(str(error)) from error
+    raise SystemExit(code)

@@ -1,0 +1,12 @@
+"""Starts the processes of a job on this host and sees to it that they end together.
+
+`run` is all that most callers need; the command `tensorwire run` is the same with options. This
+layer knows processes, pipes and signals; of tensorwire it knows the names of the variables that a
+process reads when it joins the job.
+"""
+
+from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.launcher import run
+from tensorwire.launch.supervisor import Supervisor
+
+__all__ = ["Job", "Patience", "Supervisor", "run"]

@@ -1,0 +1,156 @@
+"""What a job is made of: its processes' commands and environments. Pure; starts nothing.
+
+The variables named here are the contract with the processes: `tensorwire.torch` reads them.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorwire.memory.node import TRANSPORTS
+
+_SERVER_COMMAND = (sys.executable, "-m", "tensorwire.torch.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a job's processes get for what they have to do, in seconds.
+
+    Attributes:
+        start_s: a server, until it listens.
+        goodbye_s: the servers, to end by themselves after the last worker has.
+        grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
+        alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
+        kill_s: after SIGTERM; then SIGKILL.
+    """
+
+    start_s: float = 60.0
+    goodbye_s: float = 10.0
+    grace_s: float = 3.0
+    alone_s: float = 1.0
+    kill_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One host's job: what `run` was asked for, checked. See `run` for the arguments.
+
+    Raises:
+        ValueError: an argument cannot be right; nothing has been started.
+    """
+
+    command: tuple[str, ...]
+    workers: int
+    servers: int = 1
+    slices: int | None = None
+    transports: tuple[str, ...] | None = None
+    listen: str = "127.0.0.1"
+    server_command: tuple[str, ...] = _SERVER_COMMAND
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}; at least 1 is needed")
+        if self.servers < 1:
+            raise ValueError(f"servers is {self.servers}; at least 1 is needed")
+        if self.slices is not None and (self.slices < 1 or self.slices % self.workers):
+            raise ValueError(
+                f"slices is {self.slices}, not a multiple of the {self.workers} workers; each "
+                f"worker computes the same number of slices"
+            )
+        if self.transports is not None:
+            _check_transports(self.transports)
+        if not self.listen or self.listen.startswith("-") or "," in self.listen:
+            raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
+        _check_command(self.command)
+
+    def environment(self) -> dict[str, str]:
+        """What all processes of one run get: ours, and a fresh secret with each call."""
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a crash takes no lines with it
+        if not environment.get("TENSORWIRE_SECRET_FILE"):
+            environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
+        if self.transports is not None:
+            environment["TENSORWIRE_TRANSPORTS"] = ",".join(self.transports)
+        return environment
+
+    def worker_environment(
+        self, environment: Mapping[str, str], rank: int, addresses: list[str]
+    ) -> dict[str, str]:
+        """The environment of one worker.
+
+        Args:
+            environment: of `environment`.
+            rank: 0 to workers - 1.
+            addresses: of all servers, in their order.
+        """
+        count = str(self.workers)
+        added = {
+            "TENSORWIRE_RANK": str(rank),
+            "TENSORWIRE_WORKERS": count,
+            "TENSORWIRE_SERVERS": ",".join(addresses),
+            "RANK": str(rank),
+            "WORLD_SIZE": count,
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": count,
+        }
+        if self.slices is not None:
+            added["TENSORWIRE_SLICES"] = str(self.slices)
+        if not environment.get("OMP_NUM_THREADS"):
+            # Each worker would take all cores, and together they would be slower than one.
+            cores = len(os.sched_getaffinity(0))
+            added["OMP_NUM_THREADS"] = str(max(1, cores // self.workers))
+        return {**environment, **added}
+
+    def worker_command(self) -> list[str]:
+        """The command of every worker."""
+        return [sys.executable, *self.command]
+
+    def server_command_for(self, index: int, addresses: list[str], address_fd: int) -> list[str]:
+        """The command of one server.
+
+        Args:
+            index: its place among the servers.
+            addresses: of those that listen already.
+            address_fd: where it writes its own address, "host:port" and a newline.
+        """
+        host = f"[{self.listen}]" if ":" in self.listen else self.listen
+        command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
+        if addresses:
+            command += ["--servers", ",".join(addresses)]
+        return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]
+
+
+def _check_transports(names: tuple[str, ...]) -> None:
+    known = ", ".join(TRANSPORTS)
+    for name in names:
+        if name not in TRANSPORTS:
+            raise ValueError(f"unknown transport {name!r}; known are {known}")
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"transports names each of {known} at most once and one at least")
+
+
+def _check_command(command: tuple[str, ...]) -> None:
+    """Finds the mistakes that would make every worker fail at once."""
+    match command:
+        case ():
+            raise ValueError("no script is named")
+        case ("-m",):
+            raise ValueError("-m needs the name of a module")
+        case ("-m", module, *_):
+            # Only the first part: looking further would import the package here.
+            top = module.partition(".")[0]
+            here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+            if here is None and (not top or importlib.util.find_spec(top) is None):
+                raise ValueError(f"there is no module {module!r} that Python could import")
+        case (script, *_):
+            path = Path(script)
+            if not path.exists():
+                raise ValueError(f"the script {script!r} does not exist")
+            if path.is_dir() and not (path / "__main__.py").is_file():
+                raise ValueError(f"{script!r} is a folder without __main__.py, not a script")

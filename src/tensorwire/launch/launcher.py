@@ -1,0 +1,69 @@
+"""The function that runs a job: its arguments are checked, then a `Supervisor` does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.supervisor import Supervisor
+
+
+def run(
+    command: Sequence[str],
+    *,
+    workers: int,
+    servers: int = 1,
+    slices: int | None = None,
+    transports: Sequence[str] | None = None,
+    listen: str = "127.0.0.1",
+    prefix: bool = True,
+    server_command: Sequence[str] | None = None,
+    patience: Patience | None = None,
+) -> int:
+    """Runs a job on this host: servers, then workers; returns when all of them are gone.
+
+    Every worker runs `command` and finds its place in the environment: TENSORWIRE_RANK, _WORKERS,
+    _SERVERS, _SLICES, _TRANSPORTS, _SECRET, and RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as
+    other launchers set them. OMP_NUM_THREADS is set to a fair share of the cores unless it is set
+    already; the secret is fresh unless TENSORWIRE_SECRET_FILE names one.
+
+    What the processes print comes out line by line on our stdout and stderr, with the name of the
+    process in front. On a terminal worker 0 prints to it directly, so that progress bars work.
+    Worker 0 also has our stdin; the others and the servers have none.
+
+    The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
+    is passed on to the workers; `Patience` has the times. A second Ctrl-C kills at once. If the
+    caller is killed, the kernel kills the job. Must be called in the main thread, whose handlers
+    for these signals are back when it returns.
+
+    Args:
+        command: what follows `python`: a script, or "-m" and a module, and its arguments.
+        workers: how many, at least 1.
+        servers: how many, at least 1.
+        slices: of a training step's samples, a multiple of `workers`; default left to the workers.
+        transports: that the processes may use, fastest first; default all.
+        listen: host name or address on which the servers listen.
+        prefix: whether lines begin with the name of their process.
+        server_command: the program of a server, to which its options are added; default this
+            Python with `-m tensorwire.torch.server`.
+        patience: other times than the usual ones.
+
+    Returns:
+        0 if all workers exited with 0; otherwise the exit code of the process that failed first,
+        128 + n if signal n killed it or ended the job, 1 if the job could not be started.
+
+    Raises:
+        ValueError: an argument cannot be right, or this is not the main thread; nothing was
+            started.
+        UnavailableError: the kernel has no pidfd.
+    """
+    job = Job(
+        tuple(command),
+        workers,
+        servers,
+        slices,
+        None if transports is None else tuple(transports),
+        listen,
+        *([] if server_command is None else [tuple(server_command)]),
+    )
+    return Supervisor(job, prefix=prefix, patience=patience).run()

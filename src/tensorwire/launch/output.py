@@ -1,0 +1,224 @@
+"""What the processes of a job print, brought to the terminal line by line.
+
+Bytes come out of the processes' pipes (`Stream`), are cut into lines (`Lines`) and wait for the
+terminal, file or program that reads our own output (`Output`). Nothing here blocks: a terminal
+that is held with Ctrl-S must not keep the launcher from ending the job. What the processes print
+is bytes, never text, so it needs not be valid UTF-8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Protocol
+
+# More waiting than this, and no more is read: the processes then wait in their own writes.
+_MOST_PENDING = 1 << 20
+# A longer line is cut, so that a process that never ends one does not fill our memory.
+LONGEST_LINE = 1 << 20
+_READ_SIZE = 1 << 16
+# What a pipe that polls as writable takes at once without blocking (PIPE_BUF).
+_WRITE_SIZE = 4096
+_RESET_COLOUR = b"\x1b[0m"
+_LONGEST_ADDRESS = 4096
+
+
+class Output:
+    """Our stdout or stderr (or both, if they are the same file).
+
+    Attributes:
+        descriptor: of the file; ready for writing when `write_some` does not block.
+        lost: why nobody can read it any more, None while it works. What comes then is dropped: a
+            training run does not end because its `| head` did.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.lost: OSError | None = None
+        self._pending = bytearray()
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            self.lost = error
+
+    @property
+    def pending(self) -> bool:
+        """Whether `write_some` has something to write."""
+        return bool(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that its sources should wait too."""
+        return len(self._pending) >= _MOST_PENDING
+
+    def add(self, data: bytes) -> None:
+        """Takes bytes, to be written after those taken before."""
+        if self.lost is None:
+            self._pending += data
+
+    def write_some(self) -> None:
+        """Writes a little, without blocking if the descriptor polled as writable."""
+        try:
+            count = os.write(self.descriptor, self._pending[:_WRITE_SIZE])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.lost = error
+            count = len(self._pending)
+        del self._pending[:count]
+
+
+class Consumer(Protocol):
+    """Takes what a `Stream` reads."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the stream should not be read now."""
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes, never none."""
+
+    def close(self) -> None:
+        """There is no more."""
+
+
+class Lines:
+    """Cuts one stream of a process into lines and gives whole lines to an output.
+
+    With a prefix the lines are a log: of text that was overwritten with carriage returns, as
+    progress bars do, the last state is shown, once the line ends. Without one the bytes stay as
+    they are, except that lines longer than `LONGEST_LINE` are cut and the last line gets an end.
+
+    Args:
+        output: for the lines.
+        prefix: in front of each, such as "[worker 0] "; may be empty.
+        colour: number of an ANSI colour for the prefix, None for no colour.
+    """
+
+    def __init__(self, output: Output, prefix: str, colour: int | None) -> None:
+        self._output = output
+        self._colour = colour is not None
+        self._prefix = prefix.encode()
+        if prefix and colour is not None:
+            self._prefix = b"\x1b[%dm%s%s" % (colour, self._prefix, _RESET_COLOUR)
+        self._rest = bytearray()  # the line that has not ended
+
+    @property
+    def full(self) -> bool:
+        """Whether the output is."""
+        return self._output.full
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes of the stream."""
+        ended, newline, rest = data.rpartition(b"\n")
+        if newline:
+            self._rest += ended
+            for line in self._rest.split(b"\n"):
+                self._emit(line)
+            self._rest.clear()
+        self._rest += rest
+        if self._prefix and b"\r" in rest:
+            # The last \r stays: it may be half of the end of the line.
+            end = b"\r" if self._rest.endswith(b"\r") else b""
+            self._rest[:] = _visible(self._rest) + end
+        while len(self._rest) > LONGEST_LINE:
+            self._emit(self._rest[:LONGEST_LINE])
+            del self._rest[:LONGEST_LINE]
+
+    def close(self) -> None:
+        """Emits the last line if it had no end."""
+        if self._rest:
+            self._emit(self._rest)
+            self._rest.clear()
+
+    def _emit(self, line: bytearray) -> None:
+        shown = _visible(line) if self._prefix else bytes(line)
+        # A line may leave a colour on, which is not for the next process.
+        reset = _RESET_COLOUR if self._colour and b"\x1b" in shown else b""
+        self._output.add(self._prefix + shown + reset + b"\n")
+
+
+def _visible(line: bytearray) -> bytes:
+    """What a line shows in the end: the text after the last carriage return that has some."""
+    return next((bytes(part) for part in reversed(line.split(b"\r")) if part), b"")
+
+
+class Address:
+    """Takes what a server writes when it listens: "host:port" and a newline.
+
+    Attributes:
+        text: what came so far.
+        complete: whether there is a line, or more than an address can be.
+        closed: whether no more comes.
+    """
+
+    full = False
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.complete = False
+        self.closed = False
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes."""
+        if not self.complete:
+            self.text += data
+            self.complete = b"\n" in self.text or len(self.text) > _LONGEST_ADDRESS
+
+    def close(self) -> None:
+        """There is no more."""
+        self.closed = True
+
+    def value(self) -> str | None:
+        """The address, None if it is not a host and a port."""
+        line, newline, _ = bytes(self.text).partition(b"\n")
+        host, colon, port = line.decode("ascii", "replace").rpartition(":")
+        good = newline and host and colon and port.isdecimal() and host.isascii()
+        return f"{host}:{port}" if good and not {",", " "} & set(host) else None
+
+
+class Stream:
+    """The reading end of a pipe from a process. Owns the descriptor.
+
+    Attributes:
+        descriptor: ready for reading when `read` has something; closed at the end of the stream.
+        closed: whether the stream has ended.
+    """
+
+    def __init__(self, descriptor: int, consumer: Consumer) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.closed = False
+        self._consumer = consumer
+
+    @property
+    def full(self) -> bool:
+        """Whether it should not be read now."""
+        return self._consumer.full
+
+    def read(self) -> int:
+        """Reads a piece if there is one and returns its length."""
+        try:
+            data = os.read(self.descriptor, _READ_SIZE)
+        except BlockingIOError:
+            return 0
+        if data:
+            self._consumer.feed(data)
+        else:
+            self.close()
+        return len(data)
+
+    def finish(self) -> None:
+        """Reads what is there and closes, also if another process keeps the pipe open."""
+        left = _MOST_PENDING  # more than a pipe holds; one that writes for ever is not followed
+        while left > 0 and not self.closed and (count := self.read()):
+            left -= count
+        self.close()
+
+    def close(self) -> None:
+        """Gives the last bytes on and the descriptor back; may be called again."""
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(OSError):
+                os.close(self.descriptor)
+            self._consumer.close()

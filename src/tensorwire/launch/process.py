@@ -1,0 +1,167 @@
+"""One process of a job: started with its launcher's life, watched through a pidfd, ended whole.
+
+Knows nothing of the job; whether an end is a failure is the supervisor's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tensorwire.launch.guard import Guard
+from tensorwire.launch.output import Consumer, Stream
+
+_CHILD = str(Path(__file__).with_name("child.py"))
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "perhaps the machine ran out of memory; dmesg tells",
+    signal.SIGBUS: "perhaps /dev/shm is full; df /dev/shm tells",
+    signal.SIGSEGV: "native code crashed; PYTHONFAULTHANDLER=1 shows where",
+}
+
+
+class Process:
+    """A running process in a session and a process group of its own.
+
+    If the launcher dies, the kernel kills it. When it ends, the rest of its group is killed too:
+    what a worker has started does not outlive the worker.
+
+    Args:
+        kind: "worker" or "server".
+        index: its place among its kind.
+        command: the program, looked up in PATH, and its arguments.
+        environment: all of it.
+        guard: that ends its group if we cannot.
+        stdin: of the process; None gives it ours.
+        stdout: takes what it prints; None gives it ours.
+        stderr: the same for its errors.
+        extra: takes what it writes into `extra_pipe`.
+        extra_pipe: (reading end, writing end), owned by this object from now on; the process
+            inherits the writing end under its number.
+
+    Attributes:
+        kind: "worker" or "server".
+        name: such as "worker 0".
+        pid: its number, and its group's.
+        pidfd: ready for reading when it has ended; closed by `collect`.
+        streams: those that are open.
+        code: None until `collect`; then its exit code, negative: the signal that killed it.
+        told_to_end: whether we have sent it a signal to end, so that its end is no failure.
+
+    Raises:
+        OSError: it cannot be started; nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        guard: Guard,
+        *,
+        stdin: int | None,
+        stdout: Consumer | None,
+        stderr: Consumer | None,
+        extra: Consumer | None = None,
+        extra_pipe: tuple[int, int] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.name = f"{kind} {index}"
+        self.code: int | None = None
+        self.told_to_end = False
+        self.streams: list[Stream] = []
+        self._guard = guard
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._close_streams)
+            extra_end = self._take(extra_pipe, extra, theirs)
+            ends: list[int | None] = []
+            for consumer in (stdout, stderr):
+                pipe = None if consumer is None else os.pipe()
+                ends.append(self._take(pipe, consumer, theirs))
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command],
+                stdin=stdin,
+                stdout=ends[0],
+                stderr=ends[1],
+                env=environment,
+                pass_fds=[] if extra_end is None else [extra_end],
+                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+            )
+            undo.callback(self._popen.wait)
+            undo.callback(self._popen.kill)
+            self.pid = self._popen.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            undo.pop_all()
+        guard.watch(self.pid)
+
+    def _take(
+        self, pipe: tuple[int, int] | None, consumer: Consumer | None, theirs: contextlib.ExitStack
+    ) -> int | None:
+        """Keeps the reading end; the writing end, returned, is closed here once it is inherited."""
+        if pipe is None or consumer is None:
+            return None
+        theirs.callback(os.close, pipe[1])
+        self.streams.append(Stream(pipe[0], consumer))
+        return pipe[1]
+
+    def signal(self, number: int) -> None:
+        """Asks the process itself to end; what it has started is its own affair."""
+        self.told_to_end = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """Ends the process and its group. It is gone when `pidfd` is ready."""
+        self.told_to_end = True
+        self._kill_group()
+
+    def read(self, ready: set[int]) -> None:
+        """Reads from those of its streams whose descriptors are in `ready`."""
+        for stream in self.streams:
+            if stream.descriptor in ready:
+                stream.read()
+        self.streams = [stream for stream in self.streams if not stream.closed]
+
+    def collect(self) -> None:
+        """After `pidfd` is ready: takes its last words and its exit code, leaves nothing of it."""
+        self._kill_group()  # before it is waited for: until then its number cannot be another's
+        self._close_streams(finish=True)
+        self.code = self._popen.wait()
+        os.close(self.pidfd)
+        self._guard.forget(self.pid)
+
+    def ending(self) -> str:
+        """How it ended, as a phrase that follows its name."""
+        if self.code is None:
+            return "was still running"
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        return f"was killed by {signal_name(-self.code)}"
+
+    def hint(self) -> str:
+        """What may be behind its end, "" if nothing is known."""
+        return "" if self.code is None else _HINTS.get(-self.code, "")
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close_streams(self, finish: bool = False) -> None:
+        for stream in self.streams:
+            if finish:
+                stream.finish()
+            stream.close()
+        self.streams = []
+
+
+def signal_name(number: int) -> str:
+    """Such as "SIGKILL"; a real-time signal has only a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

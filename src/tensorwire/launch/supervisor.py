@@ -1,0 +1,338 @@
+"""Starts the processes of a job, brings their output out, and ends them together.
+
+One thread waits in one `poll` for signals, output and ends of processes; it never waits for one
+thing alone. Nothing here knows what the processes do: they are told where the servers are, and
+that one has failed they learn from each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from tensorwire.errors import UnavailableError
+from tensorwire.launch.guard import Guard
+from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.output import Address, Lines, Output
+from tensorwire.launch.process import Process, signal_name
+from tensorwire.launch.signals import StopSignals
+
+# ANSI: cyan, green, yellow, magenta, blue, and their bright forms. Red is for errors.
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_SERVER_COLOUR = 90
+# One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
+_SECOND_INTERRUPT_S = 0.2
+# After SIGKILL only a process that hangs in the kernel remains; it is not waited for for ever.
+_UNKILLABLE_S = 5.0
+
+
+class Supervisor:
+    """Runs one job, once.
+
+    Invariants: every process that runs is in `_running`; `_failure` is the first failure and never
+    changes; a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
+    times of the next steps against those that still run.
+
+    Args:
+        job: what to run.
+        prefix: whether lines begin with the name of their process.
+        patience: times; default the usual ones.
+    """
+
+    def __init__(self, job: Job, *, prefix: bool = True, patience: Patience | None = None) -> None:
+        self._job = job
+        self._prefix = prefix
+        self._patience = patience or Patience()
+        self._running: list[Process] = []
+        self._ended: list[Process] = []
+        self._workers_left = job.workers  # to be started
+        self._failure: tuple[str, int] | None = None
+        self._failed: Process | None = None
+        self._stop: int | None = None
+        self._stopped_at = 0.0
+        self._term_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        self._stdout, self._stderr = Output(1), Output(2)
+        if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
+            self._stderr = self._stdout  # so that lines cannot cut into each other
+
+    def run(self) -> int:
+        """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
+        _check_pidfd()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # what was printed before comes before
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(StopSignals())
+            self._guard = stack.enter_context(contextlib.closing(Guard()))
+            try:
+                self._start()
+                while self._running and not _passed(self._give_up_at):
+                    self._turn()
+            except BaseException:  # this program is wrong: still it leaves nothing behind
+                for process in self._running:
+                    process.kill()
+                    process.collect()
+                raise
+            self._summarize()
+            self._flush()
+        if self._failure is not None:
+            return self._failure[1]
+        return 0 if self._stop is None else 128 + self._stop
+
+    # --- start ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        addresses: list[str] = []
+        environment = self._job.environment()
+        try:
+            for index in range(self._job.servers):
+                address = self._start_server(index, addresses, environment)
+                if address is None:
+                    return
+                addresses.append(address)
+            for rank in range(self._job.workers):
+                self._start_worker(rank, self._job.worker_environment(environment, rank, addresses))
+                self._workers_left -= 1
+        except OSError as error:
+            self._fail(f"a process cannot be started: {error}", 1)
+
+    def _start_server(
+        self, index: int, addresses: list[str], environment: dict[str, str]
+    ) -> str | None:
+        """Starts one and waits for its address; None if the job is to end instead."""
+        name = f"server {index}"
+        reader, writer = os.pipe()
+        address = Address()
+        stdout, stderr = (
+            self._lines(output, name, _SERVER_COLOUR) for output in (self._stdout, self._stderr)
+        )
+        process = Process(
+            "server",
+            index,
+            self._job.server_command_for(index, addresses, writer),
+            environment,
+            self._guard,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            extra=address,
+            extra_pipe=(reader, writer),
+        )
+        self._running.append(process)
+        deadline = time.monotonic() + self._patience.start_s
+        while not address.complete and not self._ending and not _passed(deadline):
+            self._turn(deadline)
+            if address.closed:  # it is about to end, or is wrong
+                deadline = min(deadline, time.monotonic() + self._patience.alone_s)
+        if address.value() is None:
+            said = "closed its address without one"
+            if address.text:
+                said = f"gave no address but {bytes(address.text[:100])!r}"
+            elif not address.closed:
+                said = f"gave no address within {self._patience.start_s:g} s"
+            self._fail(f"{_named(process)} {said}", 1, process)
+        return None if self._ending else address.value()
+
+    def _start_worker(self, rank: int, environment: dict[str, str]) -> None:
+        name = f"worker {rank}"
+        colour = _COLOURS[rank % len(_COLOURS)]
+        stdout, stderr = (
+            None if rank == 0 and _is_terminal(output) else self._lines(output, name, colour)
+            for output in (self._stdout, self._stderr)
+        )
+        self._running.append(
+            Process(
+                "worker",
+                rank,
+                self._job.worker_command(),
+                environment,
+                self._guard,
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        )
+
+    def _lines(self, output: Output, name: str, colour: int) -> Lines:
+        shown = colour if _is_terminal(output) and _wants_colour() else None
+        return Lines(output, f"[{name}] " if self._prefix else "", shown)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    @property
+    def _ending(self) -> bool:
+        return self._failure is not None or self._stop is not None
+
+    def _workers(self) -> list[Process]:
+        return [process for process in self._running if process.kind == "worker"]
+
+    def _turn(self, deadline: float = math.inf) -> None:
+        """Waits for something to happen, at most until the deadline, and deals with it."""
+        times = (self._term_at, self._kill_at, self._give_up_at)
+        ready = self._poll(min([deadline, *(at for at in times if at is not None)]))
+        for number in self._signals.take():
+            self._interrupt(number)
+        for process in self._running:
+            process.read(ready)
+        ended = [process for process in self._running if process.pidfd in ready]
+        for process in ended:
+            process.collect()
+            self._running.remove(process)
+        # Of those that ended together, the one killed by a signal is the cause of the others' end.
+        for process in sorted(ended, key=lambda process: (process.code or 0) >= 0):
+            self._note_end(process)
+        self._escalate()
+
+    def _poll(self, deadline: float) -> set[int]:
+        """The descriptors that are ready; writes what can be written."""
+        poll = select.poll()
+        poll.register(self._signals.descriptor, select.POLLIN)
+        for process in self._running:
+            poll.register(process.pidfd, select.POLLIN)
+            for stream in process.streams:
+                if not stream.full:
+                    poll.register(stream.descriptor, select.POLLIN)
+        outputs = {output for output in (self._stdout, self._stderr) if output.pending}
+        for output in outputs:
+            poll.register(output.descriptor, select.POLLOUT)
+        left_s = deadline - time.monotonic()
+        timeout = None if left_s == math.inf else max(math.ceil(left_s * 1000), 0)
+        ready = {descriptor for descriptor, _ in poll.poll(timeout)}
+        for output in outputs:
+            if output.descriptor in ready:
+                output.write_some()
+        return ready
+
+    def _note_end(self, process: Process) -> None:
+        self._ended.append(process)
+        started = not self._workers_left
+        # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
+        failed = process.code != 0 or not started
+        if failed and not process.told_to_end and not self._ending:
+            code = process.code or 1
+            when = "" if started else " before the workers were started"
+            text = f"{_named(process)} {process.ending()}{when}"
+            hint = f" ({process.hint()})" if process.hint() else ""
+            self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
+        elif started and not self._workers():
+            # Nobody is left for the servers to serve.
+            wait_s = self._patience.alone_s if self._ending else self._patience.goodbye_s
+            self._term_within(wait_s)
+
+    def _escalate(self) -> None:
+        """Takes the steps whose time has come against those that still run."""
+        if _passed(self._term_at):
+            self._term_at = None
+            self._kill_at = time.monotonic() + self._patience.kill_s
+            for process in self._running:
+                process.signal(signal.SIGTERM)
+        if _passed(self._kill_at):
+            self._kill()
+
+    def _kill(self) -> None:
+        self._term_at = self._kill_at = None
+        self._give_up_at = time.monotonic() + _UNKILLABLE_S
+        for process in self._running:
+            process.kill()
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _fail(self, text: str, code: int, process: Process | None = None) -> None:
+        """The job has failed: the others get their time, then they are ended."""
+        if self._ending:
+            return
+        self._failure = text, code
+        self._failed = process
+        self._term_within(self._patience.grace_s if self._workers() else self._patience.alone_s)
+
+    def _term_within(self, wait_s: float) -> None:
+        """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
+        if self._kill_at is None and self._give_up_at is None:
+            at = time.monotonic() + wait_s
+            self._term_at = at if self._term_at is None else min(at, self._term_at)
+
+    def _interrupt(self, number: int) -> None:
+        """A signal to end came to us."""
+        now = time.monotonic()
+        if self._stop is not None:
+            if number == signal.SIGINT and now - self._stopped_at > _SECOND_INTERRUPT_S:
+                self._kill()
+            return
+        self._stop, self._stopped_at = number, now
+        workers = self._workers()
+        if number == signal.SIGINT:
+            self._say("SIGINT: the job is being ended; once more Ctrl-C kills it")
+        for process in workers:
+            process.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._term_within(self._patience.grace_s if workers else 0)
+
+    def _summarize(self) -> None:
+        for process in self._running:
+            self._say(f"{_named(process)} cannot be killed; it hangs in the kernel")
+        if self._failure is not None:
+            self._say(f"{self._failure[0]}; this ended the job")
+            others = [
+                f"{process.name} {process.ending()}"
+                for process in self._ended
+                if process.code != 0 and process is not self._failed
+            ]
+            if others:
+                self._say(f"after that {', '.join(others)}")
+        elif self._stop is not None:
+            self._say(f"ended by {signal_name(self._stop)}")
+        else:
+            for process in self._ended:
+                if process.told_to_end:
+                    wait_s = self._patience.goodbye_s
+                    self._say(
+                        f"{_named(process)} did not end within {wait_s:g} s after the last worker "
+                        f"and was ended"
+                    )
+        if self._stdout.lost is not None and self._stdout.lost.errno != errno.EBADF:
+            self._say(f"some output was lost: {self._stdout.lost.strerror}")
+
+    def _say(self, text: str) -> None:
+        self._stderr.add(f"tensorwire run: {text}\n".encode())
+
+    def _flush(self) -> None:
+        """Writes what waits. A reader may take its time, but after a signal not for ever."""
+        deadline = math.inf if self._stop is None else time.monotonic() + self._patience.kill_s
+        while self._stdout.pending or self._stderr.pending:
+            self._poll(deadline)
+            if _passed(deadline) or self._signals.take():
+                return
+
+
+def _named(process: Process) -> str:
+    return f"{process.name} (pid {process.pid})"
+
+
+def _passed(at: float | None) -> bool:
+    return at is not None and time.monotonic() >= at
+
+
+def _is_terminal(output: Output) -> bool:
+    return output.lost is None and os.isatty(output.descriptor)
+
+
+def _wants_colour() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _check_pidfd() -> None:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        raise UnavailableError(
+            "this system has no pidfd, by which the launcher watches its processes; a Linux "
+            "kernel of 5.3 or newer has it"
+        ) from error

@@ -1,0 +1,15 @@
+"""Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
+
+from .collective import Collective, CollectiveServer
+from .members import GOODBYE, Place, ServerMember, WorkerMember, server_name, worker_name
+
+__all__ = [
+    "GOODBYE",
+    "Collective",
+    "CollectiveServer",
+    "Place",
+    "ServerMember",
+    "WorkerMember",
+    "server_name",
+    "worker_name",
+]

@@ -1,0 +1,221 @@
+"""Who is in the job, and how to reach the servers.
+
+The processes' side of the environment variables that a launcher sets; docs/launch.md lists them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
+from tensorwire.memory import Node, Peer
+
+RANK, WORKERS, SERVERS, SLICES = (
+    "TENSORWIRE_RANK",
+    "TENSORWIRE_WORKERS",
+    "TENSORWIRE_SERVERS",
+    "TENSORWIRE_SLICES",
+)
+
+CONTROL = "control"
+"""Region at every server: one word per worker, CONTROL_BYTES apart."""
+CONTROL_BYTES = 64
+GOODBYE = 1 << 62
+"""Value of a worker's control word when it has left in good order."""
+
+
+def worker_name(rank: int) -> str:
+    """The name of a worker's Node."""
+    return f"worker-{rank}"
+
+
+def server_name(index: int) -> str:
+    """The name of a server's Node."""
+    return f"server-{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker's place in its job.
+
+    Attributes:
+        rank: 0 to workers - 1.
+        workers: how many.
+        servers: addresses, in order; empty when the process is alone.
+        slices: parts of a step, a multiple of workers.
+    """
+
+    rank: int = 0
+    workers: int = 1
+    servers: tuple[str, ...] = ()
+    slices: int = 1
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> Place | None:
+        """What the launcher said; None if there is no launcher.
+
+        Raises:
+            ValueError: a variable is missing or makes no sense.
+        """
+        if SERVERS not in environ:
+            slices = _number(environ, SLICES, "1", 1, 1 << 16)
+            return Place(slices=slices) if slices > 1 else None
+        workers = _number(environ, WORKERS, None, 1, 1 << 16)
+        rank = _number(environ, RANK, None, 0, workers - 1)
+        slices = _number(environ, SLICES, str(workers), 1, 1 << 16)
+        addresses = tuple(filter(None, (a.strip() for a in environ[SERVERS].split(","))))
+        if not addresses:
+            raise ValueError(f"{SERVERS} is empty; it lists the servers' addresses")
+        return Place(rank, workers, addresses, slices)
+
+    def check(self) -> None:
+        """Raises ValueError if slices cannot be dealt to workers."""
+        if self.slices % self.workers:
+            raise ValueError(
+                f"{self.slices} slices cannot be dealt equally to {self.workers} workers; "
+                "choose a multiple"
+            )
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None, low: int, high: int) -> int:
+    text = environ.get(name, default)
+    if text is None:
+        raise ValueError(f"{SERVERS} is set and {name} is not; start the script by a launcher")
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {text!r}, not a number from {low} to {high}")
+    return value
+
+
+class WorkerMember:
+    """A worker on the fabric, connected to every server.
+
+    Attributes:
+        place: its place.
+        node: its Node.
+        servers: Peers, in order.
+    """
+
+    def __init__(self, place: Place, node: Node, servers: tuple[Peer, ...]) -> None:
+        self.place = place
+        self.node = node
+        self.servers = servers
+        offset = CONTROL_BYTES * place.rank
+        self._control = [peer.region(CONTROL).word(offset) for peer in servers]
+
+    @staticmethod
+    def join(place: Place, timeout_s: float = 60.0) -> WorkerMember:
+        """Connects to the servers.
+
+        Raises:
+            UnavailableError: a server cannot be reached; the message names it.
+            ValueError: the environment makes no sense.
+        """
+        place.check()
+        node = Node(worker_name(place.rank), listen=_listen(place.servers[0]))
+        try:
+            peers = []
+            for index, address in enumerate(place.servers):
+                try:
+                    peers.append(node.connect(address, timeout_s=timeout_s))
+                except TensorwireError as error:
+                    raise UnavailableError(
+                        f"worker {place.rank} cannot join: server {index} at {address}: {error}"
+                    ) from error
+            return WorkerMember(place, node, tuple(peers))
+        except BaseException:
+            node.close()
+            raise
+
+    def tell(self, value: int) -> None:
+        """Raises this worker's control word at every server."""
+        for word in self._control:
+            word.set(value).wait(30.0)
+
+    def close(self, goodbye: bool = True) -> None:
+        """Leaves. Without `goodbye` the others learn that this worker failed. Idempotent."""
+        if self.node.closed:
+            return
+        if goodbye:
+            try:
+                self.tell(GOODBYE)
+            except TensorwireError:
+                pass  # a server that is gone needs no goodbye
+        self.node.close()
+
+
+class ServerMember:
+    """A server on the fabric.
+
+    Attributes:
+        index: its place among the servers.
+        node: its Node.
+        workers: Peers by rank, complete after `gather`.
+        servers: Peers of the other servers by index.
+    """
+
+    def __init__(self, index: int, workers: int, node: Node) -> None:
+        self.index = index
+        self.node = node
+        self.count = workers
+        self.workers: dict[int, Peer] = {}
+        self.servers: dict[int, Peer] = {}
+        self.control = node.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
+        self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
+
+    def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
+        """Connects to the servers that were started before this one."""
+        for index, address in enumerate(addresses):
+            self.servers[index] = self.node.connect(address, timeout_s=timeout_s)
+
+    def gather(self, servers: int | None = None) -> None:
+        """Waits until every worker has connected, and servers that came later.
+
+        How many servers there are only the workers know; later ones have connected before any
+        worker was started.
+
+        Raises:
+            PeerLostError: one that had connected is gone.
+        """
+        while len(self.workers) < self.count:
+            try:
+                peer = self.node.accept(timeout_s=1.0)
+            except TimeoutError:
+                self.check()
+                continue
+            kind, _, number = peer.name.rpartition("-")
+            if kind == "worker" and number.isdigit() and int(number) < self.count:
+                self.workers[int(number)] = peer
+            elif kind == "server" and number.isdigit():
+                self.servers[int(number)] = peer
+            else:
+                peer.close()
+
+    def name_of(self, peer: Peer) -> str:
+        """For messages: "worker 1 (pid 77)"."""
+        return f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
+
+    def has_left(self, rank: int) -> bool:
+        """The worker said goodbye."""
+        return self.words[rank].value >= GOODBYE
+
+    def check(self) -> None:
+        """Raises PeerLostError if a worker is gone without a goodbye, or a server is gone."""
+        for rank, peer in self.workers.items():
+            if peer.lost and not self.has_left(rank):
+                raise PeerLostError(f"{self.name_of(peer)} was lost: {peer.lost_reason}")
+        if not all(self.has_left(rank) for rank in range(self.count)):
+            for peer in self.servers.values():
+                if peer.lost:
+                    raise PeerLostError(f"{self.name_of(peer)} was lost: {peer.lost_reason}")
+
+
+def _listen(server: str) -> str:
+    """A worker listens on loopback if that is how it sees the servers, else everywhere."""
+    host = server.rpartition(":")[0].strip("[]")
+    return "127.0.0.1:0" if host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0:0"

@@ -1,0 +1,75 @@
+"""What a store needs of whoever does its arithmetic.
+
+A store knows bytes, cells and slices; numbers are the business of an `Apply` that is handed in, so
+that this layer needs no torch and the kernels can be anybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .messages import Bytes
+
+Hyper = NDArray[np.float64]
+
+
+class Tile(Protocol):
+    """One cell, bound to its memory once; one thread at a time.
+
+    Offsets are bytes from the cell's start, multiples of 64; [start, stop) has whole tensors'
+    parts.
+    """
+
+    def reduce(
+        self, weights: Sequence[tuple[int, float]], start: int, stop: int, keep: bool
+    ) -> None:
+        """Reduced gradient := sum of weight x gradient, in the order given.
+
+        Args:
+            weights: (slice, weight); at least one.
+            start: first byte.
+            stop: byte after the last.
+            keep: put it where it stays (slot 0), not in memory that the next tile uses too.
+        """
+
+    def square_sum(self, start: int, stop: int) -> float:
+        """Sum of the squares of the reduced gradient that was kept, in float64, one thread."""
+
+    def step(
+        self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
+    ) -> None:
+        """Applies the reduced gradient.
+
+        Args:
+            hyper: the numbers of the cell's group, in the order of `Apply.hyper`.
+            count: which step of these tensors it is, from 1.
+            start: first byte.
+            stop: byte after the last.
+            kept: the reduced gradient lies in slot 0.
+            scale: the gradient is multiplied by this first; 1 changes nothing.
+        """
+
+
+class Apply(Protocol):
+    """An optimizer by its class path, on cells.
+
+    Attributes:
+        hyper: names of the numbers that a group has.
+        states: names of the arrays of state, each with the size and dtype of the parameters.
+    """
+
+    hyper: tuple[str, ...]
+    states: tuple[str, ...]
+
+    def bind(
+        self,
+        dtype: str,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> Tile:
+        """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state."""

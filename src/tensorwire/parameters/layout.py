@@ -1,0 +1,297 @@
+"""Where every tensor of a store lies: a pure function of what the workers declare.
+
+A `Spec` says which tensors there are; a `Layout` gives each its place in one flat range of bytes,
+cuts that range into cells on a grid that does not depend on the number of servers, and deals the
+cells out. Everything that is applied is applied per cell, so the bits of a result cannot depend on
+who owns which cell. No memory, no processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN_BYTES = 64
+"""Tensors start here; their padding belongs to them, so that no kernel has a scalar tail."""
+
+CELL_BYTES = 256 << 10
+"""Gradients, parameters and state of one cell together stay in a core's cache."""
+
+FORMAT = 1
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
+_ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+KINDS = ("trained", "constant", "broadcast", "average")
+"""What happens to a tensor: it gets gradients; never changes in a step; is slice 0's value after
+every step; is the mean of the slices' values after every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as a worker declares it.
+
+    Attributes:
+        name: unique in the store.
+        dtype: its name in torch and numpy ("float32").
+        shape: as the user sees it.
+        kind: one of KINDS.
+        group: index of its group of hyper-parameters; 0 where it has none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str = "trained"
+    group: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes without padding."""
+        return self.elements * _ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.dtype}, shape {self.shape}, {self.kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What all workers of a store agree on.
+
+    Attributes:
+        optimizer: class path of what is applied, for the one who applies it.
+        hyper: names of the numbers that each group has in every step.
+        groups: how many groups.
+        slices: parts of a step, each with its own gradients.
+        tensors: in the order of the model.
+    """
+
+    optimizer: str
+    hyper: tuple[str, ...]
+    groups: int
+    slices: int
+    tensors: tuple[TensorSpec, ...]
+
+    def to_json(self) -> bytes:
+        """As it travels."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Spec:
+        """Checks everything: the bytes come from another process.
+
+        Raises:
+            ValueError: it is no Spec, with what is wrong.
+        """
+        try:
+            raw = json.loads(data)
+            if raw.pop("format") != FORMAT:
+                raise ValueError("made by another version of tensorwire")
+            tensors = tuple(
+                TensorSpec(
+                    str(each["name"]),
+                    str(each["dtype"]),
+                    tuple(int(size) for size in each["shape"]),
+                    str(each["kind"]),
+                    int(each["group"]),
+                )
+                for each in raw.pop("tensors")
+            )
+            hyper = tuple(str(name) for name in raw.pop("hyper"))
+            spec = Spec(hyper=hyper, tensors=tensors, **raw)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a description of a store: {error!r}") from error
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raises ValueError if the parts contradict each other."""
+        for number, what in ((self.groups, "groups"), (self.slices, "slices")):
+            if not isinstance(number, int) or not 1 <= number <= 1 << 16:
+                raise ValueError(f"a store has 1 to 65536 {what}, not {number!r}")
+        names = set()
+        for tensor in self.tensors:
+            if tensor.dtype not in _ITEM_BYTES:
+                raise ValueError(f"{tensor}: dtype {tensor.dtype!r} is not supported")
+            if tensor.kind not in KINDS:
+                raise ValueError(f"{tensor}: unknown kind")
+            if not 0 <= tensor.group < self.groups:
+                raise ValueError(f"{tensor}: there is no group {tensor.group}")
+            if any(size < 0 for size in tensor.shape) or tensor.elements > 1 << 48:
+                raise ValueError(f"{tensor}: not a possible shape")
+            if tensor.name in names:
+                raise ValueError(f"two tensors are called {tensor.name!r}")
+            names.add(tensor.name)
+
+    def difference(self, other: Spec) -> str | None:
+        """What differs first, in words; None if nothing does."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if mine != theirs:
+                return f"{mine} here, {theirs} there"
+        if len(self.tensors) != len(other.tensors):
+            longer = max(self.tensors, other.tensors, key=len)
+            extra = longer[min(len(self.tensors), len(other.tensors))]
+            return f"{extra} is on one side only"
+        for field in ("optimizer", "hyper", "groups", "slices"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return f"{field} {mine!r} here, {theirs!r} there"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: bytes [start, stop) with padding, [start, end) without."""
+
+    start: int
+    end: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part [start, stop) of a cell that belongs to one tensor, padding included."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A unit of work: bytes [start, stop) of one kind, group and dtype."""
+
+    index: int
+    kind: str
+    group: int
+    dtype: str
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+class Layout:
+    """The places of all tensors of a Spec, and the grid of cells.
+
+    Attributes:
+        spec: what it was made from.
+        places: one per tensor, in the Spec's order.
+        cells: in the order of their bytes; together they cover [0, size_bytes) exactly once.
+        size_bytes: of the whole range, a multiple of ALIGN_BYTES, at least that.
+    """
+
+    def __init__(self, spec: Spec, cell_bytes: int = CELL_BYTES) -> None:
+        if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
+            raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
+        self.spec = spec
+        places: list[Place | None] = [None] * len(spec.tensors)
+        cells: list[Cell] = []
+        offset = 0
+        for (kind, group, dtype), members in _segments(spec.tensors):
+            begin = offset
+            for tensor in members:
+                size = spec.tensors[tensor].size_bytes
+                stop = offset + _padded(size)
+                places[tensor] = Place(offset, offset + size, stop)
+                offset = stop
+            owners = [(tensor, _not_none(places[tensor])) for tensor in members]
+            for start in range(begin, offset, cell_bytes):
+                stop = min(start + cell_bytes, offset)
+                while owners and owners[0][1].stop <= start:
+                    owners.pop(0)
+                pieces = []
+                for tensor, place in owners:
+                    if place.start >= stop:
+                        break
+                    if place.stop > place.start:
+                        first, last = max(place.start, start), min(place.stop, stop)
+                        pieces.append(Piece(tensor, first, last))
+                cells.append(Cell(len(cells), kind, group, dtype, start, stop, tuple(pieces)))
+        self.places = tuple(_not_none(place) for place in places)
+        self.cells = tuple(cells)
+        self.size_bytes = max(offset, ALIGN_BYTES)
+
+    def deal(self, servers: int) -> tuple[Share, ...]:
+        """Consecutive cells for each server, equal in bytes as far as whole cells allow."""
+        shares, first = [], 0
+        for server in range(servers):
+            goal = self.size_bytes * (server + 1) / servers
+            last = first
+            while last < len(self.cells):
+                cell = self.cells[last]
+                if (cell.start + cell.stop) / 2 > goal and server + 1 < servers:
+                    break
+                last += 1
+            shares.append(Share(self, first, last))
+            first = last
+        return tuple(shares)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Indices of the tensors that get gradients."""
+        return tuple(i for i, each in enumerate(self.spec.tensors) if each.kind == "trained")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The cells [first, last) of one server."""
+
+    layout: Layout
+    first: int
+    last: int
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """The cells."""
+        return self.layout.cells[self.first : self.last]
+
+    @cached_property
+    def start(self) -> int:
+        """First byte."""
+        return self.cells[0].start if self.cells else 0
+
+    @cached_property
+    def stop(self) -> int:
+        """Byte after the last."""
+        return self.cells[-1].stop if self.cells else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all cells."""
+        return self.stop - self.start
+
+    def clip(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of [start, stop) that is here; empty when start >= stop."""
+        return max(start, self.start), min(stop, self.stop)
+
+
+def _segments(
+    tensors: Sequence[TensorSpec],
+) -> Iterable[tuple[tuple[str, int, str], list[int]]]:
+    """Tensors that may share cells, last of the model first: gradients come in that order."""
+    found: dict[tuple[int, int, str], list[int]] = {}
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        found.setdefault((KINDS.index(tensor.kind), tensor.group, tensor.dtype), []).append(index)
+    for (kind, group, dtype), members in sorted(found.items()):
+        yield (KINDS[kind], group, dtype), members
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _not_none(place: Place | None) -> Place:
+    assert place is not None
+    return place

@@ -1,0 +1,451 @@
+"""A server: the shards of a job's stores, served to workers that only ever write and read memory.
+
+One thread per store waits for the slices' commits and makes the next version; the main thread opens
+stores, watches the members and, when something fails, tells every worker why. docs/parameters.md
+has the regions and words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
+from tensorwire.membership import GOODBYE, ServerMember
+from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
+
+from .apply import Apply
+from .layout import Layout, Share, Spec
+from .messages import (
+    APPLY,
+    CHECK_FINITE,
+    POISON,
+    PUBLISH,
+    REDUCE,
+    REDUCED,
+    RESULT_BYTES,
+    WANT_NORM,
+    WORD_BYTES,
+    Bytes,
+    Commit,
+    Result,
+)
+from .shard import Memory, Shard
+
+# New values leave for workers that do not see them mapped in pieces of about this size.
+_CHUNK_BYTES = 2 << 20
+
+
+class DisagreementError(ValueError):
+    """The workers do not want the same."""
+
+
+class Server:
+    """Serves stores until all workers have left.
+
+    Args:
+        member: this server, gathered.
+        make_apply: makes the arithmetic for a Spec's optimizer; ValueError if it cannot.
+        threads: for each store's arithmetic.
+    """
+
+    def __init__(
+        self, member: ServerMember, make_apply: Callable[[str], Apply], threads: int = 1
+    ) -> None:
+        self.member = member
+        self.make_apply = make_apply
+        self.threads = threads
+        self._stores: list[StoreServer] = []
+        self._failure: BaseException | None = None
+        self._wake = threading.Event()
+
+    def run(self) -> None:
+        """Returns when every worker said goodbye.
+
+        Raises:
+            TensorwireError, ValueError: the job failed; every worker was told why.
+        """
+        try:
+            for number in count():
+                if not self._wait_for(number + 1):
+                    return
+                self._stores.append(StoreServer(self, number))
+                self._stores[-1].start()
+        except BaseException as error:
+            failure = self._failure or error
+            self._tell(failure)
+            raise failure from None
+        finally:
+            for store in self._stores:
+                store.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Called by a store's thread: the job is over."""
+        self._failure = self._failure or error
+
+    def _wait_for(self, value: int) -> bool:
+        """Until all workers want store number `value`; False when all have left instead."""
+        while True:
+            if self._failure:
+                raise self._failure
+            self.member.check()
+            words = [word.value for word in self.member.words]
+            if all(word >= GOODBYE for word in words):
+                return False
+            if all(value <= word < GOODBYE for word in words):
+                return True
+            if any(value <= word < GOODBYE for word in words) and any(w >= GOODBYE for w in words):
+                rank = next(rank for rank, word in enumerate(words) if word >= GOODBYE)
+                raise DisagreementError(f"worker {rank} has left while others make an optimizer")
+            late = next(word for word in self.member.words if word.value < value)
+            try:
+                late.wait_until(value, 0.25)
+            except TimeoutError:
+                continue
+
+    def _tell(self, error: BaseException) -> None:
+        text = str(error) or type(error).__name__
+        name = f"server {self.member.index}"
+        # Workers may wait for a store that not all of them wanted yet.
+        for store in [*self._stores, StoreServer(self, len(self._stores))]:
+            store.poison(f"{text} (told by {name})")
+
+
+class StoreServer:
+    """One store's cells on this server, and the thread that advances them."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self._server = server
+        self._member = server.member
+        self._number = number
+        self._results: dict[int, RemoteRegion] = {}
+        self._regions: list[Region] = []
+        self._shard: Shard | None = None
+        self._poisoned = False
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"tensorwire-store-{number}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Opens the store and begins to serve it."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Frees everything; after the workers have left or were told of the failure."""
+        self._closing = True
+        if self._shard:
+            self._shard.close()
+
+    def poison(self, text: str) -> None:
+        """Tells every worker that no version will follow. Called once, by the main thread."""
+        if self._poisoned:
+            return
+        self._poisoned = True
+        result = Result(0, failed=True, message=text).to_bytes()
+        for region in self._result_regions().values():
+            try:
+                self._send(region, result, POISON).wait(2.0)
+            except TensorwireError:
+                continue  # it is the one that is lost, or is leaving too
+
+    # ---- opening
+
+    def _result_regions(self) -> dict[int, RemoteRegion]:
+        offset = RESULT_BYTES * self._member.index
+        for rank, peer in self._member.workers.items():
+            if rank in self._results or peer.lost:
+                continue
+            try:
+                region = peer.region(self._name("result"), 5.0)
+            except (LookupError, TensorwireError):
+                continue
+            self._results[rank] = region[offset : offset + RESULT_BYTES]
+        return self._results
+
+    def _name(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+    def _allocate(self, what: str, size: int, access: str) -> Region:
+        region = self._member.node.allocate(max(size, 64), name=self._name(what), access=access)
+        self._regions.append(region)
+        return region
+
+    def _open(self) -> None:
+        member = self._member
+        specs, homes = {}, {}
+        for rank, peer in sorted(member.workers.items()):
+            region = peer.region(self._name("spec"))
+            data = np.empty(region.size_bytes, np.uint8)
+            region.read(data).wait()
+            try:
+                raw = json.loads(data.tobytes())
+                homes[rank] = int(raw["home"])
+                specs[rank] = Spec.from_json(raw["spec"].encode())
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
+        for rank, spec in specs.items():
+            if different := specs[0].difference(spec):
+                raise DisagreementError(
+                    f"worker {rank}'s model or optimizer is not worker 0's: {different} "
+                    "(here: worker 0, there: the other)"
+                )
+        self._spec = spec = specs[0]
+        if spec.slices % member.count:
+            raise ValueError(f"{spec.slices} slices and {member.count} workers")
+        self._workers = [i // (spec.slices // member.count) for i in range(spec.slices)]
+        layout = Layout(spec)
+        servers = len(member.servers) + 1
+        shares = layout.deal(servers)
+        self._share = share = shares[member.index]
+        self._others = sorted(member.servers)
+        apply = self._server.make_apply(spec.optimizer)
+        if apply.hyper != spec.hyper:
+            raise ValueError(f"{spec.optimizer} has the hyper-parameters {apply.hyper}")
+
+        size = share.size_bytes
+        slots = [self._allocate(f"slot/{i}", size, "rw") for i in range(spec.slices)]
+        states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
+        self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
+        commit_bytes = WORD_BYTES + Commit.size_bytes(
+            spec.groups, len(spec.hyper), len(spec.tensors)
+        )
+        self._commits = [
+            self._allocate(f"commit/{i}", commit_bytes, "w") for i in range(spec.slices)
+        ]
+        norms_bytes = WORD_BYTES + 8 * max(len(s.cells) for s in shares)
+        self._norms_stride = norms_bytes = -(-norms_bytes // 64) * 64
+        self._norms = self._allocate("norms", norms_bytes * servers, "w")
+        self._cells = [len(s.cells) for s in shares]
+        master = self._make_master(layout, share, set(homes.values()))
+        self._tell_servers_opened()
+        self._find_views(master, homes)
+        memory = Memory(
+            self._master,
+            [slot.array()[:size] for slot in slots],
+            {name: region.array()[:size] for name, region in states.items()},
+            self._counts.array("int64")[: len(spec.tensors)],
+        )
+        self._shard = Shard(share, apply, memory, self._server.threads)
+        results = self._result_regions()
+        if len(results) < member.count:
+            raise PeerLostError("a worker left while a store was opened")
+        for region in results.values():
+            self._send(region, Result(1).to_bytes(), 1).wait(30.0)
+
+    def _make_master(self, layout: Layout, share: Share, homes: set[int]) -> Region | None:
+        if self._member.index not in homes:
+            return None
+        return self._allocate("view", layout.size_bytes, "rw")
+
+    def _tell_servers_opened(self) -> None:
+        """All servers have their regions before anyone looks for another's."""
+        index = self._member.index
+        self._their_norms: dict[int, RemoteRegion] = {}
+        for other in self._others:
+            region = self._lookup(self._member.servers[other], "norms")
+            start = self._norms_stride * index
+            self._their_norms[other] = region[start : start + self._norms_stride]
+            self._their_norms[other].word(0).set(1).wait(30.0)
+        for other in self._others:
+            word = self._norms.word(self._norms_stride * other)
+            word.wait_until(1, peer=self._member.servers[other])
+
+    def _lookup(self, peer: object, what: str) -> RemoteRegion:
+        for _ in range(6000):
+            try:
+                region: RemoteRegion = peer.region(self._name(what))  # type: ignore[attr-defined]
+                return region
+            except LookupError:
+                time.sleep(0.01)  # the other server is about to allocate it
+        raise PeerLostError(f"{peer} does not open store {self._number}")
+
+    def _find_views(self, view: Region | None, homes: dict[int, int]) -> None:
+        """Chooses where the parameters lie, and whom to write them to besides."""
+        share, member = self._share, self._member
+        self._master = np.empty(0, np.uint8)
+        self._views: list[RemoteRegion] = []
+        if view is not None:
+            self._master = view.array()[share.start : share.stop]
+        for home in sorted(set(homes.values()) - {-1, member.index}):
+            region = self._lookup(member.servers[home], "view")
+            if region.mapped and not self._master.size:
+                self._master = region.array()[share.start : share.stop]
+            elif share.size_bytes:
+                self._views.append(region)
+        for rank, home in sorted(homes.items()):
+            if home == -1 and share.size_bytes:
+                self._views.append(member.workers[rank].region(self._name("view")))
+        if not self._master.size:
+            private = self._allocate("master", share.size_bytes, "none")
+            self._master = private.array()[: share.size_bytes]
+
+    # ---- serving
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            for version in count(2):
+                self._advance(version)
+        except BaseException as error:
+            if self._closing or self._all_left():
+                return
+            if not isinstance(error, TensorwireError | ValueError):
+                traceback.print_exc()
+            self._server.fail(error)
+
+    def _all_left(self) -> bool:
+        return all(self._member.has_left(rank) for rank in range(self._member.count))
+
+    def _advance(self, version: int) -> None:
+        spec, started = self._spec, 0.0
+        commits = []
+        for index, region in enumerate(self._commits):
+            rank = self._workers[index]
+            self._wait_commit(region, version, rank)
+            started = started or time.perf_counter()
+            data = region.array()[WORD_BYTES:]
+            commit = Commit.from_bytes(data, spec.groups, len(spec.hyper), len(spec.tensors))
+            commits.append(commit)
+            if different := commits[0].difference(commit):
+                raise DisagreementError(
+                    f"worker {self._workers[0]} and worker {rank} disagree: {different}"
+                )
+        if commits[0].version != version:
+            raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
+        complete = time.perf_counter()
+        finite, norm = self._work(version, commits)
+        done = time.perf_counter()
+        result = Result(version, finite, norm, complete - started, done - complete).to_bytes()
+        sent = [self._send(region, result, version) for region in self._results.values()]
+        wait_all(sent)
+
+    def _wait_commit(self, region: Region, version: int, rank: int) -> None:
+        peer = self._member.workers[rank]
+        try:
+            region.word(0).wait_until(version, peer=peer)
+        except PeerLostError as error:
+            if self._member.has_left(rank):
+                self._await_goodbyes(version)
+                raise PeerLostError(
+                    f"{self._member.name_of(peer)} has left the job, others have not: every "
+                    "worker makes the same number of steps"
+                ) from error
+            raise PeerLostError(
+                f"{self._member.name_of(peer)} was lost: {peer.lost_reason}"
+            ) from error
+
+    def _await_goodbyes(self, version: int) -> None:
+        """One worker has left: returns when another wants a version that can never be made."""
+        while not any(region.word(0).value >= version for region in self._commits):
+            if self._all_left() or self._closing:
+                raise ClosedError("all workers have left")
+            time.sleep(0.02)
+
+    def _work(self, version: int, commits: list[Commit]) -> tuple[bool, float]:
+        shard, head = self._shard, commits[0]
+        assert shard is not None
+        if head.operation == PUBLISH:
+            shard.publish()
+            wait_all([view[self._at()].write(self._master) for view in self._views])
+            return True, math.nan
+        reduced = bool(head.flags & REDUCED)
+        want_norm = head.flags & WANT_NORM or head.max_norm < math.inf
+        look = want_norm or head.flags & CHECK_FINITE
+        finite, norm, scale = True, math.nan, 1.0
+        if head.operation == REDUCE or look:
+            parts = (
+                shard.square_sums(commits)
+                if reduced and look
+                else shard.reduce(commits, bool(look))
+                if not reduced
+                else np.zeros(0)
+            )
+            reduced = True
+            if look:
+                norm = math.sqrt(math.fsum(self._exchange(version, parts)))
+                finite = math.isfinite(norm)
+                if head.max_norm < math.inf:
+                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
+        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
+            chunks = _Chunks(self._share, self._master, self._views) if self._views else None
+            shard.apply(commits, reduced, scale, chunks.placed if chunks else None)
+            if chunks:
+                wait_all(chunks.finish())
+        return finite, norm
+
+    def _at(self) -> slice:
+        return slice(self._share.start, self._share.stop)
+
+    def _exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
+        """All servers' sums, in the order of the cells."""
+        padded = np.zeros((self._norms_stride - WORD_BYTES) // 8)
+        padded[: len(mine)] = mine
+        for other in self._others:
+            region = self._their_norms[other]
+            region[WORD_BYTES:].write(padded, signal=(region.word(0), version)).wait()
+        sums: list[float] = []
+        for index in range(len(self._cells)):
+            if index == self._member.index:
+                sums += mine.tolist()
+                continue
+            start = self._norms_stride * index
+            peer = self._member.servers[index]
+            self._norms.word(start).wait_until(version, peer=peer)
+            theirs = self._norms[start + WORD_BYTES : start + self._norms_stride].array("float64")
+            sums += theirs.tolist()
+        return sums
+
+    def _send(self, region: RemoteRegion, result: Bytes, version: int) -> Transfer:
+        return region[WORD_BYTES:].write(result, signal=(region.word(0), version))
+
+
+class _Chunks:
+    """Sends new values to the views while the rest of the share is still being worked on."""
+
+    def __init__(self, share: Share, master: Bytes, views: list[RemoteRegion]) -> None:
+        self._share, self._master, self._views = share, master, views
+        self._lock = threading.Lock()
+        self._ready: list[tuple[int, int]] = []
+        self._bytes = 0
+        self._sent: list[Transfer] = []
+
+    def placed(self, start: int, stop: int) -> None:
+        with self._lock:
+            self._ready.append((start, stop))
+            self._bytes += stop - start
+            if self._bytes < _CHUNK_BYTES:
+                return
+            ready = self._take()
+            # Inside the lock: one thread at a time hands over to the transports.
+            self._write(ready)
+
+    def finish(self) -> list[Transfer]:
+        with self._lock:
+            self._write(self._take())
+            return self._sent
+
+    def _take(self) -> list[tuple[int, int]]:
+        ready, self._ready, self._bytes = sorted(self._ready), [], 0
+        merged: list[tuple[int, int]] = []
+        for start, stop in ready:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        return merged
+
+    def _write(self, ranges: list[tuple[int, int]]) -> None:
+        base = self._share.start
+        for view in self._views:
+            for start, stop in ranges:
+                piece = self._master[start - base : stop - base]
+                self._sent.append(view[start:stop].write(piece))

@@ -1,0 +1,232 @@
+"""The cells of one server, and what a step does to them. Memory only: no processes, no waiting.
+
+One pass per cell: reduce the slices' gradients into a tile that stays in cache, apply the optimizer
+to that tile. Where something has to be known of the whole gradient first (its norm, whether it is
+finite) there are two passes, and slot 0 keeps the reduced gradient between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .apply import Apply, Tile
+from .layout import Cell, Share
+from .messages import Bytes, Commit
+
+# A pool costs some tens of microseconds: not for a few cells.
+_MIN_CELLS_PER_THREAD = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a shard; every array has the bytes of its share.
+
+    Attributes:
+        master: the parameters.
+        slots: one per slice: gradients.
+        states: optimizer state by name.
+        counts: int64, one per tensor of the whole store: steps that were applied to it.
+    """
+
+    master: Bytes
+    slots: Sequence[Bytes]
+    states: Mapping[str, Bytes] = field(default_factory=dict)
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Shard:
+    """Reduces and applies. Methods are called by one thread at a time."""
+
+    def __init__(self, share: Share, apply: Apply, memory: Memory, threads: int = 1) -> None:
+        self.share = share
+        self.memory = memory
+        self._tiles = [self._bind(apply, cell) for cell in share.cells]
+        self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
+        self._copied = [
+            i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
+        ]
+        here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
+        self._here = np.array(sorted(here), np.int64)
+        threads = max(1, min(threads, len(self._trained) // _MIN_CELLS_PER_THREAD))
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "tensorwire-apply") if threads > 1 else None
+
+    def close(self) -> None:
+        """Ends its threads; idempotent."""
+        if self._pool:
+            self._pool.shutdown()
+
+    def _bind(self, apply: Apply, cell: Cell) -> Tile:
+        begin, end = cell.start - self.share.start, cell.stop - self.share.start
+        memory = self.memory
+        states = memory.states if cell.kind == "trained" else {}
+        return apply.bind(
+            cell.dtype,
+            memory.master[begin:end],
+            [slot[begin:end] for slot in memory.slots],
+            {name: state[begin:end] for name, state in states.items()},
+        )
+
+    def reduce(self, commits: Sequence[Commit], norms: bool) -> NDArray[np.float64]:
+        """Puts the reduced gradient into slot 0.
+
+        Returns:
+            The sum of its squares per cell of the share, in order; empty if not asked for.
+        """
+        runs = _Runs(commits, self.memory.counts, self._here)
+
+        def work(index: int) -> float:
+            cell, tile = self.share.cells[index], self._tiles[index]
+            total = 0.0
+            for run in runs.of(cell):
+                tile.reduce(run.weights, run.start, run.stop, True)
+                total += tile.square_sum(run.start, run.stop) if norms else 0.0
+            return total
+
+        return np.array(self._map(work), np.float64)
+
+    def square_sums(self, commits: Sequence[Commit]) -> NDArray[np.float64]:
+        """The sum of squares per cell of the gradient that slot 0 holds already."""
+        runs = _Runs(commits, self.memory.counts, self._here)
+
+        def work(index: int) -> float:
+            tile = self._tiles[index]
+            return sum(
+                tile.square_sum(run.start, run.stop) for run in runs.of(self.share.cells[index])
+            )
+
+        return np.array(self._map(work), np.float64)
+
+    def apply(
+        self,
+        commits: Sequence[Commit],
+        reduced: bool,
+        scale: float = 1.0,
+        placed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Makes the next version.
+
+        Args:
+            commits: one per slice.
+            reduced: slot 0 holds the reduced gradient.
+            scale: of the reduced gradient, for clipping.
+            placed: called with byte ranges of the store whose new values are in place, while the
+                rest is still being worked on; by any thread.
+        """
+        counts = self.memory.counts
+        runs = _Runs(commits, counts, self._here)
+        hyper = commits[0].hyper
+
+        def work(index: int) -> float:
+            cell, tile = self.share.cells[index], self._tiles[index]
+            for run in runs.of(cell):
+                if not reduced:
+                    tile.reduce(run.weights, run.start, run.stop, False)
+                tile.step(hyper[cell.group], run.count, run.start, run.stop, reduced, scale)
+            if placed:
+                placed(cell.start, cell.stop)
+            return 0.0
+
+        self._map(work)
+        self._copy_buffers(commits, placed)
+        if runs.all_present:
+            counts[self._here] += 1
+        else:
+            for tensor in self._here.tolist():
+                counts[tensor] += bool(runs.weights(tensor))
+
+    def _copy_buffers(
+        self, commits: Sequence[Commit], placed: Callable[[int, int], None] | None
+    ) -> None:
+        equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
+        for index in self._copied:
+            cell, tile = self.share.cells[index], self._tiles[index]
+            floating = "float" in cell.dtype
+            if cell.kind == "average" and floating and len(commits) > 1:
+                tile.reduce(equal, 0, cell.stop - cell.start, True)
+            self.publish([index])
+            if placed:
+                placed(cell.start, cell.stop)
+
+    def publish(self, cells: Iterable[int] | None = None) -> None:
+        """Parameters := slot 0, for some cells of the share or for all."""
+        memory = self.memory
+        if cells is None:
+            memory.master[:] = memory.slots[0]
+            return
+        for index in cells:
+            cell = self.share.cells[index]
+            piece = slice(cell.start - self.share.start, cell.stop - self.share.start)
+            memory.master[piece] = memory.slots[0][piece]
+
+    def _map(self, work: Callable[[int], float]) -> list[float]:
+        indices = self._trained
+        if self._pool is None:
+            return [work(index) for index in indices]
+        parts = [indices[i :: self._threads] for i in range(self._threads)]
+        done = list(self._pool.map(lambda part: [work(index) for index in part], parts))
+        result = [0.0] * len(indices)
+        for i, values in enumerate(done):
+            result[i :: self._threads] = values
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    start: int
+    stop: int
+    weights: tuple[tuple[int, float], ...]
+    count: int
+
+
+class _Runs:
+    """Consecutive tensors of a cell that are treated alike; almost always that is the whole cell.
+
+    The same slices have a gradient for them, and the same number of steps was applied to them.
+    """
+
+    def __init__(
+        self, commits: Sequence[Commit], counts: NDArray[np.int64], here: NDArray[np.int64]
+    ) -> None:
+        self._present = np.stack([commit.present for commit in commits]).astype(bool)
+        self._commits = commits
+        self._counts = counts
+        self.all_present = bool(self._present[:, here].all())
+        applied = counts[here]
+        self._same_count = bool((applied == applied[:1]).all())
+        self._count = int(applied[0]) + 1 if len(applied) else 1
+        self._all = self._weights(range(len(commits)))
+
+    def _weights(self, slices: Iterable[int]) -> tuple[tuple[int, float], ...]:
+        # The mean over the samples of all slices; a slice without a gradient has a gradient of 0.
+        total = math.fsum(commit.weight for commit in self._commits)
+        commits = self._commits
+        return tuple((i, commits[i].scale * commits[i].weight / total) for i in slices)
+
+    def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
+        """(slice, weight) of the slices that have a gradient for it."""
+        return self._weights(np.flatnonzero(self._present[:, tensor]).tolist())
+
+    def of(self, cell: Cell) -> Iterator[_Run]:
+        if self.all_present and self._same_count:
+            yield _Run(0, cell.stop - cell.start, self._all, self._count)
+            return
+        run: _Run | None = None
+        for piece in cell.pieces:
+            weights = self.weights(piece.tensor)
+            start, stop = piece.start - cell.start, piece.stop - cell.start
+            count = int(self._counts[piece.tensor]) + 1
+            if run and run.stop == start and (run.weights, run.count) == (weights, count):
+                run = _Run(run.start, stop, weights, count)
+                continue
+            if run and run.weights:
+                yield run
+            run = _Run(start, stop, weights, count)
+        if run and run.weights:
+            yield run

@@ -1,0 +1,411 @@
+"""A worker's side of a store: push gradients, commit, wait for the next version.
+
+`RemoteStore` writes into servers' memory; `LocalStore` has the shard in this process, for a worker
+that is alone. Both have the same methods and the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import PeerLostError, TensorwireError
+from tensorwire.membership import WorkerMember
+from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
+
+from .apply import Apply
+from .layout import Layout, Spec
+from .messages import (
+    APPLY,
+    CHECK_FINITE,
+    POISON,
+    PUBLISH,
+    REDUCE,
+    REDUCED,
+    RESULT_BYTES,
+    WANT_NORM,
+    WORD_BYTES,
+    Bytes,
+    Commit,
+    Result,
+)
+from .shard import Memory, Shard
+
+_BUCKET_BYTES = 512 << 10
+
+
+class Store(Protocol):
+    """What a worker uses. One thread at a time, but `push` may be called by another.
+
+    Attributes:
+        layout: where tensors lie.
+        view: all parameters, in place; writable, but only PUBLISH and APPLY change the store.
+        bytes_pushed: of gradients and buffers, since the start.
+        path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
+        asynchronous: pushes go on while the caller computes; where memory is shared, the caller
+            copies itself.
+    """
+
+    layout: Layout
+    view: Bytes
+    bytes_pushed: int
+    path: str
+    asynchronous: bool
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+        """Starts to send one tensor's bytes (without padding) into a slice's slot.
+
+        `data` is one contiguous piece of memory; it is kept alive and must not change before
+        `settle`.
+        """
+
+    def settle(self) -> None:
+        """Waits until every push is in place: sources may change."""
+
+    def commit(self, slice_index: int, commit: Commit) -> None:
+        """All that was pushed for a slice is valid; every slice commits every version once."""
+
+    def wait(self) -> Result:
+        """The version that the commits asked for."""
+
+    def read_reduced(self, target: Bytes) -> None:
+        """After REDUCE: fills `target` (whole store) with the reduced gradient."""
+
+    def read_state(self, name: str, target: Bytes) -> None:
+        """Fills `target` (whole store) with a state; between versions."""
+
+    def write_state(self, name: str, source: Bytes) -> None:
+        """Overwrites a state; between versions, by one worker."""
+
+    def counts(self) -> NDArray[np.int64]:
+        """Steps that were applied to each tensor."""
+
+    def set_counts(self, counts: NDArray[np.int64]) -> None:
+        """Overwrites them; between versions, by one worker."""
+
+    def reason(self) -> str:
+        """Why the job has failed, as a server told it; "" if none did."""
+
+    def close(self) -> None:
+        """Lets go; idempotent."""
+
+
+class LocalStore:
+    """See `Store`. Its memory is private to this process."""
+
+    path = "local"
+    asynchronous = False
+
+    def __init__(self, spec: Spec, apply: Apply) -> None:
+        self.layout = Layout(spec)
+        size = self.layout.size_bytes
+        self.view = _zeros(size)
+        self._slots = [_zeros(size) for _ in range(spec.slices)]
+        self._states = {name: _zeros(size) for name in apply.states}
+        self._counts = np.zeros(len(spec.tensors), np.int64)
+        (share,) = self.layout.deal(1)
+        end = share.stop
+        memory = Memory(
+            self.view[:end],
+            [slot[:end] for slot in self._slots],
+            {name: state[:end] for name, state in self._states.items()},
+            self._counts,
+        )
+        self._shard = Shard(share, apply, memory)
+        self._commits: dict[int, Commit] = {}
+        self._version = 1
+        self.bytes_pushed = 0
+
+    def slot(self, slice_index: int) -> Bytes:
+        """A slice's gradients in place: writing here is a push."""
+        return self._slots[slice_index]
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+        """See `Store`."""
+        place = self.layout.places[tensor]
+        self._slots[slice_index][place.start : place.end] = data
+
+    def settle(self) -> None:
+        """See `Store`."""
+
+    def commit(self, slice_index: int, commit: Commit) -> None:
+        """See `Store`."""
+        self._commits[slice_index] = commit
+
+    def wait(self) -> Result:
+        """See `Store`."""
+        commits = [self._commits[i] for i in range(len(self._slots))]
+        self._commits.clear()
+        for each in commits[1:]:
+            if different := commits[0].difference(each):
+                raise ValueError(f"the slices of one step disagree: {different}")
+        self._version += 1
+        head, shard = commits[0], self._shard
+        if head.operation == PUBLISH:
+            shard.publish()
+            return Result(self._version)
+        reduced = bool(head.flags & REDUCED)
+        look = head.flags & (WANT_NORM | CHECK_FINITE) or head.max_norm < math.inf
+        finite, norm, scale = True, math.nan, 1.0
+        if head.operation == REDUCE or look:
+            if not reduced:
+                parts = shard.reduce(commits, bool(look))
+            elif look:
+                parts = shard.square_sums(commits)
+            reduced = True
+            if look:
+                norm = math.sqrt(math.fsum(parts.tolist()))
+                finite = math.isfinite(norm)
+                if head.max_norm < math.inf:
+                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
+        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
+            shard.apply(commits, reduced, scale)
+        return Result(self._version, finite, norm)
+
+    def read_reduced(self, target: Bytes) -> None:
+        """See `Store`."""
+        target[:] = self._slots[0]
+
+    def read_state(self, name: str, target: Bytes) -> None:
+        """See `Store`."""
+        target[:] = self._states[name]
+
+    def write_state(self, name: str, source: Bytes) -> None:
+        """See `Store`."""
+        self._states[name][:] = source
+
+    def counts(self) -> NDArray[np.int64]:
+        """See `Store`."""
+        return self._counts.copy()
+
+    def set_counts(self, counts: NDArray[np.int64]) -> None:
+        """See `Store`."""
+        self._counts[:] = counts
+
+    def reason(self) -> str:
+        """See `Store`."""
+        return ""
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._shard.close()
+
+
+class RemoteStore:
+    """See `Store`. Opened by all workers in the same order.
+
+    Raises:
+        RuntimeError: the servers refused; the message says which worker differs.
+        PeerLostError: a server is gone.
+    """
+
+    def __init__(self, member: WorkerMember, number: int, spec: Spec) -> None:
+        self._member = member
+        self._number = number
+        self.layout = layout = Layout(spec)
+        servers = member.servers
+        self._shares = layout.deal(len(servers))
+        self.bytes_pushed = 0
+        self.path = "+".join(sorted({peer.path.transport for peer in servers}))
+        self.asynchronous = self.path != "shm"
+        node = member.node
+        home = next((i for i, peer in enumerate(servers) if peer.path.transport == "shm"), -1)
+        self._result = node.allocate(
+            RESULT_BYTES * len(servers), name=self._name("result"), access="w"
+        )
+        own_view = None
+        if home < 0:
+            own_view = node.allocate(layout.size_bytes, name=self._name("view"), access="w")
+        text = json.dumps({"home": home, "spec": spec.to_json().decode()}).encode()
+        self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
+        self._spec.array()[:] = np.frombuffer(text, np.uint8)
+        self._version = 1
+        member.tell(number + 1)
+        self._wait_results(1)
+
+        self._slots = [
+            [peer.region(self._name(f"slot/{i}")) for peer in servers] for i in self._mine()
+        ]
+        self._commits = [
+            [peer.region(self._name(f"commit/{i}")) for peer in servers] for i in self._mine()
+        ]
+        if own_view is not None:
+            self.view = own_view.array()
+        else:
+            self.view = servers[home].region(self._name("view")).array()
+        self._pending: list[tuple[int, int, Any]] = []
+        self._pending_bytes = 0
+        self._transfers: list[list[Transfer]] = [[] for _ in servers]
+        self._sources: list[Any] = []
+
+    def _name(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+    def _mine(self) -> range:
+        place = self._member.place
+        each = place.slices // place.workers
+        return range(place.rank * each, (place.rank + 1) * each)
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+        """See `Store`."""
+        place = self.layout.places[tensor]
+        self._pending.append((slice_index, tensor, data))
+        self._pending_bytes += place.end - place.start
+        if self._pending_bytes >= _BUCKET_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        self.bytes_pushed += self._pending_bytes
+        self._pending_bytes = 0
+        first = self._mine().start
+        for server, share in enumerate(self._shares):
+            locals_, remotes = [], []
+            for slice_index, tensor, data in pending:
+                place = self.layout.places[tensor]
+                start, stop = share.clip(place.start, place.end)
+                if start >= stop:
+                    continue
+                region = self._slots[slice_index - first][server]
+                if (start, stop) != (place.start, place.end):
+                    flat = memoryview(data).cast("B")
+                    data = flat[start - place.start : stop - place.start]
+                locals_.append(data)
+                remotes.append(region[start - share.start : stop - share.start])
+            if locals_:
+                peer = self._member.servers[server]
+                self._transfers[server].append(self._do(peer, peer.write, locals_, remotes))
+
+    def settle(self) -> None:
+        """See `Store`."""
+        if self._pending:
+            self._flush()
+        for server, transfers in enumerate(self._transfers):
+            self._finish(server, transfers)
+        self._transfers = [[] for _ in self._shares]
+
+    def _finish(self, server: int, transfers: Sequence[Transfer]) -> None:
+        try:
+            wait_all(transfers)
+        except TensorwireError as error:
+            raise self._explain(self._member.servers[server], error) from error
+
+    def commit(self, slice_index: int, commit: Commit) -> None:
+        """See `Store`."""
+        if self._pending:
+            self._flush()
+        data = commit.to_bytes()
+        index = slice_index - self._mine().start
+        for server, peer in enumerate(self._member.servers):
+            region = self._commits[index][server]
+            transfers = self._transfers[server]
+            transfers.append(self._do(peer, region[WORD_BYTES:].write, data))
+            done = self._do(peer, peer.signal, region.word(0), commit.version, transfers)
+            self._transfers[server] = [*transfers, done]
+
+    def _do(self, peer: Peer, action: Any, *arguments: Any) -> Transfer:
+        try:
+            transfer: Transfer = action(*arguments)
+            return transfer
+        except TensorwireError as error:
+            raise self._explain(peer, error) from error
+
+    def wait(self) -> Result:
+        """See `Store`.
+
+        Raises:
+            RuntimeError: the job is over; the message says why and names who failed.
+            PeerLostError: a server is gone.
+        """
+        self._version += 1
+        result = self._wait_results(self._version)
+        self.settle()
+        return result
+
+    def _wait_results(self, version: int) -> Result:
+        results = []
+        for index, peer in enumerate(self._member.servers):
+            block = self._result[RESULT_BYTES * index : RESULT_BYTES * (index + 1)]
+            try:
+                block.word(0).wait_until(version, peer=peer)
+            except TensorwireError as error:
+                raise self._explain(peer, error) from error
+            result = Result.from_bytes(block.array()[WORD_BYTES:])
+            if result.failed:
+                raise RuntimeError(result.message)
+            results.append(result)
+        slowest = max(results, key=lambda each: each.work_s)
+        return Result(
+            version,
+            all(each.finite for each in results),
+            results[0].norm,
+            results[0].wait_s,
+            slowest.work_s,
+        )
+
+    def _explain(self, peer: Peer, error: TensorwireError) -> Exception:
+        """What a server said before it was lost is worth more than that it was lost."""
+        if reason := self.reason():
+            return RuntimeError(reason)
+        name = f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{name} was lost: {peer.lost_reason or error}")
+        return error
+
+    def reason(self) -> str:
+        """See `Store`."""
+        for index in range(len(self._member.servers)):
+            block = self._result[RESULT_BYTES * index : RESULT_BYTES * (index + 1)]
+            if block.word(0).value >= POISON:
+                return Result.from_bytes(block.array()[WORD_BYTES:]).message
+        return ""
+
+    def read_reduced(self, target: Bytes) -> None:
+        """See `Store`."""
+        self._move("slot/0", target, False)
+
+    def read_state(self, name: str, target: Bytes) -> None:
+        """See `Store`."""
+        self._move(f"state/{name}", target, False)
+
+    def write_state(self, name: str, source: Bytes) -> None:
+        """See `Store`."""
+        self._move(f"state/{name}", source, True)
+
+    def _move(self, what: str, local: Bytes, write: bool) -> None:
+        for peer, share in zip(self._member.servers, self._shares, strict=True):
+            if share.size_bytes == 0:
+                continue
+            region: RemoteRegion = peer.region(self._name(what))
+            piece, remote = local[share.start : share.stop], region[: share.size_bytes]
+            self._do(peer, remote.write if write else remote.read, piece).wait()
+
+    def counts(self) -> NDArray[np.int64]:
+        """See `Store`."""
+        total = np.zeros(len(self.layout.spec.tensors), np.int64)
+        for peer in self._member.servers:
+            part = np.zeros_like(total)
+            self._do(peer, peer.region(self._name("counts"))[: total.nbytes].read, part).wait()
+            np.maximum(total, part, out=total)
+        return total
+
+    def set_counts(self, counts: NDArray[np.int64]) -> None:
+        """See `Store`."""
+        for peer in self._member.servers:
+            region = peer.region(self._name("counts"))
+            self._do(peer, region[: counts.nbytes].write, counts).wait()
+
+    def close(self) -> None:
+        """See `Store`."""
+
+
+def _zeros(size: int) -> Bytes:
+    """Zeroed bytes that start on 64: kernels see the same alignment as in a region."""
+    raw = np.zeros(size + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size]

@@ -1,0 +1,241 @@
+"""torch's own optimizer kernels, applied to cells of a store instead of whole tensors.
+
+The fused kernels of SGD, Adam and AdamW work element by element and vector by vector; cells start
+and end on 64 bytes, so the cut changes no bit. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import Bytes, Hyper, Tile
+
+_HYPER = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "Adam": ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"),
+}
+_HYPER["AdamW"] = _HYPER["Adam"]
+
+KNOWN: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "SGD",
+    torch.optim.Adam: "Adam",
+    torch.optim.AdamW: "AdamW",
+}
+
+
+def path_of(optimizer: torch.optim.Optimizer) -> str:
+    """How an optimizer travels: its class path and the state it keeps.
+
+    Raises:
+        UnavailableError: its arithmetic is not known here.
+    """
+    kind = kind_of(type(optimizer))
+    groups = optimizer.param_groups
+    if kind == "SGD":
+        states = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
+    else:
+        states = ["exp_avg", "exp_avg_sq"]
+        if any(group["amsgrad"] for group in groups):
+            states.append("max_exp_avg_sq")
+        # Adam with decoupled decay is AdamW, since torch 2.7 also by name.
+        if kind == "Adam" and any(group.get("decoupled_weight_decay") for group in groups):
+            kind = "AdamW"
+    return f"torch.optim.{kind}:{','.join(states)}"
+
+
+def kind_of(cls: type[torch.optim.Optimizer]) -> str:
+    """Which of the known optimizers: "SGD", "Adam" or "AdamW".
+
+    Raises:
+        UnavailableError: none of these.
+    """
+    if cls in KNOWN:
+        return KNOWN[cls]
+    raise UnavailableError(
+        f"a server cannot apply {cls.__module__}.{cls.__qualname__}: it knows torch.optim.SGD, "
+        "Adam and AdamW, which work element by element (subclasses may do anything else)"
+    )
+
+
+def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[list[float]]:
+    """The present hyper-parameters of every group as numbers."""
+    rows = []
+    for group in optimizer.param_groups:
+        row = []
+        for name in names:
+            value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
+            row.append(float(value))
+        rows.append(row)
+    return rows
+
+
+class TorchApply:
+    """`parameters.Apply` for a path that `path_of` made.
+
+    Raises:
+        ValueError: a path that names nothing known; it may come from another process.
+    """
+
+    def __init__(self, path: str) -> None:
+        name, _, states = path.partition(":")
+        self._kind = name.removeprefix("torch.optim.")
+        if self._kind not in _HYPER or not name.startswith("torch.optim."):
+            raise ValueError(f"unknown optimizer {path!r}")
+        self.hyper = _HYPER[self._kind]
+        self.states = tuple(filter(None, states.split(",")))
+        known = ("momentum_buffer",), (), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        if self.states not in (*known, known[2][:2]):
+            raise ValueError(f"unknown state in {path!r}")
+
+    def bind(
+        self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
+    ) -> Tile:
+        """As `parameters.Apply.bind`."""
+        kind = getattr(torch, dtype)
+        tensors = [tensor_over(array, kind) for array in (master, *slots)]
+        mine = {name: tensor_over(state, kind) for name, state in states.items()}
+        return _Tile(self._kind, tensors[0], tensors[1:], mine)
+
+
+def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over bytes; nothing is copied. Its storage has exactly these bytes."""
+    if array.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array, dtype=dtype)
+
+
+class _Tile:
+    def __init__(
+        self,
+        kind: str,
+        master: torch.Tensor,
+        slots: list[torch.Tensor],
+        states: dict[str, torch.Tensor],
+    ) -> None:
+        self._kind = kind
+        self._item = master.element_size()
+        self._master = master
+        self._slots = slots
+        self._states = states
+        self._reduced = slots[0]  # where the last reduce() put it
+
+    def reduce(
+        self, weights: Sequence[tuple[int, float]], start: int, stop: int, keep: bool
+    ) -> None:
+        first, weight = weights[0]
+        self._reduced = self._slots[0]
+        if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
+            self._reduced = self._slots[first]
+            return
+        a, b = start // self._item, stop // self._item
+        if keep:
+            target = self._slots[0][a:b]
+        else:
+            self._reduced = _scratch(self._master)
+            target = self._reduced[a:b]
+        torch.mul(self._slots[first][a:b], weight, out=target)
+        for index, factor in weights[1:]:
+            target.add_(self._slots[index][a:b], alpha=factor)
+
+    def square_sum(self, start: int, stop: int) -> float:
+        a, b = start // self._item, stop // self._item
+        norm = torch.linalg.vector_norm(self._slots[0][a:b], dtype=torch.float64)
+        return float(norm) ** 2
+
+    def step(
+        self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
+    ) -> None:
+        source = self._slots[0] if kept else self._reduced
+        master, gradient, states = self._master, source, list(self._states.values())
+        a, b = start // self._item, stop // self._item
+        if (a, b) != (0, master.numel()) or gradient.numel() != master.numel():
+            master, gradient = master[a:b], gradient[a:b]
+            states = [state[a:b] for state in states]
+        if scale != 1.0:
+            gradient.mul_(scale)
+        (_sgd if self._kind == "SGD" else _adam)(
+            self._kind, hyper.tolist(), count, master, gradient, states
+        )
+
+
+def _sgd(
+    kind: str,
+    hyper: list[float],
+    count: int,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: list[torch.Tensor],
+) -> None:
+    lr, momentum, dampening, decay, nesterov, maximize = hyper
+    torch._fused_sgd_(
+        [master],
+        [gradient],
+        states if momentum else [],
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=decay,
+        nesterov=bool(nesterov),
+        maximize=bool(maximize),
+        is_first_step=count == 1,
+    )
+
+
+def _adam(
+    kind: str,
+    hyper: list[float],
+    count: int,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: list[torch.Tensor],
+) -> None:
+    lr, beta1, beta2, eps, decay, amsgrad, maximize = hyper
+    kernel: Any = torch._fused_adam_ if kind == "Adam" else torch._fused_adamw_
+    kernel(
+        [master],
+        [gradient],
+        [states[0]],
+        [states[1]],
+        states[2:3],
+        [_step_tensor(count)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=bool(amsgrad),
+        maximize=bool(maximize),
+    )
+
+
+_steps: dict[int, torch.Tensor] = {}
+
+
+def _step_tensor(count: int) -> torch.Tensor:
+    found = _steps.get(count)
+    if found is None:
+        if len(_steps) > 64:
+            _steps.clear()
+        found = _steps[count] = torch.tensor(float(count))
+    return found
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[torch.dtype, torch.Tensor] = {}
+
+
+_local = _Scratch()
+
+
+def _scratch(like: torch.Tensor) -> torch.Tensor:
+    """Memory of this thread that every tile uses in turn, so that it stays in the cache."""
+    found = _local.tensors.get(like.dtype)
+    if found is None or found.numel() < like.numel():
+        found = _local.tensors[like.dtype] = torch.empty_like(like)
+    return found[: like.numel()]

@@ -1,0 +1,91 @@
+"""How a worker finds its job: the variables of `tensorwire run`, torchrun's store, or nothing.
+
+Under torchrun the first worker of every host starts one server beside it and tells the others its
+address through the store that torchrun keeps. docs/launch.md has the variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import subprocess
+import sys
+from datetime import timedelta
+
+from tensorwire.errors import UnavailableError
+from tensorwire.membership import Place
+
+_TIMEOUT_S = 120.0
+
+
+def find_place() -> Place:
+    """This worker's place; alone where nobody says anything else.
+
+    Raises:
+        ValueError: variables contradict each other.
+        UnavailableError: a server did not start.
+    """
+    place = Place.from_environment()
+    if place is not None:
+        return place
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _under_torchrun()
+    return Place()
+
+
+def _under_torchrun() -> Place:
+    import torch.distributed as dist
+
+    environ = os.environ
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    host, hosts = int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
+    first = environ["LOCAL_RANK"] == "0"
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    base = dist.TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=not agent and rank == 0,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"tensorwire/{environ['TORCHELASTIC_RUN_ID']}/{attempt}", base)
+    if "TENSORWIRE_SECRET_FILE" not in environ and "TENSORWIRE_SECRET" not in environ:
+        if rank == 0:
+            store.set("secret", secrets.token_hex(32))
+        environ["TENSORWIRE_SECRET"] = store.get("secret").decode()
+    addresses: list[str] = []
+    for index in range(hosts):
+        if first and index == host:
+            store.set(f"server/{index}", start_server(index, size, addresses, hosts > 1))
+        addresses.append(store.get(f"server/{index}").decode())
+    slices = int(environ.get("TENSORWIRE_SLICES", str(size)))
+    return Place(rank, size, tuple(addresses), slices)
+
+
+def start_server(index: int, workers: int, before: list[str], everywhere: bool) -> str:
+    """Starts a server that ends with this process; returns its address.
+
+    Raises:
+        UnavailableError: it ended or gave no address in time.
+    """
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "tensorwire.torch.server", f"--index={index}"]
+    command += [f"--workers={workers}", f"--servers={','.join(before)}"]
+    command += [f"--listen={'0.0.0.0:0' if everywhere else '127.0.0.1:0'}"]
+    command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
+    with open(reader) as channel:
+        try:
+            process = subprocess.Popen(command, pass_fds=[writer], start_new_session=True)
+        finally:
+            os.close(writer)
+        ready, _, _ = select.select([channel], [], [], _TIMEOUT_S)
+        address = channel.readline().strip() if ready else ""
+    if not address:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise UnavailableError(
+            f"server {index} did not start (exit code {process.wait()}); its messages are above"
+        )
+    return address

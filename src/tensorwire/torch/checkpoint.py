@@ -1,0 +1,79 @@
+"""Saving what a job keeps: one file that torch.load reads, complete or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FORMAT = 1
+
+
+def save(path: str | os.PathLike[str], kept: Mapping[str, Any], epoch: int, seed: int) -> None:
+    """See `Job.save`."""
+    if not kept:
+        raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
+    target = Path(path)
+    content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
+    content["tensorwire"] = {"format": _FORMAT, "epoch": epoch, "seed": seed}
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: str | os.PathLike[str], kept: Mapping[str, Any], optimizers: list[Any]) -> int:
+    """See `Job.load`; returns the epoch to go on with."""
+    try:
+        content = torch.load(path, weights_only=True)
+        head = content["tensorwire"]
+        epoch = int(head["epoch"])
+        if head["format"] != _FORMAT:
+            raise ValueError("written by another version of tensorwire")
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)} is no checkpoint: {error}") from error
+    names = set(content) - {"tensorwire"}
+    if names != set(kept):
+        raise ValueError(
+            f"{os.fspath(path)} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same"
+        )
+    for name, thing in kept.items():
+        if isinstance(thing, torch.nn.Module) and _is_distributed(thing, optimizers):
+            from .optimizer import edit
+
+            with edit(thing):
+                thing.load_state_dict(content[name])
+        else:
+            thing.load_state_dict(content[name])
+    return epoch + 1
+
+
+def _is_distributed(model: torch.nn.Module, optimizers: list[Any]) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(p) in own for opt in optimizers for p in opt._tensorwire.parameters)
+
+
+def _copied(value: Any) -> Any:
+    """Tensors that share memory with others become their own: the file has no more than them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,323 @@
+"""`tw.init()` and the Job: this process's place among the workers, and what they do together.
+
+The Job owns the fabric (a Node, connections to servers), the numbering of stores, and what decides
+a result besides the model: seeds, position in the data, the objects it was asked to keep.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from tensorwire.errors import TensorwireError
+from tensorwire.membership import Collective, Place, WorkerMember
+from tensorwire.parameters import LocalStore, RemoteStore, Result, Spec, Store
+
+from . import bootstrap, checkpoint
+from .apply import TorchApply
+from .loader import Loader
+from .progress import ProgressLine
+from .report import Statistics
+
+_current: Job | None = None
+
+
+def init(
+    *, slices: int | None = None, seed: int = 0, transports: Sequence[str] | None = None
+) -> Job:
+    """Joins the job that this process was started for; alone, it makes a job of one worker.
+
+    Reads the environment of `tensorwire run` or of torchrun. Under torchrun the first worker of
+    each host starts a server beside it. Seeds torch's default generator with `seed`.
+
+    Args:
+        slices: parts of a step, each with its own samples, random numbers and gradients; a
+            multiple of the number of workers, which is the default. The result of a job depends
+            on it and not on the number of workers.
+        seed: of everything random in the job; worker 0's counts.
+        transports: "shm", "tcp"; None allows all.
+
+    Raises:
+        RuntimeError: there is a job already; `job.close()` it first.
+        ValueError: the environment or an argument makes no sense.
+        UnavailableError: a server cannot be reached.
+    """
+    global _current
+    if _current is not None and not _current.closed:
+        raise RuntimeError("this process has joined a job already; close() it first")
+    if transports is not None:
+        os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
+    place = bootstrap.find_place()
+    if slices is not None:
+        place = Place(place.rank, place.workers, place.servers, slices)
+    place.check()
+    _current = Job(place, seed)
+    return _current
+
+
+def current_job() -> Job:
+    """The job of this process.
+
+    Raises:
+        RuntimeError: `tw.init()` was not called.
+    """
+    if _current is None or _current.closed:
+        raise RuntimeError("call tw.init() first")
+    return _current
+
+
+class Job:
+    """What the workers of a job do together; made by `init`.
+
+    Attributes:
+        rank: this worker, 0 to size - 1.
+        size: number of workers.
+        slices: parts of a step.
+        my_slices: those that this worker computes, in turn.
+        seed: of everything random.
+        optimizers: the distributed ones.
+        epoch: the present one inside `epochs`.
+        samples: that this worker's loaders have given out.
+    """
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.rank = place.rank
+        self.size = place.workers
+        self.slices = place.slices
+        each = place.slices // place.workers
+        self.my_slices = range(place.rank * each, (place.rank + 1) * each)
+        self.optimizers: list[Any] = []
+        self.epoch = 0
+        self.samples = 0
+        self.closed = False
+        self.statistics = Statistics()
+        self._kept: dict[str, Any] = {}
+        self._stores = 0
+        self._first_epoch = 0
+        self._progress: ProgressLine | None = None
+        self._member: WorkerMember | None = None
+        self._collective: Collective | None = None
+        if place.servers:
+            self._member = WorkerMember.join(place)
+            self._collective = Collective(self._member)
+            seed = int(self._sum([float(seed) if self.rank == 0 else 0.0])[0])
+        self.seed = seed
+        torch.manual_seed(seed)
+        atexit.register(self._at_exit)
+
+    def __repr__(self) -> str:
+        return f"<Job worker {self.rank} of {self.size}, {self.slices} slices>"
+
+    # ---- stores and optimizers
+
+    def open_store(self, spec: Spec, apply: TorchApply) -> Store:
+        """A store for an optimizer; all workers open the same ones in the same order."""
+        number, self._stores = self._stores, self._stores + 1
+        if self._member is None:
+            return LocalStore(spec, apply)
+        return RemoteStore(self._member, number, spec)
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Called by DistributedOptimizer."""
+        self.optimizers.append(optimizer)
+
+    def manages(self, parameter: nn.Parameter) -> bool:
+        """A distributed optimizer has it already."""
+        return any(
+            parameter is other
+            for optimizer in self.optimizers
+            for other in optimizer._tensorwire.parameters
+        )
+
+    def stepped(self, core: Any, result: Result) -> None:
+        """Called by an optimizer after a version."""
+        self.statistics.step(core, result)
+        if self._progress:
+            self._progress.advance()
+
+    # ---- together
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        if self._collective is None:
+            return list(values)
+        try:
+            result: list[float] = self._collective.sum(np.array(values, np.float64)).tolist()
+            return result
+        except TensorwireError as error:
+            for optimizer in self.optimizers:
+                reason = optimizer._tensorwire.store.reason()
+                if reason:
+                    raise RuntimeError(reason) from error
+            raise
+
+    def mean(self, value: Any, weight: float = 1.0) -> Any:
+        """The mean over all workers; all call it at the same place of the program.
+
+        Args:
+            value: a number, a tensor, or a dict of such; at most 4096 numbers.
+            weight: of this worker, for example its number of samples.
+
+        Returns:
+            float; a float64 tensor of the same shape; or a dict of these.
+        """
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"a weight is a number from 0 up, not {weight!r}")
+        items = value if isinstance(value, Mapping) else {"": value}
+        tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
+        flat = [float(weight)]
+        for tensor in tensors.values():
+            flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
+        total = self._sum(flat)
+        if total[0] == 0:
+            raise ValueError("mean() of workers whose weights are all 0")
+        result, at = {}, 1
+        for key, tensor in tensors.items():
+            part = torch.tensor(total[at : at + tensor.numel()], dtype=torch.float64) / total[0]
+            at += tensor.numel()
+            result[key] = part.reshape(tensor.shape) if tensor.dim() else float(part)
+        return result if isinstance(value, Mapping) else result[""]
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+        self._sum([])
+
+    # ---- data
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> Loader:
+        """A DataLoader over this worker's slices of every step.
+
+        A step has `batch_size` samples per slice, as one process of DistributedDataParallel has.
+        The last step shares what is left equally; weights make its gradient the mean over samples.
+        Every epoch has another order, the same for any number of workers.
+
+        Args:
+            dataset: with `__len__` and `__getitem__`.
+            batch_size: samples per slice.
+            shuffle: another order in every epoch.
+            drop_last: leave out what does not fill a step.
+            options: for `torch.utils.data.DataLoader` (num_workers, collate_fn, …).
+        """
+        return Loader(self, dataset, batch_size, shuffle, drop_last, options)
+
+    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+        """This worker's part of a dataset, for evaluation: every `size`-th sample.
+
+        Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
+        """
+        return Subset(dataset, range(self.rank, len(dataset), self.size))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
+        self._progress = ProgressLine(count) if self.rank == 0 else None
+        try:
+            for epoch in range(self._first_epoch, count):
+                self.epoch = epoch
+                if self._progress:
+                    self._progress.begin(epoch)
+                yield epoch
+                self._first_epoch = epoch + 1
+                self.statistics.end_epoch(epoch)
+                if self._progress:
+                    self._progress.end(epoch, self.statistics.values)
+        finally:
+            if self._progress:
+                self._progress.close()
+            self._progress = None
+
+    def log(self, **values: float) -> None:
+        """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
+        plain = {name: float(value) for name, value in values.items()}
+        self.statistics.log(plain)
+        if self._progress:
+            self._progress.show(plain)
+
+    def expect_steps(self, steps: int) -> None:
+        """Called by a loader that begins: so many steps make this epoch."""
+        self.statistics.begin_pass()
+        if self._progress:
+            self._progress.expect(steps)
+
+    # ---- keeping
+
+    def keep(self, **objects: Any) -> None:
+        """Names the objects that `save` and `load` care for: model=, optimizer=, scheduler=, ….
+
+        Each has `state_dict()` and `load_state_dict()`.
+        """
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise TypeError(f"{name} has no state_dict() and load_state_dict()")
+            self._kept[name] = thing
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one version of everything kept to a file, for `torch.load`.
+
+        One worker calls it, between steps; no other takes part. The file appears complete or not at
+        all.
+
+        Raises:
+            RuntimeError: nothing was kept.
+            OSError: the disk is full or the path cannot be written; an older file stays.
+        """
+        checkpoint.save(path, self._kept, self.epoch, self.seed)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
+
+        Raises:
+            ValueError: it is no checkpoint of these objects.
+            OSError: it cannot be read.
+        """
+        self._first_epoch = checkpoint.load(path, self._kept, self.optimizers)
+        self.epoch = self._first_epoch
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Where the time of this worker's steps went; see docs/training.md.
+
+        Args:
+            path: also write it there as JSON.
+        """
+        return self.statistics.report(self, path)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leaves the job. Parameters keep their last values. Idempotent."""
+        self._leave(goodbye=True)
+
+    def _leave(self, goodbye: bool) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        atexit.unregister(self._at_exit)
+        for optimizer in self.optimizers:
+            optimizer._tensorwire.close()
+        if self._member is not None:
+            self._member.close(goodbye)
+
+    def _at_exit(self) -> None:
+        # Set by the interpreter when an exception ends the program.
+        self._leave(goodbye=getattr(sys, "last_value", None) is None)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._leave(goodbye=kind is None)

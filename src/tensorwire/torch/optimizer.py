@@ -1,0 +1,662 @@
+"""`DistributedOptimizer`: a torch optimizer whose parameters live in a store.
+
+The object stays the user's own; only its class gets a subclass with another `step`, `zero_grad`,
+`state_dict` and `load_state_dict`. Gradients leave while backward runs, tensor by tensor, from
+hooks on the parameters; values move inside `step()` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import (
+    APPLY,
+    CHECK_FINITE,
+    ITEM_BYTES,
+    PUBLISH,
+    REDUCE,
+    REDUCED,
+    WANT_NORM,
+    Commit,
+    Result,
+    Spec,
+    Store,
+    TensorSpec,
+)
+
+from .apply import TorchApply, hyper_of, path_of
+from .buffers import Buffers
+from .job import current_job
+from .views import flat_bytes, memory_format_of, tensor_at
+
+if TYPE_CHECKING:
+    from .job import Job
+
+MODES = ("sync",)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    mode: str = "sync",
+    max_norm: float | None = None,
+    buffers: str = "broadcast",
+) -> Any:
+    """Makes a torch optimizer train together with all other workers of the job.
+
+    Every worker calls it with the same model and optimizer; worker 0's values win. Parameters,
+    buffers and frozen parameters move into the job's memory; `model` and `optimizer` stay the
+    objects they are. `docs/training.md` tells what differs from DistributedDataParallel.
+
+    Args:
+        optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
+            schedulers, hooks and `isinstance` go on working.
+        model: has all parameters of the optimizer; dense, on the CPU, floating.
+        mode: "sync": a version is made of the gradients of all slices.
+        max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
+            the optimizer). Costs one more pass over the gradients, on the servers.
+        buffers: what happens to buffers such as BatchNorm's statistics after every step:
+            "broadcast" (slice 0's win, as in DDP), "average" (mean of the slices; integers as
+            broadcast), or "local" (each worker keeps its own).
+
+    Returns:
+        `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`.
+
+    Raises:
+        ValueError: a parameter is not the model's, twice there, sparse, or of a dtype that is not
+            supported; an argument makes no sense.
+        UnavailableError: another optimizer, or parameters on a device.
+        RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
+            workers' model differs (the message says in what).
+    """
+    job = current_job()
+    if isinstance(optimizer, DistributedMixin):
+        raise RuntimeError("this optimizer is distributed already; wrap it once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"a torch optimizer is distributed, not {type(optimizer).__name__}")
+    if mode not in MODES:
+        raise ValueError(f"mode is {' or '.join(map(repr, MODES))}, not {mode!r}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
+    path_of(optimizer)
+    core = Exchange(job, optimizer, model, max_norm, buffers)
+    _change_class(optimizer)
+    optimizer._tensorwire = core  # type: ignore[attr-defined]
+    # A scheduler that was made before has put a wrapper of the old step there.
+    optimizer.__dict__.pop("step", None)
+    job.add_optimizer(optimizer)
+    return optimizer
+
+
+class DistributedMixin:
+    """What `DistributedOptimizer` adds to the optimizer's class."""
+
+    _tensorwire: Exchange
+    param_groups: list[dict[str, Any]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Commits this slice's gradients and returns with the next version in place.
+
+        Raises:
+            RuntimeError: a gradient was changed after it had left, a parameter was changed outside
+                `tw.edit`, or the job has failed; in the first two cases nothing was committed.
+            PeerLostError: a server is gone.
+            ValueError: with a closure.
+        """
+        if closure is not None:
+            raise ValueError(
+                "step(closure) would evaluate the model several times per step, which a "
+                "distributed step cannot; call backward() yourself, then step()"
+            )
+        self._opt_called = True  # what schedulers look for
+        self._tensorwire.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; gradients that left since the last step are withdrawn."""
+        self._tensorwire.withdraw()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward only adds to `.grad`; the sum leaves with the first backward outside."""
+        core = self._tensorwire
+        before, core.accumulating = core.accumulating, True
+        try:
+            yield
+        finally:
+            core.accumulating = before
+
+    def synchronize(self) -> None:
+        """Makes every `.grad` the averaged gradient, the same on all workers.
+
+        They may then be read, clipped and edited, by every worker in the same way; `step()` applies
+        worker 0's. All workers call it, after backward and before `step()`.
+        """
+        self._tensorwire.synchronize()
+
+    @property
+    def last_norm(self) -> float:
+        """The norm of the last averaged gradient before clipping; nan where nobody asked."""
+        return self._tensorwire.last_norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, on all workers; the parameters are dealt out anew, state is kept."""
+        core = getattr(self, "_tensorwire", None)
+        if core is None:
+            super().add_param_group(param_group)  # type: ignore[misc]
+            return
+        state = self.state_dict()
+        super().add_param_group(param_group)  # type: ignore[misc]
+        core.replan(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, and loadable there: reads one version of the state from the servers.
+
+        No other worker takes part. Call it between steps.
+        """
+        return self._tensorwire.state_dict(super().state_dict)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, on all workers; worker 0's state wins."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._tensorwire.load_state()
+
+
+def _change_class(optimizer: torch.optim.Optimizer) -> None:
+    cls = type(optimizer)
+    # torch wraps a class's step for hooks and the profiler when it is first instantiated.
+    step = torch.optim.Optimizer.profile_hook_step(DistributedMixin.step)
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"step": step})
+
+
+class Exchange:
+    """The parameters of one optimizer in a store, and the protocol of its steps."""
+
+    def __init__(
+        self,
+        job: Job,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        max_norm: float | None,
+        buffers: str,
+    ) -> None:
+        self.job = job
+        self.optimizer = optimizer
+        self.model = model
+        self.max_norm = math.inf if max_norm is None else float(max_norm)
+        self.accumulating = False
+        self.last_norm = math.nan
+        self.steps = 0
+        self.exposed_s = 0.0
+        self.push_s = 0.0
+        self.hidden_s = 0.0
+        self._first_push = 0.0
+        self._buffers_kind = buffers
+        self._hooks: list[Any] = []
+        self._version = 1
+        self._samples_seen = 0
+        self._turn = 0  # which of this worker's slices is being computed
+        self._open()
+        self._publish()
+
+    # ---- planning
+
+    def _open(self) -> None:
+        self._names = names = {id(p): name for name, p in self.model.named_parameters()}
+        self.parameters: list[nn.Parameter] = []
+        tensors: list[TensorSpec] = []
+        seen: set[int] = set()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} in group {index} of the "
+                        "optimizer is not the model's; give the model that has all of them"
+                    )
+                kind = "trained" if parameter.requires_grad else "constant"
+                tensors.append(self._declare(parameter, kind, index))
+                self.parameters.append(parameter)
+                seen.add(id(parameter))
+        for parameter in self.model.parameters():
+            if id(parameter) not in seen and not self.job.manages(parameter):
+                tensors.append(self._declare(parameter, "constant", 0))
+                self.parameters.append(parameter)
+        self.trained = [i for i, tensor in enumerate(tensors) if tensor.kind == "trained"]
+        if not self.trained:
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        self.buffers = Buffers(self.model, self._buffers_kind, len(tensors), self.job.my_slices)
+        tensors += self.buffers.specs()
+        self._apply = TorchApply(path_of(self.optimizer))
+        groups = len(self.optimizer.param_groups)
+        path, hyper = path_of(self.optimizer), self._apply.hyper
+        spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors))
+        spec.check()
+        self.store: Store = self.job.open_store(spec, self._apply)
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
+        self._scaled = 1.0
+        self._reduced = False
+        self._next_max_norm = math.inf
+        self._present = np.ones(len(tensors), np.uint8)
+        for i in self.trained:
+            hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(hook)
+
+    def _declare(self, parameter: nn.Parameter, kind: str, group: int) -> TensorSpec:
+        name = self._names[id(parameter)]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.device.type != "cpu":
+            raise UnavailableError(
+                f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
+                "distributed so far"
+            )
+        if dtype not in ITEM_BYTES or not parameter.dtype.is_floating_point:
+            raise ValueError(
+                f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
+                "distributed"
+            )
+        memory_format_of(parameter)  # raises where elements overlap or have gaps
+        return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)
+
+    def replan(self, state: dict[str, Any]) -> None:
+        """After the optimizer got another group: all tensors into a new store."""
+        self._check_parameters()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()
+        old = self.store
+        self._open()
+        self._publish()
+        old.close()
+        self._fill_state(state)
+        self.load_state()
+
+    def _fill_state(self, state: dict[str, Any]) -> None:
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, entry in state["state"].items():
+            self.optimizer.state[ordered[index]] = entry
+
+    # ---- versions
+
+    def _publish(self) -> None:
+        """Worker 0's parameters and buffers become everybody's."""
+        if self.job.rank == 0:
+            sources = [*self.parameters, *self.buffers.tensors]
+            kept = [flat_bytes(tensor.detach()) for tensor in sources]
+            for index, data in enumerate(kept):
+                if data.nbytes:
+                    self.store.push(self.job.my_slices[0], index, data)
+        self._commit_all(PUBLISH)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Lets the parameters be the store's memory."""
+        places = self.store.layout.places
+        for index, parameter in enumerate(self.parameters):
+            place = places[index]
+            parameter.data = tensor_at(self.store.view[place.start : place.end], parameter)
+        self.buffers.take(self.store, published=True)
+        self.buffers.remember()
+        self._remember()
+
+    def _remember(self) -> None:
+        self._versions = [(p._version, p.data_ptr()) for p in self.parameters]
+
+    def _commit_all(self, operation: int, flags: int = 0) -> Result:
+        for slice_index in self.job.my_slices:
+            self._commit(slice_index, operation, flags, 1.0)
+        return self._wait()
+
+    def _commit(self, slice_index: int, operation: int, flags: int, weight: float) -> None:
+        # Clipping is for steps; a reduction tells the norm that there was.
+        limit = min(self.max_norm, self._next_max_norm)
+        max_norm = limit if operation == APPLY else math.inf
+        hyper = np.array(hyper_of(self.optimizer, self._apply.hyper), np.float64)
+        present = self._present.copy()
+        scale = 1.0 if flags & REDUCED else self._scaled
+        commit = Commit(
+            self._version + 1, operation, flags, scale, max_norm, weight, hyper, present
+        )
+        self.store.commit(slice_index, commit)
+
+    def _wait(self) -> Result:
+        result = self.store.wait()
+        self._version += 1
+        return result
+
+    # ---- gradients
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self.accumulating:
+            return
+        started = time.perf_counter()
+        self._push(self._index[id(parameter)], parameter)
+        self._first_push = self._first_push or started
+        self.push_s += time.perf_counter() - started
+
+    def _push(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self._name(index)} is {gradient.layout}; use dense gradients "
+                "(nn.Embedding(sparse=False))"
+            )
+        if index in self._pushed:
+            self.store.settle()  # what left before is being replaced
+        if self._reduced:
+            raise RuntimeError(
+                "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
+                "first"
+            )
+        data = flat_bytes(gradient.detach(), parameter)
+        if data.nbytes:
+            self.store.push(self.job.my_slices[self._turn], index, data)
+        self._pushed[index] = (gradient, gradient._version)
+
+    def withdraw(self) -> None:
+        """Nothing of what left since the last step counts."""
+        if self._pushed:
+            self.store.settle()
+            self._pushed.clear()
+        self._forget_reduction()
+
+    def _forget_reduction(self) -> None:
+        self._synchronized, self._reduced, self._scaled = None, False, 1.0
+        self._next_max_norm = math.inf
+
+    def _name(self, index: int) -> str:
+        return repr(self._names[id(self.parameters[index])])
+
+    def _check_parameters(self) -> None:
+        for i, (parameter, seen) in enumerate(zip(self.parameters, self._versions, strict=True)):
+            if (parameter._version, parameter.data_ptr()) != seen:
+                raise RuntimeError(
+                    f"parameter {self._name(i)} was changed outside step(); other workers would "
+                    "not see it. Change parameters inside 'with tw.edit(model):', on all workers"
+                )
+
+    def _check_gradients(self) -> None:
+        """What left is what `.grad` holds; what did not leave yet leaves now."""
+        for i in self.trained:
+            gradient, pushed = self.parameters[i].grad, self._pushed.get(i)
+            if gradient is None:
+                self._pushed.pop(i, None)
+            elif pushed is None:
+                self._push(i, self.parameters[i])
+            elif gradient is not pushed[0] or gradient._version != pushed[1]:
+                raise RuntimeError(
+                    f"the gradient of {self._name(i)} was changed after it had left for the "
+                    "servers. To clip use DistributedOptimizer(max_norm=…) or "
+                    "tw.clip_grad_norm_, for loss scaling tw.GradScaler; to read or edit averaged "
+                    "gradients call opt.synchronize() first"
+                )
+
+    def _present_now(self) -> None:
+        for i in self.trained:
+            self._present[i] = i in self._pushed
+
+    # ---- the step
+
+    def step(self, scale: float = 1.0, check_finite: bool = False) -> bool:
+        """One slice's commit, and with the last slice of this worker the next version.
+
+        Returns:
+            False if the gradient was not finite, `check_finite`, and so nothing was applied.
+        """
+        started = time.perf_counter()
+        if self._first_push and self.store.asynchronous:
+            self.hidden_s += started - self._first_push
+        self._first_push = 0.0
+        self._check_parameters()
+        if self.accumulating:
+            raise RuntimeError("step() inside accumulate(): leave it before the last backward")
+        flags = CHECK_FINITE if check_finite else 0
+        slice_index = self.job.my_slices[self._turn]
+        if self._reduced:
+            flags |= REDUCED
+            self._push_edited(slice_index)
+        else:
+            self._scaled = scale
+            self._check_gradients()
+            self._present_now()
+        self.buffers.push(self.store, slice_index)
+        self._commit(slice_index, APPLY, flags, self._weight())
+        self.store.settle()
+        self._pushed.clear()
+        self._turn += 1
+        self.buffers.after_slice(self._turn)
+        if self._turn < len(self.job.my_slices):
+            return True
+        self._turn = 0
+        result = self._wait()
+        self.last_norm = result.norm
+        self.buffers.take(self.store)
+        self.buffers.remember()
+        self._remember()
+        self._forget_reduction()
+        self.steps += 1
+        self.exposed_s += time.perf_counter() - started
+        self.job.stepped(self, result)
+        return result.finite
+
+    def _weight(self, keep: bool = False) -> float:
+        """Samples of this slice since its last step; 1 where no loader counts them."""
+        samples = self.job.samples - self._samples_seen
+        if not keep:
+            self._samples_seen = self.job.samples
+        return float(samples or 1)
+
+    def _push_edited(self, slice_index: int) -> None:
+        if self._synchronized is None or self.job.rank != 0:
+            return
+        for i, (gradient, version) in self._synchronized.items():
+            now = self.parameters[i].grad
+            if now is None:
+                raise RuntimeError(f"the gradient of {self._name(i)} is gone since synchronize()")
+            if now is not gradient or now._version != version:
+                data = flat_bytes(now.detach(), self.parameters[i])
+                self.store.push(slice_index, i, data)
+
+    def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
+        """Averages the gradients on the servers before the step; returns their norm."""
+        if len(self.job.my_slices) > 1:
+            raise RuntimeError(
+                "synchronize() and clip_grad_norm_() need one slice per worker, here are "
+                f"{len(self.job.my_slices)}; use max_norm="
+            )
+        if self._reduced:
+            return self.last_norm
+        self._check_parameters()
+        self._scaled = scale
+        self._check_gradients()
+        self._present_now()
+        self._commit(
+            self.job.my_slices[0], REDUCE, WANT_NORM if norm else 0, self._weight(keep=True)
+        )
+        result = self._wait()
+        self._reduced = True
+        self.last_norm = result.norm
+        self._pushed.clear()
+        return result.norm
+
+    def synchronize(self, scale: float = 1.0) -> None:
+        """`.grad` of every trained parameter := the average."""
+        self.reduce(scale)
+        data = np.empty(self.store.layout.size_bytes, np.uint8)
+        self.store.read_reduced(data)
+        self._synchronized = {}
+        for i in self.trained:
+            parameter, place = self.parameters[i], self.store.layout.places[i]
+            if parameter.grad is None:
+                continue
+            average = tensor_at(data[place.start : place.end], parameter)
+            parameter.grad.copy_(average)
+            self._synchronized[i] = (parameter.grad, parameter.grad._version)
+
+    def clip(self, max_norm: float) -> float:
+        """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
+        norm = self.reduce()
+        self._next_max_norm = min(self._next_max_norm, max_norm)
+        return norm
+
+    # ---- edit, state
+
+    @contextlib.contextmanager
+    def editing(self) -> Iterator[None]:
+        """Parameters are private copies inside; worker 0's become everybody's."""
+        self._check_parameters()
+        self.withdraw()
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        try:
+            yield
+        except BaseException:
+            self._adopt()
+            raise
+        self._publish()
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's own dictionary, filled with the store's state."""
+        optimizer = self.optimizer
+        optimizer.state = defaultdict(dict)
+        counts = self.store.counts()
+        arrays = {}
+        for name in self._apply.states:
+            arrays[name] = np.empty(self.store.layout.size_bytes, np.uint8)
+            self.store.read_state(name, arrays[name])
+        for i in self.trained:
+            if not counts[i]:
+                continue
+            parameter, place = self.parameters[i], self.store.layout.places[i]
+            entry: dict[str, Any] = {}
+            if not self._apply.states or self._apply.states[0] != "momentum_buffer":
+                entry["step"] = torch.tensor(float(counts[i]))
+            for name, array in arrays.items():
+                entry[_torch_name(name)] = tensor_at(array[place.start : place.end], parameter)
+            optimizer.state[parameter] = entry
+        if self._apply.hyper[1] == "momentum":
+            for entry in optimizer.state.values():
+                entry.pop("step", None)
+        try:
+            return plain()
+        finally:
+            optimizer.state = defaultdict(dict)
+
+    def load_state(self) -> None:
+        """What `optimizer.state` holds now becomes everybody's, from worker 0."""
+        state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        if self.job.rank == 0:
+            counts = np.zeros(len(self.store.layout.spec.tensors), np.int64)
+            for name in self._apply.states:
+                array = np.zeros(self.store.layout.size_bytes, np.uint8)
+                for i in self.trained:
+                    parameter, place = self.parameters[i], self.store.layout.places[i]
+                    entry = state.get(parameter, {})
+                    value = entry.get(_torch_name(name))
+                    if value is not None:
+                        tensor_at(array[place.start : place.end], parameter).copy_(value)
+                self.store.write_state(name, array)
+            for i in self.trained:
+                entry = state.get(self.parameters[i], {})
+                # SGD keeps no count; with a momentum buffer the first step is over.
+                has = any(value is not None for value in entry.values())
+                counts[i] = int(entry["step"]) if "step" in entry else int(has)
+            self.store.set_counts(counts)
+        self.job.barrier()
+
+    def close(self) -> None:
+        """Parameters become the process's own memory again; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self.store.close()
+
+
+def _torch_name(state: str) -> str:
+    return state + "s" if state == "max_exp_avg_sq" else state
+
+
+@contextlib.contextmanager
+def edit(model: nn.Module) -> Iterator[None]:
+    """Parameters and buffers of `model` may be changed inside, by all workers; worker 0's win.
+
+        with tw.edit(model), torch.no_grad():
+            model.fc.weight.mul_(0.5)
+
+    Raises:
+        RuntimeError: no distributed optimizer has parameters of `model`.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    cores = [
+        core
+        for core in (opt._tensorwire for opt in current_job().optimizers)
+        if own & {id(parameter) for parameter in core.parameters}
+    ]
+    if not cores:
+        raise RuntimeError("no DistributedOptimizer has parameters of this model; edit it freely")
+    with contextlib.ExitStack() as stack:
+        for core in cores:
+            stack.enter_context(core.editing())
+        yield
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
+    """Scales the averaged gradient down to `max_norm` (2-norm); what `step()` applies is clipped.
+
+    As `torch.nn.utils.clip_grad_norm_`, on the servers: `.grad` itself is left as it is. All
+    workers call it between backward and `step()`.
+
+    Args:
+        parameters: the distributed optimizer, the model, or all parameters of the optimizer.
+        max_norm: a positive number.
+
+    Returns:
+        The norm before clipping, the same on all workers.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
+    core = _core_of(parameters)
+    return torch.tensor(core.clip(float(max_norm)))
+
+
+def _core_of(what: Any) -> Exchange:
+    if isinstance(what, DistributedMixin):
+        return what._tensorwire
+    if isinstance(what, nn.Module):
+        what = what.parameters()
+    elif isinstance(what, torch.Tensor):
+        what = [what]
+    given = {id(p) for p in _each(what) if p.requires_grad}
+    for optimizer in current_job().optimizers:
+        core: Exchange = optimizer._tensorwire
+        if given & {id(core.parameters[i]) for i in core.trained}:
+            if given != {id(core.parameters[i]) for i in core.trained}:
+                raise ValueError(
+                    "clip_grad_norm_ clips all parameters of one distributed optimizer together; "
+                    "for some of them call opt.synchronize() and clip .grad yourself"
+                )
+            return core
+    raise ValueError("these are no parameters of a distributed optimizer")
+
+
+def _each(what: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list(what)

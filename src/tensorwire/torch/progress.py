@@ -1,0 +1,76 @@
+"""What worker 0 shows while it trains: a bar on a terminal, a line per epoch elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+def _text(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+class ProgressLine:
+    """The epochs of one call of `Job.epochs`."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+        self._started = time.perf_counter()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[values]}"),
+                console=Console(stderr=True),
+                refresh_per_second=4,
+            )
+            self._bar.start()
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins."""
+        self._started = time.perf_counter()
+        if self._bar:
+            text = f"epoch {epoch + 1}/{self._epochs}"
+            self._task = self._bar.add_task(text, total=None, values="")
+
+    def expect(self, steps: int) -> None:
+        """So many steps will come."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, total=steps)
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._bar and self._task is not None:
+            self._bar.advance(self._task)
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Figures beside the bar."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, values=_text(values))
+
+    def end(self, epoch: int, values: Mapping[str, float]) -> None:
+        """An epoch has ended."""
+        seconds = time.perf_counter() - self._started
+        if self._bar is None:
+            line = f"epoch {epoch + 1}/{self._epochs}: {_text(values)} ({seconds:.1f} s)"
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar:
+            self._bar.stop()

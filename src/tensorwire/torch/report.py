@@ -1,0 +1,81 @@
+"""Where a worker's time goes: the bars of computation and communication that readers ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorwire.parameters import Result
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+class Statistics:
+    """Sums since the job began."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.train_s = 0.0
+        self.server_work_s = 0.0
+        self.server_wait_s = 0.0
+        self.values: dict[str, float] = {}
+        self.history: list[dict[str, float]] = []
+        self._last: float | None = None
+
+    def begin_pass(self) -> None:
+        """The time from here to the first step counts."""
+        self._last = time.perf_counter()
+
+    def step(self, core: Any, result: Result) -> None:
+        """A version is in place."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.train_s += now - self._last
+            self.steps += 1
+        self._last = now
+        self.server_work_s += result.work_s
+        self.server_wait_s += result.wait_s
+
+    def log(self, values: dict[str, float]) -> None:
+        """Figures of now."""
+        self.values.update(values)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Keeps the epoch's last figures."""
+        self.history.append({"epoch": epoch, **self.values})
+        self._last = None
+
+    def report(self, job: Job, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+        """See `Job.report`."""
+        cores = [optimizer._tensorwire for optimizer in job.optimizers]
+        steps = max(self.steps, 1)
+        exposed = sum(core.exposed_s + core.push_s for core in cores) / steps
+        whole = self.train_s / steps
+        result = {
+            "workers": job.size,
+            "slices": job.slices,
+            "rank": job.rank,
+            "steps": self.steps,
+            "seconds_per_step": whole,
+            "computation_s": max(whole - exposed, 0.0),
+            "hidden_communication_s": sum(core.hidden_s for core in cores) / steps,
+            "exposed_communication_s": exposed,
+            "server_work_s": self.server_work_s / steps,
+            "server_wait_s": self.server_wait_s / steps,
+            "bytes_pushed_per_step": sum(core.store.bytes_pushed for core in cores) // steps,
+            "bytes_of_parameters": sum(core.store.layout.size_bytes for core in cores),
+            "paths": sorted({core.store.path for core in cores}),
+            "last": dict(self.values),
+            "epochs": self.history,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        if path is not None:
+            Path(path).write_text(json.dumps(result, indent=2) + "\n")
+        return result

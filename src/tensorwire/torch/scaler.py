@@ -1,0 +1,52 @@
+"""`GradScaler` whose decision to skip a step is the same for all workers: the servers take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from .optimizer import DistributedMixin
+
+
+class GradScaler(torch.amp.GradScaler):
+    """As `torch.amp.GradScaler`, for distributed optimizers (others are handled as in torch).
+
+    The servers divide by the scale and look for infinite or undefined elements in the averaged
+    gradient; if there are any, no worker's parameters change and every worker's scale shrinks.
+    """
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Steps unless the averaged gradient is not finite.
+
+        Raises:
+            RuntimeError: called twice between `update()`s.
+        """
+        if not self._enabled or not isinstance(optimizer, DistributedMixin):
+            super().step(optimizer, *args, **kwargs)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        core = optimizer._tensorwire
+        optimizer._opt_called = True
+        if state["stage"] is OptState.UNSCALED:
+            found = not core.step(check_finite=True)
+        else:
+            self._check_scale_growth_tracker("step")
+            found = not core.step(scale=1.0 / self.get_scale(), check_finite=True)
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
+        state["stage"] = OptState.STEPPED
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Makes `.grad` the averaged gradient without the scale; see `synchronize()`."""
+        if not self._enabled or not isinstance(optimizer, DistributedMixin):
+            super().unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() comes once, before step(), after the last update().")
+        self._check_scale_growth_tracker("unscale_")
+        optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
+        state["stage"] = OptState.UNSCALED

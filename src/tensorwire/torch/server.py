@@ -1,0 +1,75 @@
+"""A server process: `python -m tensorwire.torch.server`. Started by a launcher, never by hand.
+
+It runs no user code: the kernels are torch's, the rest is `tensorwire.parameters`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+
+import torch
+
+from tensorwire.errors import TensorwireError
+from tensorwire.membership import CollectiveServer, ServerMember, server_name
+from tensorwire.memory import Node
+from tensorwire.parameters import Server
+
+from .apply import TorchApply
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves one job; the exit code is 0 when all workers have left in good order."""
+    parser = argparse.ArgumentParser(prog="tensorwire.torch.server", description=__doc__)
+    parser.add_argument("--index", type=int, required=True, help="place among the servers, from 0")
+    parser.add_argument("--workers", type=int, required=True, help="how many workers there are")
+    parser.add_argument("--servers", default="", help="addresses of the servers before this one")
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    parser.add_argument("--advertise", default=None, metavar="HOST", help="how others reach it")
+    parser.add_argument("--address-fd", type=int, required=True, help="where to write the address")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
+    options = parser.parse_args(arguments)
+    # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    if options.parent:
+        _end_with(options.parent)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    threads = options.threads or min(4, max(1, len(os.sched_getaffinity(0))))
+    name = server_name(options.index)
+    try:
+        with Node(name, listen=options.listen, advertise=options.advertise) as node:
+            member = ServerMember(options.index, options.workers, node)
+            member.connect(tuple(filter(None, options.servers.split(","))))
+            with os.fdopen(options.address_fd, "w") as channel:
+                channel.write(f"{node.address}\n")
+            collective = CollectiveServer(member) if options.index == 0 else None
+            member.gather()
+            if collective:
+                collective.start()
+            Server(member, TorchApply, threads).run()
+    except (TensorwireError, ValueError, OSError) as error:
+        print(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

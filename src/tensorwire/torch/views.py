@@ -1,0 +1,52 @@
+"""Tensors over bytes and bytes of tensors; nothing here copies unless it says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tensorwire.parameters import Bytes
+
+
+def tensor_at(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
+    """A tensor over `memory` with dtype, shape and strides of `like`, and a storage of its own."""
+    if like.numel() == 0:
+        return torch.empty_like(like.detach())
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    return flat.as_strided(like.size(), like.stride())
+
+
+def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
+    """The bytes of a tensor in the order in which `like` has its elements in memory.
+
+    Copied only if the tensor's own order is another one.
+    """
+    like = tensor if like is None else like
+    if tensor.stride() != like.stride() or tensor.dtype != like.dtype:
+        other = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        tensor = other.copy_(tensor)
+    count = tensor.numel()
+    if count == 0:
+        return np.empty(0, np.uint8)
+    flat = tensor.as_strided((count,), (1,), tensor.storage_offset())
+    result: Bytes = flat.view(torch.uint8).numpy()
+    return result
+
+
+def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor whose elements fill one piece of memory.
+
+    Raises:
+        ValueError: elements overlap or there are gaps between them.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected and tensor.numel():
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+                "dense; make it contiguous first"
+            )
+        expected *= size
+    return tuple(tensor.stride())

@@ -1,0 +1,15 @@
+"""What the launcher's tests share: a place to run, which must be empty of processes afterwards."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from launching import Place, eventually
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Generator[Place]:
+    place = Place(tmp_path)
+    yield place
+    assert eventually(lambda: not place.processes()), f"left running: {place.processes()}"
+    assert not list(place.temporary.iterdir())

@@ -1,0 +1,191 @@
+"""How a job ends: whose code it has, who is named, and that the others end too."""
+
+import os
+import signal
+import time
+
+import pytest
+from launching import Place, eventually, lines_of, summary
+
+
+def test_all_is_well(place: Place) -> None:
+    done = place.run("goodbye()", patience={})
+    assert done.returncode == 0
+    assert lines_of(done.stdout, "server 0")[-1] == "all have said goodbye"
+    assert done.stderr == ""
+
+
+def test_a_server_may_end_while_workers_finish(place: Place) -> None:
+    with place.start(
+        """
+        goodbye()
+        print("waiting", flush=True)
+        while True:
+            try:
+                goodbye()
+            except ConnectionRefusedError:
+                break
+        print("server gone")
+        """,
+        workers=1,
+    ) as job:
+        assert job.end() == 0
+        assert "[worker 0] server gone" in job.text
+
+
+def test_servers_that_stay_are_ended(place: Place) -> None:
+    done = place.run("print('done')", servers=2)
+    assert done.returncode == 0
+    said = list(summary(done.stderr))
+    assert len(said) == 2
+    assert "did not end within 0.1 s after the last worker" in said[0]
+
+
+def test_servers_that_ignore_sigterm_are_killed(place: Place) -> None:
+    done = place.run("print('done')", environment={"FAKE_SERVER": "stubborn"})
+    assert done.returncode == 0
+    assert "did not end" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("raise RuntimeError('oh no')", 1, "exited with code 1"),
+        ("os._exit(255)", 255, "exited with code 255"),
+        ("os.abort()", 134, "was killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 2)", 128 + signal.SIGRTMIN + 2, "was killed by"),
+    ],
+)
+def test_one_worker_fails(place: Place, failure: str, code: int, said: str) -> None:
+    done = place.run(
+        f"""
+        if rank == 1:
+            {failure}
+        wait()
+        """,
+        workers=3,
+    )
+    assert done.returncode == code
+    first, others = summary(done.stderr)
+    assert first.startswith("worker 1 (pid ")
+    assert said in first
+    assert first.endswith("; this ended the job")
+    assert all(name in others for name in ("worker 0", "worker 2", "server 0"))
+    if "oh no" in failure:
+        assert "RuntimeError: oh no" in lines_of(done.stderr, "worker 1")
+
+
+def test_a_killed_worker(place: Place) -> None:
+    with place.start('print(f"pid of {rank}: {os.getpid()}.")\nwait()') as job:
+        os.kill(job.pid_of("1"), signal.SIGKILL)
+        assert job.end() == 137
+        said = f"worker 1 (pid {job.pid_of('1')}) was killed by SIGKILL (perhaps"
+        assert said in job.text
+
+
+def test_the_others_see_the_failure_and_say_so_themselves(place: Place) -> None:
+    """Who ends by itself within the grace time is neither signalled nor blamed."""
+    done = place.run(
+        """
+        read = f"{os.path.dirname(__file__)}/fifo"
+        if rank == 0:
+            open(read, "rb").read()  # ends when worker 1 has
+            print("worker 1 is lost", file=sys.stderr)
+            sys.exit(9)
+        file = open(read, "wb")
+        os._exit(4)
+        """,
+        environment=_fifo(place),
+        patience={"grace_s": 20, "alone_s": 0.1},
+    )
+    assert done.returncode == 4
+    assert lines_of(done.stderr, "worker 0") == ["worker 1 is lost"]
+    first, others = summary(done.stderr)
+    assert first.startswith("worker 1 ")
+    assert "worker 0 exited with code 9" in others
+
+
+def test_a_killed_server(place: Place) -> None:
+    done = place.run(
+        """
+        if rank == 1:
+            parent = f"/proc/{os.getppid()}/task/{os.getppid()}/children"
+            for child in open(parent).read().split():
+                if b"fake_server" in open(f"/proc/{child}/cmdline", "rb").read():
+                    os.kill(int(child), signal.SIGKILL)
+        wait()
+        """
+    )
+    assert done.returncode == 137
+    assert next(summary(done.stderr)).startswith("server 0 (pid ")
+
+
+def test_a_server_that_fails_after_the_goodbyes(place: Place) -> None:
+    done = place.run("goodbye()", environment={"FAKE_SERVER": "late"}, patience={})
+    assert done.returncode == 5
+    assert next(summary(done.stderr)).startswith("server 0 (pid ")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_in_time(place: Place) -> None:
+    with place.start(
+        """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: print("no, thanks"))
+            print("armed")
+            wait()
+        sys.stdin.read()
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        sys.exit(6)
+        """,
+        str(place.folder / "go"),
+        patience={},
+    ) as job:
+        job.wait_for("armed")
+        (place.folder / "go").touch()
+        start = time.monotonic()
+        assert job.end() == 6
+        # 3 + 1 s by the contract; twice as much for a busy machine.
+        assert 3.9 < time.monotonic() - start < 8
+        assert "[worker 0] no, thanks" in job.text
+        assert "worker 0 was killed by SIGKILL" in job.text
+
+
+def test_what_a_worker_has_started_goes_with_it(place: Place) -> None:
+    """A worker ends well and early; its children would stay, holding its stdout too."""
+    with place.start(
+        """
+        if rank == 0:
+            child = subprocess.Popen(["sleep", "1000"])
+            print(f"pid of child: {child.pid}.")
+            os._exit(0)
+        wait()
+        """
+    ) as job:
+        child = job.pid_of("child")
+        assert eventually(lambda: child not in place.processes())
+        assert job.poll() is None
+        job.send(signal.SIGTERM)
+        assert job.end() == 143
+
+
+def test_a_child_that_left_the_group_does_not_hold_the_job(place: Place) -> None:
+    """It has its own session, as a daemon has, and keeps the stdout of the worker."""
+    with place.start(
+        """
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(f"pid of child: {child.pid}.")
+        """,
+        workers=1,
+    ) as job:
+        child = job.pid_of("child")
+        try:
+            assert job.end() == 0
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def _fifo(place: Place) -> dict[str, str]:
+    os.mkfifo(place.folder / "fifo")
+    return {}

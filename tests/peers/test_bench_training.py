@@ -1,0 +1,225 @@
+"""A tiny `bench training` gives all rows, ends its processes, and has honest reasons.
+
+No timed assertion.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tensorwire.bench.rows import Report
+from tensorwire.bench.training import training
+from tensorwire.bench.training.models import Model
+from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
+from tensorwire.bench.training.team import Team, TeamError
+from tensorwire.cli import main
+
+pytest.importorskip("torch")
+
+TINY = Model("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
+BY_NAME = {system.name: system for system in SYSTEMS}
+
+
+def tiny(**changes: object) -> training.Settings:
+    settings = training.Settings(models=(TINY,), wires=("shm",), turns=6)
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    return settings
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def needed(name: str) -> System:
+    system = BY_NAME[name]
+    reason = system.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    return system
+
+
+@pytest.fixture(params=["sgd", "adamw"])
+def optimizer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["ddp-gloo", "grpc"])
+def rival(request: pytest.FixtureRequest, optimizer: str) -> Iterator[Team]:
+    with Team(needed(request.param), "shm", TINY, 2, optimizer) as team:
+        yield team
+
+
+def single_process(optimizer: str, steps: int) -> float:
+    """The digest of the same training in one process: mean loss over the workers' batches."""
+    import torch
+
+    from tensorwire.bench.training.systems.base import make_optimizer
+
+    network = TINY.build(torch)
+    inner = make_optimizer(torch, optimizer, network.parameters(), fused=False)
+    batches = [TINY.batches(torch, rank) for rank in range(2)]
+    loss = torch.nn.CrossEntropyLoss()
+    for step in range(steps):
+        inner.zero_grad()
+        for mine in batches:
+            inputs, labels = mine[step % len(mine)]
+            (loss(network(inputs), labels) / 2).backward()
+        inner.step()
+    return float(sum(p.detach().double().abs().sum() for p in network.parameters()))
+
+
+def test_a_rival_trains_as_one_process_would(rival: Team, optimizer: str) -> None:
+    workers, cpu_workers, cpu_server = rival.run(5)
+    assert [len(steps) for steps in workers] == [5, 5]
+    for step in (step for steps in workers for step in steps):
+        assert step.begin <= step.backward_begin <= step.gradients_ready
+        assert step.gradients_ready <= step.readable <= step.end
+    assert cpu_workers > 0
+    assert cpu_server >= 0
+    assert rival.digest() == pytest.approx([single_process(optimizer, 5)] * 2, rel=1e-5)
+
+
+def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
+    rival.prepare()
+    rival.run(2)
+    first, second = rival.digest()
+    assert first == second
+    assert rival.note
+
+
+def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
+    pids = rival.pids
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(TeamError, match="worker"):
+        rival.run(2)
+    assert rival.closed
+    assert not any(map(alive, pids))
+    with pytest.raises(TeamError, match="have ended"):
+        rival.run(1)
+    rival.close()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd"], indirect=True)
+def test_a_killed_server_is_a_reason_and_nothing_stays(optimizer: str) -> None:
+    with Team(needed("grpc"), "tcp", TINY, 2, optimizer) as team:
+        pids = team.pids
+        os.kill(pids[-1], signal.SIGKILL)
+        with pytest.raises(TeamError, match="server|worker"):
+            team.run(2)
+        assert not any(map(alive, pids))
+
+
+def test_a_system_that_does_not_come_up_is_a_reason() -> None:
+    absent = System("x", "a_module_that_nobody_has", (), None, {"shm": ""})
+    with pytest.raises(TeamError, match="ModuleNotFoundError"):
+        Team(absent, "shm", TINY, 2, "sgd")
+    serverless = System("x", "y", (), "a_module_that_nobody_has", {"shm": ""})
+    with pytest.raises(TeamError, match="before it listened.*a_module_that_nobody_has"):
+        Team(serverless, "shm", TINY, 2, "sgd")
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def report(request: pytest.FixtureRequest) -> Report:
+    return training.run(tiny(wires=(request.param,), systems=(LIMIT, "ddp-gloo", "grpc")))
+
+
+def test_every_system_has_its_rows(report: Report) -> None:
+    wire = report.settings["wires"][0]
+    for name in ("ddp-gloo", "grpc"):
+        if BY_NAME[name].missing() is not None:
+            continue
+        step = report.find(f"{wire}.tiny.step", name, TINY.size_bytes)
+        exchange = report.find(f"{wire}.tiny.exchange", name, TINY.size_bytes)
+        assert step is not None
+        assert exchange is not None
+        assert step.measured, step
+        assert exchange.measured, exchange
+        assert step.operations == exchange.operations == TINY.steps
+        assert step.ratio_to_limit is None
+        assert exchange.ratio_to_limit is not None
+        assert exchange.ratio_interval is not None
+        assert step.cpu_seconds_local is not None
+        assert step.note
+    limit = report.find(f"{wire}.tiny.exchange", LIMIT, TINY.size_bytes)
+    assert limit is not None
+    assert limit.operations == TINY.steps
+    assert ("raw socket" in limit.note) == (wire == "tcp")
+    assert not any("different parameters" in text for text in report.settings["warnings"])
+
+
+def test_tensorwire_runs_beside_them() -> None:
+    needed(OWN)
+    pytest.importorskip("tensorwire.torch")
+    found = training.run(tiny(wires=("shm", "tcp"), systems=(OWN, LIMIT, "ddp-gloo")))
+    for wire in ("shm", "tcp"):
+        row = found.find(f"{wire}.tiny.exchange", OWN, TINY.size_bytes)
+        assert row is not None
+        assert row.measured, row.note
+        assert row.ratio_to_limit is not None
+    assert {item.rival for item in found.comparisons} == {"ddp-gloo"}
+    assert not any("different parameters" in text for text in found.settings["warnings"])
+
+
+def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = System("ddp-gloo", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
+    broken = System("grpc", "a_module_that_nobody_has", (), None, {"shm": ""})
+    monkeypatch.setattr(training, "SYSTEMS", (absent, broken))
+    found = training.run(tiny(systems=(LIMIT, "ddp-gloo", "grpc")))
+    for name, reason in (("ddp-gloo", "pip install it"), ("grpc", "ModuleNotFoundError")):
+        row = found.find("shm.tiny.exchange", name, TINY.size_bytes)
+        assert row is not None
+        assert not row.measured
+        assert reason in row.note
+    assert [verdict.met for verdict in found.verdicts] == [None] * 3
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_rows_and_shows_verdicts(tmp_path: Path) -> None:
+    path, figure = tmp_path / "training.json", tmp_path / "training.svg"
+    has_figure = importlib.util.find_spec("matplotlib") is not None
+    result = CliRunner().invoke(
+        main,
+        ["bench", "training", "--models", "digits", "--systems", "limit,ddp-gloo", "--wires", "shm",
+         "--steps", "6", "--strict", "--json", str(path)]
+        + (["--figure", str(figure)] if has_figure else []),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "against the bars" in result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["case"], row["system"]) for row in rows} == {
+        ("shm.digits.step", "ddp-gloo"),
+        ("shm.digits.exchange", "ddp-gloo"),
+        ("shm.digits.exchange", "limit"),
+    }
+    assert figure.exists() == has_figure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--systems", "carrier-pigeon"], "unknown; choose from tensorwire, limit"),
+        (["--models", "gpt"], "unknown; choose from digits, mlp50, mlp200"),
+        (["--optimizer", "adam"], "adamw"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+    ],
+)
+def test_bad_options_say_what_to_write(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "training", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
