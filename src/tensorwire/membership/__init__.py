@@ -1,7 +1,7 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
 from .collective import Collective, CollectiveServer
-from .members import GOODBYE, Place, ServerMember, WorkerMember, server_name, worker_name
+from .members import GOODBYE, Place, ServerMember, WorkerMember, server_name, why_lost, worker_name
 
 __all__ = [
     "GOODBYE",
@@ -11,5 +11,6 @@ __all__ = [
     "ServerMember",
     "WorkerMember",
     "server_name",
+    "why_lost",
     "worker_name",
 ]

@@ -6,6 +6,7 @@ The processes' side of the environment variables that a launcher sets; docs/laun
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,14 @@ CONTROL = "control"
 CONTROL_BYTES = 64
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
+
+
+def why_lost(peer: Peer) -> str:
+    """The reason alone, for a message that names the peer already."""
+    reason = peer.lost_reason.rpartition("): ")[2]
+    if "closed by its user" in reason:
+        return "it ended before the others; its own messages tell why"
+    return reason
 
 
 def worker_name(rank: int) -> str:
@@ -200,6 +209,18 @@ class ServerMember:
         """For messages: "worker 1 (pid 77)"."""
         return f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
 
+    def await_ends(self, timeout_s: float) -> None:
+        """Waits until the processes of lost workers are gone, so that their end is seen first.
+
+        A launcher then blames them, and not those who end because of them.
+        """
+        deadline = time.monotonic() + timeout_s
+        for rank, peer in self.workers.items():
+            while (peer.lost or self.has_left(rank)) and time.monotonic() < deadline:
+                if not os.path.exists(f"/proc/{peer.pid}"):
+                    break
+                time.sleep(0.01)
+
     def has_left(self, rank: int) -> bool:
         """The worker said goodbye."""
         return self.words[rank].value >= GOODBYE
@@ -208,11 +229,11 @@ class ServerMember:
         """Raises PeerLostError if a worker is gone without a goodbye, or a server is gone."""
         for rank, peer in self.workers.items():
             if peer.lost and not self.has_left(rank):
-                raise PeerLostError(f"{self.name_of(peer)} was lost: {peer.lost_reason}")
+                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
         if not all(self.has_left(rank) for rank in range(self.count)):
             for peer in self.servers.values():
                 if peer.lost:
-                    raise PeerLostError(f"{self.name_of(peer)} was lost: {peer.lost_reason}")
+                    raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
 
 
 def _listen(server: str) -> str:

@@ -140,7 +140,7 @@ class Commit:
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field} {mine} here, {theirs} there"
-        if not np.array_equal(self.hyper, other.hyper, equal_nan=True):
+        if self.hyper.tobytes() != other.hyper.tobytes():
             return "hyper-parameters (learning rate, …) differ"
         return None
 

@@ -8,7 +8,6 @@ has the regions and words.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 import traceback
@@ -19,20 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import GOODBYE, ServerMember
+from tensorwire.membership import GOODBYE, ServerMember, why_lost
 from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
 from .layout import Layout, Share, Spec
 from .messages import (
-    APPLY,
-    CHECK_FINITE,
     POISON,
-    PUBLISH,
-    REDUCE,
-    REDUCED,
     RESULT_BYTES,
-    WANT_NORM,
     WORD_BYTES,
     Bytes,
     Commit,
@@ -81,6 +74,7 @@ class Server:
                 self._stores[-1].start()
         except BaseException as error:
             failure = self._failure or error
+            self.member.await_ends(2.0)
             self._tell(failure)
             raise failure from None
         finally:
@@ -340,7 +334,7 @@ class StoreServer:
                     "worker makes the same number of steps"
                 ) from error
             raise PeerLostError(
-                f"{self._member.name_of(peer)} was lost: {peer.lost_reason}"
+                f"{self._member.name_of(peer)} was lost: {why_lost(peer)}"
             ) from error
 
     def _await_goodbyes(self, version: int) -> None:
@@ -351,39 +345,16 @@ class StoreServer:
             time.sleep(0.02)
 
     def _work(self, version: int, commits: list[Commit]) -> tuple[bool, float]:
-        shard, head = self._shard, commits[0]
-        assert shard is not None
-        if head.operation == PUBLISH:
-            shard.publish()
-            wait_all([view[self._at()].write(self._master) for view in self._views])
-            return True, math.nan
-        reduced = bool(head.flags & REDUCED)
-        want_norm = head.flags & WANT_NORM or head.max_norm < math.inf
-        look = want_norm or head.flags & CHECK_FINITE
-        finite, norm, scale = True, math.nan, 1.0
-        if head.operation == REDUCE or look:
-            parts = (
-                shard.square_sums(commits)
-                if reduced and look
-                else shard.reduce(commits, bool(look))
-                if not reduced
-                else np.zeros(0)
-            )
-            reduced = True
-            if look:
-                norm = math.sqrt(math.fsum(self._exchange(version, parts)))
-                finite = math.isfinite(norm)
-                if head.max_norm < math.inf:
-                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
-        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
-            chunks = _Chunks(self._share, self._master, self._views) if self._views else None
-            shard.apply(commits, reduced, scale, chunks.placed if chunks else None)
-            if chunks:
-                wait_all(chunks.finish())
-        return finite, norm
-
-    def _at(self) -> slice:
-        return slice(self._share.start, self._share.stop)
+        assert self._shard is not None
+        chunks = _Chunks(self._share, self._master, self._views) if self._views else None
+        result = self._shard.advance(
+            commits,
+            lambda sums: self._exchange(version, sums),
+            chunks.placed if chunks else None,
+        )
+        if chunks:
+            wait_all(chunks.finish())
+        return result
 
     def _exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """All servers' sums, in the order of the cells."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .apply import Apply, Tile
 from .layout import Cell, Share
-from .messages import Bytes, Commit
+from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, WANT_NORM, Bytes, Commit
 
 # A pool costs some tens of microseconds: not for a few cells.
 _MIN_CELLS_PER_THREAD = 4
@@ -165,6 +165,45 @@ class Shard:
             piece = slice(cell.start - self.share.start, cell.stop - self.share.start)
             memory.master[piece] = memory.slots[0][piece]
 
+    def advance(
+        self,
+        commits: Sequence[Commit],
+        exchange: Callable[[NDArray[np.float64]], Sequence[float]],
+        placed: Callable[[int, int], None] | None = None,
+    ) -> tuple[bool, float]:
+        """Does what the slices' commits ask for.
+
+        Args:
+            commits: one per slice, agreed.
+            exchange: gives the sums of squares of all cells of the store, in order, for this
+                shard's.
+            placed: as for `apply`; also called for PUBLISH.
+
+        Returns:
+            Whether the gradient was finite (True where nobody asked), and its norm (nan likewise).
+        """
+        head = commits[0]
+        if head.operation == PUBLISH:
+            self.publish()
+            if placed:
+                placed(self.share.start, self.share.stop)
+            return True, math.nan
+        reduced = bool(head.flags & REDUCED)
+        look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
+        finite, norm, scale = True, math.nan, 1.0
+        if head.operation == REDUCE or look:
+            sums = self.square_sums(commits) if reduced else self.reduce(commits, look)
+            reduced = True
+            if look:
+                norm = math.sqrt(math.fsum(exchange(sums)))
+                finite = math.isfinite(norm)
+                if head.max_norm < math.inf:
+                    # As torch.nn.utils.clip_grad_norm_.
+                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
+        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
+            self.apply(commits, reduced, scale, placed)
+        return finite, norm
+
     def _map(self, work: Callable[[int], float]) -> list[float]:
         indices = self._trained
         if self._pool is None:
@@ -194,13 +233,12 @@ class _Runs:
     def __init__(
         self, commits: Sequence[Commit], counts: NDArray[np.int64], here: NDArray[np.int64]
     ) -> None:
-        self._present = np.stack([commit.present for commit in commits]).astype(bool)
         self._commits = commits
         self._counts = counts
-        self.all_present = bool(self._present[:, here].all())
-        applied = counts[here]
-        self._same_count = bool((applied == applied[:1]).all())
-        self._count = int(applied[0]) + 1 if len(applied) else 1
+        self.all_present = all(b"\0" not in commit.present.tobytes() for commit in commits)
+        applied = counts[here].tolist()
+        self._same_count = not applied or min(applied) == max(applied)
+        self._count = applied[0] + 1 if applied else 1
         self._all = self._weights(range(len(commits)))
 
     def _weights(self, slices: Iterable[int]) -> tuple[tuple[int, float], ...]:
@@ -211,7 +249,7 @@ class _Runs:
 
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
         """(slice, weight) of the slices that have a gradient for it."""
-        return self._weights(np.flatnonzero(self._present[:, tensor]).tolist())
+        return self._weights([i for i, c in enumerate(self._commits) if c.present[tensor]])
 
     def of(self, cell: Cell) -> Iterator[_Run]:
         if self.all_present and self._same_count:

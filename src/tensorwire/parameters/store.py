@@ -7,7 +7,6 @@ that is alone. Both have the same methods and the same bits.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,20 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError
-from tensorwire.membership import WorkerMember
+from tensorwire.membership import WorkerMember, why_lost
 from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
 from .layout import Layout, Spec
 from .messages import (
-    APPLY,
-    CHECK_FINITE,
     POISON,
-    PUBLISH,
-    REDUCE,
-    REDUCED,
     RESULT_BYTES,
-    WANT_NORM,
     WORD_BYTES,
     Bytes,
     Commit,
@@ -145,26 +138,7 @@ class LocalStore:
             if different := commits[0].difference(each):
                 raise ValueError(f"the slices of one step disagree: {different}")
         self._version += 1
-        head, shard = commits[0], self._shard
-        if head.operation == PUBLISH:
-            shard.publish()
-            return Result(self._version)
-        reduced = bool(head.flags & REDUCED)
-        look = head.flags & (WANT_NORM | CHECK_FINITE) or head.max_norm < math.inf
-        finite, norm, scale = True, math.nan, 1.0
-        if head.operation == REDUCE or look:
-            if not reduced:
-                parts = shard.reduce(commits, bool(look))
-            elif look:
-                parts = shard.square_sums(commits)
-            reduced = True
-            if look:
-                norm = math.sqrt(math.fsum(parts.tolist()))
-                finite = math.isfinite(norm)
-                if head.max_norm < math.inf:
-                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
-        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
-            shard.apply(commits, reduced, scale)
+        finite, norm = self._shard.advance(commits, lambda sums: sums.tolist())
         return Result(self._version, finite, norm)
 
     def read_reduced(self, target: Bytes) -> None:
@@ -354,7 +328,7 @@ class RemoteStore:
             return RuntimeError(reason)
         name = f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
         if isinstance(error, PeerLostError):
-            return PeerLostError(f"{name} was lost: {peer.lost_reason or error}")
+            return PeerLostError(f"{name} was lost: {why_lost(peer) or error}")
         return error
 
     def reason(self) -> str:
