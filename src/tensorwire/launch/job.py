@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tensorwire.memory.node import TRANSPORTS
 
-_SERVER_COMMAND = (sys.executable, "-m", "tensorwire.torch.server")
+_SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
 @dataclass(frozen=True, slots=True)

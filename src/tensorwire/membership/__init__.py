@@ -1,10 +1,11 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
-from .collective import Collective, CollectiveServer
+from .collective import MAX_NUMBERS, Collective, CollectiveServer
 from .members import GOODBYE, Place, ServerMember, WorkerMember, server_name, why_lost, worker_name
 
 __all__ = [
     "GOODBYE",
+    "MAX_NUMBERS",
     "Collective",
     "CollectiveServer",
     "Place",

@@ -230,10 +230,18 @@ class ServerMember:
         for rank, peer in self.workers.items():
             if peer.lost and not self.has_left(rank):
                 raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
-        if not all(self.has_left(rank) for rank in range(self.count)):
-            for peer in self.servers.values():
-                if peer.lost:
-                    raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+        for peer in self.servers.values():
+            if peer.lost and not self._all_leave(2.0):
+                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+
+    def _all_leave(self, timeout_s: float) -> bool:
+        """A server that is lost may have had all goodbyes; those to this one are on their way."""
+        deadline = time.monotonic() + timeout_s
+        while not all(self.has_left(rank) for rank in range(self.count)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def _listen(server: str) -> str:

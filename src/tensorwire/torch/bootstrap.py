@@ -71,7 +71,7 @@ def start_server(index: int, workers: int, before: list[str], everywhere: bool) 
         UnavailableError: it ended or gave no address in time.
     """
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "tensorwire.torch.server", f"--index={index}"]
+    command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
     command += [f"--workers={workers}", f"--servers={','.join(before)}"]
     command += [f"--listen={'0.0.0.0:0' if everywhere else '127.0.0.1:0'}"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]

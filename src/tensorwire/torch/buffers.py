@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tensorwire.parameters import Store, TensorSpec
+from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
 
-from .views import flat_bytes, tensor_at
+from .views import flat_bytes
 
 _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
 
@@ -19,7 +19,9 @@ _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
 class Buffers:
     """The buffers of one model."""
 
-    def __init__(self, model: nn.Module, kind: str, first: int, my_slices: range) -> None:
+    def __init__(
+        self, model: nn.Module, kind: str, first: int, my_slices: range, slices: int
+    ) -> None:
         if kind not in _KINDS:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
         self._kind = kind
@@ -27,11 +29,15 @@ class Buffers:
         self._slices = my_slices
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
-        for prefix, module in model.named_modules():
+        # One slice agrees with itself.
+        for prefix, module in model.named_modules() if slices > 1 else ():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen and buffer.numel():
                     seen.add(id(buffer))
                     self._owners.append((module, name, f"{prefix}.{name}" if prefix else name))
+                    if 0 in buffer.stride():  # expanded: cannot be written to
+                        module._buffers[name] = buffer.contiguous()
+        self._shapes: dict[str, torch.Size | None] = {}
         self._before: list[torch.Tensor] = []
         self._own: dict[int, list[torch.Tensor]] = {}
 
@@ -41,22 +47,28 @@ class Buffers:
         found = []
         for module, name, full in self._owners:
             buffer = module._buffers[name]
-            if buffer is None:
-                raise RuntimeError(f"buffer {full!r} was removed from the model")
+            shape = self._shapes.setdefault(full, None if buffer is None else buffer.shape)
+            if buffer is None or buffer.shape != shape:
+                raise RuntimeError(f"buffer {full!r} was removed or has another shape now")
             found.append(buffer)
         return found
 
     def specs(self) -> list[TensorSpec]:
         """How they are declared."""
-        return [
-            TensorSpec(
-                f"buffer {full}",
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(tensor.shape),
-                _KINDS[self._kind],
-            )
-            for (_, _, full), tensor in zip(self._owners, self.tensors, strict=True)
-        ]
+        kind = _KINDS[self._kind]
+        specs = []
+        for (_, _, full), tensor in zip(self._owners, self.tensors, strict=True):
+            name, dtype = f"buffer {full}", str(tensor.dtype).removeprefix("torch.")
+            shape = tuple(tensor.shape)
+            if dtype not in ITEM_BYTES:  # bool or complex, for example: travels as bytes
+                name, dtype, shape = f"{name} of {dtype} {shape}", "uint8", (tensor.nbytes,)
+            specs.append(TensorSpec(name, dtype, shape, kind))
+        return specs
+
+    @staticmethod
+    def bytes_of(tensor: torch.Tensor) -> Bytes:
+        """The elements in the order of the indices, whatever their order in memory."""
+        return flat_bytes(tensor.detach().contiguous())
 
     def push(self, store: Store, slice_index: int) -> None:
         """After a slice's forward and backward."""
@@ -66,7 +78,7 @@ class Buffers:
             return
         for i, tensor in enumerate(self.tensors):
             # Copied: the next forward may change it while it is still on its way.
-            store.push(slice_index, self._first + i, flat_bytes(tensor.detach()).copy())
+            store.push(slice_index, self._first + i, self.bytes_of(tensor).copy())
 
     def take(self, store: Store, published: bool = False) -> None:
         """The version's buffers become the model's."""
@@ -75,7 +87,8 @@ class Buffers:
         with torch.no_grad():
             for i, tensor in enumerate(self.tensors):
                 place = store.layout.places[self._first + i]
-                tensor.copy_(tensor_at(store.view[place.start : place.end], tensor))
+                memory = store.view[place.start : place.end]
+                tensor.copy_(torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape))
 
     def remember(self) -> None:
         """What a step begins with."""

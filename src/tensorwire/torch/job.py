@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from tensorwire.errors import TensorwireError
-from tensorwire.membership import Collective, Place, WorkerMember
+from tensorwire.membership import MAX_NUMBERS, Collective, Place, WorkerMember
 from tensorwire.parameters import LocalStore, RemoteStore, Result, Spec, Store
 
 from . import bootstrap, checkpoint
@@ -86,7 +85,7 @@ class Job:
         seed: of everything random.
         optimizers: the distributed ones.
         epoch: the present one inside `epochs`.
-        samples: that this worker's loaders have given out.
+        samples: that this worker's loaders have given out for training, not inside no_grad().
     """
 
     def __init__(self, place: Place, seed: int) -> None:
@@ -99,6 +98,7 @@ class Job:
         self.epoch = 0
         self.samples = 0
         self.closed = False
+        self._pid = os.getpid()
         self.statistics = Statistics()
         self._kept: dict[str, Any] = {}
         self._stores = 0
@@ -108,8 +108,12 @@ class Job:
         self._collective: Collective | None = None
         if place.servers:
             self._member = WorkerMember.join(place)
-            self._collective = Collective(self._member)
-            seed = int(self._sum([float(seed) if self.rank == 0 else 0.0])[0])
+            try:
+                self._collective = Collective(self._member)
+                seed = int(self.sum([float(seed) if self.rank == 0 else 0.0])[0])
+            except BaseException:
+                self._member.close(goodbye=False)
+                raise
         self.seed = seed
         torch.manual_seed(seed)
         atexit.register(self._at_exit)
@@ -130,14 +134,6 @@ class Job:
         """Called by DistributedOptimizer."""
         self.optimizers.append(optimizer)
 
-    def manages(self, parameter: nn.Parameter) -> bool:
-        """A distributed optimizer has it already."""
-        return any(
-            parameter is other
-            for optimizer in self.optimizers
-            for other in optimizer._tensorwire.parameters
-        )
-
     def stepped(self, core: Any, result: Result) -> None:
         """Called by an optimizer after a version."""
         self.statistics.step(core, result)
@@ -146,11 +142,15 @@ class Job:
 
     # ---- together
 
-    def _sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all workers, of any number of numbers; all give equally many."""
         if self._collective is None:
             return list(values)
+        result: list[float] = []
         try:
-            result: list[float] = self._collective.sum(np.array(values, np.float64)).tolist()
+            for first in range(0, max(len(values), 1), MAX_NUMBERS):
+                part = np.array(values[first : first + MAX_NUMBERS], np.float64)
+                result += self._collective.sum(part).tolist()
             return result
         except TensorwireError as error:
             for optimizer in self.optimizers:
@@ -163,7 +163,7 @@ class Job:
         """The mean over all workers; all call it at the same place of the program.
 
         Args:
-            value: a number, a tensor, or a dict of such; at most 4096 numbers.
+            value: a number, a tensor, or a dict of such.
             weight: of this worker, for example its number of samples.
 
         Returns:
@@ -176,7 +176,7 @@ class Job:
         flat = [float(weight)]
         for tensor in tensors.values():
             flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
-        total = self._sum(flat)
+        total = self.sum(flat)
         if total[0] == 0:
             raise ValueError("mean() of workers whose weights are all 0")
         result, at = {}, 1
@@ -188,7 +188,7 @@ class Job:
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
-        self._sum([])
+        self.sum([])
 
     # ---- data
 
@@ -199,6 +199,7 @@ class Job:
         *,
         shuffle: bool = False,
         drop_last: bool = False,
+        accumulate: int = 1,
         **options: Any,
     ) -> Loader:
         """A DataLoader over this worker's slices of every step.
@@ -212,9 +213,11 @@ class Job:
             batch_size: samples per slice.
             shuffle: another order in every epoch.
             drop_last: leave out what does not fill a step.
+            accumulate: how many batches the script accumulates before it steps: a worker of several
+                slices gets so many of one slice in a row.
             options: for `torch.utils.data.DataLoader` (num_workers, collate_fn, …).
         """
-        return Loader(self, dataset, batch_size, shuffle, drop_last, options)
+        return Loader(self, dataset, batch_size, shuffle, drop_last, accumulate, options)
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This worker's part of a dataset, for evaluation: every `size`-th sample.
@@ -313,6 +316,8 @@ class Job:
             self._member.close(goodbye)
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child: the job is its parent's
         # Set by the interpreter when an exception ends the program.
         self._leave(goodbye=getattr(sys, "last_value", None) is None)
 

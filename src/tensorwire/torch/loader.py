@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 if TYPE_CHECKING:
     from .job import Job
@@ -55,17 +57,42 @@ def deal(count: int, slices: int, batch_size: int, drop_last: bool) -> list[list
     return steps
 
 
-class _Slices(Sampler[list[int]]):
-    """This worker's batches of one epoch, step by step, slice by slice."""
+class _Batch(list[int]):
+    """Indices of samples, and the seed of what is random in reading them."""
 
-    def __init__(self, batches: list[list[int]]) -> None:
-        self.batches = batches
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
+
+class _Batches(Sampler[_Batch]):
+    """This worker's batches of one epoch, in the order in which it computes them."""
+
+    def __init__(self) -> None:
+        self.now: list[_Batch] = []
+
+    def __iter__(self) -> Iterator[_Batch]:
+        return iter(self.now)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.now)
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose random numbers depend on the batch, not on the process that reads it."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, batch: _Batch) -> list[Any]:
+        torch.default_generator.manual_seed(batch.seed)
+        if get_worker_info() is not None:  # a process of the loader: these are its own
+            random.seed(batch.seed)
+            np.random.seed(batch.seed & 0xFFFFFFFF)
+        if hasattr(self._dataset, "__getitems__"):
+            items: list[Any] = self._dataset.__getitems__(list(batch))
+            return items
+        return [self._dataset[index] for index in batch]
 
 
 class Loader:
@@ -78,17 +105,18 @@ class Loader:
         batch_size: int,
         shuffle: bool,
         drop_last: bool,
+        accumulate: int,
         options: dict[str, Any],
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError("a loader needs a dataset with a length; iterate others yourself")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size is a whole number from 1 up, not {batch_size!r}")
+        for name, number in (("batch_size", batch_size), ("accumulate", accumulate)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
         for name in ("sampler", "batch_sampler", "generator"):
             if options.get(name) is not None:
                 raise ValueError(f"the job chooses the samples; {name}= cannot be given")
-        self._job, self._dataset, self._shuffle = job, dataset, shuffle
-        self._batch_size, self._drop_last, self._options = batch_size, drop_last, options
+        self._job, self._shuffle, self._accumulate = job, shuffle, accumulate
         self._length = len(dataset)
         self._passes = 0
         steps = deal(self._length, job.slices, batch_size, drop_last)
@@ -97,6 +125,11 @@ class Loader:
                 f"{self._length} samples do not fill one step of {job.slices} x {batch_size}"
             )
         self._steps = steps
+        self._batches = _Batches()
+        self._generator = torch.Generator()
+        self._loader = DataLoader(
+            _Seeded(dataset), batch_sampler=self._batches, generator=self._generator, **options
+        )
 
     def __len__(self) -> int:
         """Batches that this worker gets in an epoch."""
@@ -106,27 +139,29 @@ class Loader:
         job = self._job
         epoch = max(job.epoch, self._passes)
         self._passes = epoch + 1
-        generator = torch.Generator().manual_seed(seed_of(job.seed, epoch))
+        generator = self._generator.manual_seed(seed_of(job.seed, epoch))
         order = (
             torch.randperm(self._length, generator=generator).tolist()
             if self._shuffle
             else range(self._length)
         )
-        mine = [(step, index) for step in range(len(self._steps)) for index in job.my_slices]
-        batches = []
-        for step, index in mine:
+        batches, seeds = [], []
+        for step, index in self._mine():
             start, stop = self._steps[step][index]
-            batches.append(list(order[start:stop]))
-        loader = iter(
-            DataLoader(
-                self._dataset, batch_sampler=_Slices(batches), generator=generator, **self._options
-            )
-        )
-        job.expect_steps(len(self._steps))
-        for (step, index), batch in zip(mine, batches, strict=True):
-            # Samples that are made in this process may use random numbers too.
-            torch.default_generator.manual_seed(seed_of(job.seed, epoch, step, index, 0))
-            data = next(loader)
-            torch.default_generator.manual_seed(seed_of(job.seed, epoch, step, index, 1))
-            job.samples += len(batch)
+            batches.append(_Batch(order[start:stop], seed_of(job.seed, epoch, step, index, 0)))
+            seeds.append(seed_of(job.seed, epoch, step, index, 1))
+        self._batches.now = batches
+        job.expect_steps(len(self._steps) // self._accumulate)
+        for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
+            torch.default_generator.manual_seed(seed)
+            if torch.is_grad_enabled():
+                job.samples += len(batch)
             yield data
+
+    def _mine(self) -> Iterator[tuple[int, int]]:
+        """(step, slice) of this worker's batches: what a slice accumulates comes together."""
+        for first in range(0, len(self._steps), self._accumulate):
+            steps = range(first, min(first + self._accumulate, len(self._steps)))
+            for index in self._job.my_slices:
+                for step in steps:
+                    yield step, index

@@ -28,6 +28,7 @@ from tensorwire.parameters import (
     REDUCED,
     WANT_NORM,
     Commit,
+    LocalStore,
     Result,
     Spec,
     Store,
@@ -156,6 +157,7 @@ class DistributedMixin:
         if core is None:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
+        core.between_steps("add_param_group()")
         state = self.state_dict()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
@@ -169,8 +171,14 @@ class DistributedMixin:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, on all workers; worker 0's state wins."""
+        core = self._tensorwire
+        core.between_steps("load_state_dict()")
+        core.withdraw()
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._tensorwire.load_state()
+        if core.keeps_other_state():
+            core.replan(state_dict)
+        else:
+            core.load_state()
 
 
 def _change_class(optimizer: torch.optim.Optimizer) -> None:
@@ -206,11 +214,11 @@ class Exchange:
         self._first_push = 0.0
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
-        self._version = 1
         self._samples_seen = 0
         self._turn = 0  # which of this worker's slices is being computed
         self._open()
         self._publish()
+        self.load_state()
 
     # ---- planning
 
@@ -219,6 +227,8 @@ class Exchange:
         self.parameters: list[nn.Parameter] = []
         tensors: list[TensorSpec] = []
         seen: set[int] = set()
+        cores = [optimizer._tensorwire for optimizer in self.job.optimizers]
+        others = [core for core in cores if core is not self]
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
@@ -226,18 +236,22 @@ class Exchange:
                         f"a parameter of shape {tuple(parameter.shape)} in group {index} of the "
                         "optimizer is not the model's; give the model that has all of them"
                     )
+                for other in others:
+                    other.release(parameter)
                 kind = "trained" if parameter.requires_grad else "constant"
                 tensors.append(self._declare(parameter, kind, index))
                 self.parameters.append(parameter)
                 seen.add(id(parameter))
         for parameter in self.model.parameters():
-            if id(parameter) not in seen and not self.job.manages(parameter):
+            if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
                 tensors.append(self._declare(parameter, "constant", 0))
                 self.parameters.append(parameter)
         self.trained = [i for i, tensor in enumerate(tensors) if tensor.kind == "trained"]
         if not self.trained:
             raise ValueError("no parameter of the optimizer requires a gradient")
-        self.buffers = Buffers(self.model, self._buffers_kind, len(tensors), self.job.my_slices)
+        self.buffers = Buffers(
+            self.model, self._buffers_kind, len(tensors), self.job.my_slices, self.job.slices
+        )
         tensors += self.buffers.specs()
         self._apply = TorchApply(path_of(self.optimizer))
         groups = len(self.optimizer.param_groups)
@@ -245,7 +259,10 @@ class Exchange:
         spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors))
         spec.check()
         self.store: Store = self.job.open_store(spec, self._apply)
+        self._version = 1
+        self._local_slots = self._find_local_slots()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._held = dict(enumerate(self.parameters))
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
         self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
         self._scaled = 1.0
@@ -256,6 +273,16 @@ class Exchange:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
 
+    def _find_local_slots(self) -> list[list[torch.Tensor]]:
+        """Alone: every parameter's gradient in every slot; else nothing."""
+        store = self.store
+        if not isinstance(store, LocalStore):
+            return []
+        places = store.layout.places[: len(self.parameters)]
+        pairs = list(zip(places, self.parameters, strict=True))
+        slots = [store.slot(i) for i in self.job.my_slices]
+        return [[tensor_at(slot[at.start : at.end], p) for at, p in pairs] for slot in slots]
+
     def _declare(self, parameter: nn.Parameter, kind: str, group: int) -> TensorSpec:
         name = self._names[id(parameter)]
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -264,22 +291,49 @@ class Exchange:
                 f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
                 "distributed so far"
             )
-        if dtype not in ITEM_BYTES or not parameter.dtype.is_floating_point:
+        if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
             raise ValueError(
                 f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
                 "distributed"
             )
-        memory_format_of(parameter)  # raises where elements overlap or have gaps
+        strides = memory_format_of(parameter)
+        if not parameter.is_contiguous():
+            name = f"{name}, strides {strides}"  # a worker with another order must not agree
         return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """It lies in this store."""
+        return any(parameter is held for held in self._held.values())
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Another optimizer of the same model takes a parameter that does not change here."""
+        index = self._index.get(id(parameter))
+        if index in self.trained:
+            raise ValueError(f"parameter {self._name(index)} is trained by another optimizer")
+        if index is not None:
+            self._held.pop(index, None)
+
+    @property
+    def between_slices(self) -> bool:
+        """Some slices of this worker's step are computed, others not."""
+        return self._turn != 0
+
+    def between_steps(self, what: str) -> None:
+        """Raises RuntimeError between slices."""
+        if self._turn:
+            raise RuntimeError(
+                f"{what} after slice {self._turn} of {len(self.job.my_slices)} that this worker "
+                "computes in turn; only complete steps have a version"
+            )
 
     def replan(self, state: dict[str, Any]) -> None:
         """After the optimizer got another group: all tensors into a new store."""
         self._check_parameters()
+        self.withdraw()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone()
+        self._make_private()
         old = self.store
         self._open()
         self._publish()
@@ -297,8 +351,8 @@ class Exchange:
     def _publish(self) -> None:
         """Worker 0's parameters and buffers become everybody's."""
         if self.job.rank == 0:
-            sources = [*self.parameters, *self.buffers.tensors]
-            kept = [flat_bytes(tensor.detach()) for tensor in sources]
+            kept = [flat_bytes(parameter.detach()) for parameter in self.parameters]
+            kept += [self.buffers.bytes_of(tensor) for tensor in self.buffers.tensors]
             for index, data in enumerate(kept):
                 if data.nbytes:
                     self.store.push(self.job.my_slices[0], index, data)
@@ -308,7 +362,7 @@ class Exchange:
     def _adopt(self) -> None:
         """Lets the parameters be the store's memory."""
         places = self.store.layout.places
-        for index, parameter in enumerate(self.parameters):
+        for index, parameter in self._held.items():
             place = places[index]
             parameter.data = tensor_at(self.store.view[place.start : place.end], parameter)
         self.buffers.take(self.store, published=True)
@@ -316,7 +370,11 @@ class Exchange:
         self._remember()
 
     def _remember(self) -> None:
-        self._versions = [(p._version, p.data_ptr()) for p in self.parameters]
+        self._versions = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
+
+    def _make_private(self) -> None:
+        for parameter in self._held.values():
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def _commit_all(self, operation: int, flags: int = 0) -> Result:
         for slice_index in self.job.my_slices:
@@ -344,6 +402,8 @@ class Exchange:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self.accumulating:
+            if self._pushed.pop(self._index[id(parameter)], None):
+                self.store.settle()  # what left before is not the sum; it leaves later
             return
         started = time.perf_counter()
         self._push(self._index[id(parameter)], parameter)
@@ -365,9 +425,10 @@ class Exchange:
                 "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
                 "first"
             )
-        data = flat_bytes(gradient.detach(), parameter)
-        if data.nbytes:
-            self.store.push(self.job.my_slices[self._turn], index, data)
+        if not self._local_slots:
+            data = flat_bytes(gradient.detach(), parameter)
+            if data.nbytes:
+                self.store.push(self.job.my_slices[self._turn], index, data)
         self._pushed[index] = (gradient, gradient._version)
 
     def withdraw(self) -> None:
@@ -385,8 +446,8 @@ class Exchange:
         return repr(self._names[id(self.parameters[index])])
 
     def _check_parameters(self) -> None:
-        for i, (parameter, seen) in enumerate(zip(self.parameters, self._versions, strict=True)):
-            if (parameter._version, parameter.data_ptr()) != seen:
+        for i, parameter in self._held.items():
+            if (parameter._version, parameter.data_ptr()) != self._versions[i]:
                 raise RuntimeError(
                     f"parameter {self._name(i)} was changed outside step(); other workers would "
                     "not see it. Change parameters inside 'with tw.edit(model):', on all workers"
@@ -400,13 +461,27 @@ class Exchange:
                 self._pushed.pop(i, None)
             elif pushed is None:
                 self._push(i, self.parameters[i])
-            elif gradient is not pushed[0] or gradient._version != pushed[1]:
-                raise RuntimeError(
-                    f"the gradient of {self._name(i)} was changed after it had left for the "
-                    "servers. To clip use DistributedOptimizer(max_norm=…) or "
-                    "tw.clip_grad_norm_, for loss scaling tw.GradScaler; to read or edit averaged "
-                    "gradients call opt.synchronize() first"
-                )
+            else:
+                self._check_unchanged(i, gradient)
+
+    def _check_unchanged(self, index: int, gradient: torch.Tensor | None) -> None:
+        pushed = self._pushed[index]
+        if gradient is not pushed[0] or gradient._version != pushed[1]:
+            raise RuntimeError(
+                f"the gradient of {self._name(index)} was changed after it had left for the "
+                "servers. To clip use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for "
+                "loss scaling tw.GradScaler; to read or edit averaged gradients call "
+                "opt.synchronize() first"
+            )
+
+    def _copy_pushed(self) -> None:
+        """Alone, gradients need not leave early: all go into the slot with one call."""
+        if not self._local_slots:
+            return
+        views = self._local_slots[self._turn]
+        chosen = list(self._pushed)
+        with torch.no_grad():
+            torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
 
     def _present_now(self) -> None:
         for i in self.trained:
@@ -414,8 +489,12 @@ class Exchange:
 
     # ---- the step
 
-    def step(self, scale: float = 1.0, check_finite: bool = False) -> bool:
+    def step(self, scale: float | None = None, check_finite: bool = False) -> bool:
         """One slice's commit, and with the last slice of this worker the next version.
+
+        Args:
+            scale: of the gradients; where they are reduced already, it was the same then.
+            check_finite: apply nothing if the gradient is not finite.
 
         Returns:
             False if the gradient was not finite, `check_finite`, and so nothing was applied.
@@ -431,11 +510,13 @@ class Exchange:
         slice_index = self.job.my_slices[self._turn]
         if self._reduced:
             flags |= REDUCED
+            self._check_scale(self._scaled if scale is None else scale)
             self._push_edited(slice_index)
         else:
-            self._scaled = scale
+            self._scaled = 1.0 if scale is None else scale
             self._check_gradients()
             self._present_now()
+            self._copy_pushed()
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, self._weight())
         self.store.settle()
@@ -464,7 +545,11 @@ class Exchange:
         return float(samples or 1)
 
     def _push_edited(self, slice_index: int) -> None:
-        if self._synchronized is None or self.job.rank != 0:
+        if self._synchronized is None:
+            for i in self._pushed:
+                self._check_unchanged(i, self.parameters[i].grad)
+            return
+        if self.job.rank != 0:
             return
         for i, (gradient, version) in self._synchronized.items():
             now = self.parameters[i].grad
@@ -482,37 +567,53 @@ class Exchange:
                 f"{len(self.job.my_slices)}; use max_norm="
             )
         if self._reduced:
+            self._check_scale(scale)
             return self.last_norm
         self._check_parameters()
         self._scaled = scale
         self._check_gradients()
         self._present_now()
+        self._copy_pushed()
         self._commit(
             self.job.my_slices[0], REDUCE, WANT_NORM if norm else 0, self._weight(keep=True)
         )
         result = self._wait()
         self._reduced = True
         self.last_norm = result.norm
-        self._pushed.clear()
         return result.norm
+
+    def _check_scale(self, scale: float) -> None:
+        if scale != self._scaled:
+            raise RuntimeError(
+                "with a GradScaler call scaler.unscale_(opt) before synchronize() and "
+                "clip_grad_norm_()"
+            )
 
     def synchronize(self, scale: float = 1.0) -> None:
         """`.grad` of every trained parameter := the average."""
+        if self._synchronized is not None:
+            return
         self.reduce(scale)
+        for i in self._pushed:
+            self._check_unchanged(i, self.parameters[i].grad)
         data = np.empty(self.store.layout.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._synchronized = {}
-        for i in self.trained:
+        have = self.job.sum([float(self._present[i]) for i in self.trained])
+        for i, workers in zip(self.trained, have, strict=True):
+            if not workers:
+                continue  # no worker has a gradient for it
             parameter, place = self.parameters[i], self.store.layout.places[i]
             if parameter.grad is None:
-                continue
+                parameter.grad = torch.empty_like(parameter)
             average = tensor_at(data[place.start : place.end], parameter)
             parameter.grad.copy_(average)
             self._synchronized[i] = (parameter.grad, parameter.grad._version)
+        self._pushed.clear()
 
     def clip(self, max_norm: float) -> float:
         """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
-        norm = self.reduce()
+        norm = self.reduce(self._scaled)
         self._next_max_norm = min(self._next_max_norm, max_norm)
         return norm
 
@@ -521,10 +622,10 @@ class Exchange:
     @contextlib.contextmanager
     def editing(self) -> Iterator[None]:
         """Parameters are private copies inside; worker 0's become everybody's."""
+        self.between_steps("edit()")
         self._check_parameters()
         self.withdraw()
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self._make_private()
         try:
             yield
         except BaseException:
@@ -559,10 +660,14 @@ class Exchange:
         finally:
             optimizer.state = defaultdict(dict)
 
+    def keeps_other_state(self) -> bool:
+        """The optimizer's groups ask for other state than the store has, momentum for example."""
+        return path_of(self.optimizer) != self.store.layout.spec.optimizer  # type: ignore[no-any-return]
+
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self.job.rank == 0:
+        if self.job.rank == 0 and (state or self.store.counts().any()):
             counts = np.zeros(len(self.store.layout.spec.tensors), np.int64)
             for name in self._apply.states:
                 array = np.zeros(self.store.layout.size_bytes, np.uint8)
@@ -586,8 +691,7 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self._make_private()
         self.store.close()
 
 

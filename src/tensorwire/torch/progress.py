@@ -1,4 +1,4 @@
-"""What worker 0 shows while it trains: a bar on a terminal, a line per epoch elsewhere."""
+"""What worker 0 shows while it trains: a line for every epoch, on a terminal a bar for this one."""
 
 from __future__ import annotations
 
@@ -64,11 +64,16 @@ class ProgressLine:
             self._bar.update(self._task, values=_text(values))
 
     def end(self, epoch: int, values: Mapping[str, float]) -> None:
-        """An epoch has ended."""
+        """An epoch has ended: its line stays, its bar goes."""
         seconds = time.perf_counter() - self._started
+        line = f"epoch {epoch + 1}/{self._epochs}: {_text(values)} ({seconds:.1f} s)"
         if self._bar is None:
-            line = f"epoch {epoch + 1}/{self._epochs}: {_text(values)} ({seconds:.1f} s)"
             print(line, file=sys.stderr, flush=True)
+            return
+        self._bar.console.print(line, highlight=False, markup=False)
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
 
     def close(self) -> None:
         """Takes the bar away."""

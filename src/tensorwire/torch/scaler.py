@@ -13,9 +13,15 @@ from .optimizer import DistributedMixin
 class GradScaler(torch.amp.GradScaler):
     """As `torch.amp.GradScaler`, for distributed optimizers (others are handled as in torch).
 
+    The device is "cpu" where none is given.
+
     The servers divide by the scale and look for infinite or undefined elements in the averaged
     gradient; if there are any, no worker's parameters change and every worker's scale shrinks.
     """
+
+    def __init__(self, device: str = "cpu", *args: Any, **kwargs: Any) -> None:
+        super().__init__(device, *args, **kwargs)
+        self._between_slices = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Steps unless the averaged gradient is not finite.
@@ -31,11 +37,9 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         core = optimizer._tensorwire
         optimizer._opt_called = True
-        if state["stage"] is OptState.UNSCALED:
-            found = not core.step(check_finite=True)
-        else:
-            self._check_scale_growth_tracker("step")
-            found = not core.step(scale=1.0 / self.get_scale(), check_finite=True)
+        self._check_scale_growth_tracker("step")
+        found = not core.step(scale=1.0 / self.get_scale(), check_finite=True)
+        self._between_slices = core.between_slices
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
         state["stage"] = OptState.STEPPED
 
@@ -50,3 +54,10 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("unscale_")
         optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
+
+    def update(self, new_scale: Any = None) -> None:
+        """As in torch; once per step also where this worker computes several slices."""
+        if self._between_slices:
+            self._per_optimizer_states.clear()
+            return
+        super().update(new_scale)

@@ -4,8 +4,9 @@ Apply: one C loop with as many threads as tensorwire's server has (one), in mapp
 shared memory, reads the gradients of all workers, parameters and state once and writes parameters
 and state once (`drivers.exchange_limit`). On tcp also the carrying: a raw C socket that takes the
 gradients of each worker in and the parameters of each worker out, one worker after the other as one
-thread would serve them, each end of the socket on its own half of the cores. A system that sends
-during backward has less to carry after the last gradient and may come below it.
+thread would serve them. The kernel places all threads, as it does for the systems: ends of the
+socket on cores of their own were slower here at every size. A system that sends during backward has
+less to carry after the last gradient and may come below it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorwire._core import drivers
-from tensorwire.bench.machine import pin_process, process_cpu_seconds
+from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.rivals.base import serve_messages
 from tensorwire.bench.rivals.raw_socket import Client, Server
 
@@ -81,12 +82,6 @@ class Driver:
             self._connect()
 
     def _connect(self) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        half = len(cores) // 2
-        if half:
-            pin_process(cores[:half])
-            self._link.send(("pin", cores[half:]))
-            self._link.recv()
         for mode, address in (("send", self._gradients[0]), ("fetch", self._memory.addresses[0])):
             self._link.send(("listen", mode, 4 * self._elements))
             port = int(self._link.recv())

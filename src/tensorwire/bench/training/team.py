@@ -185,7 +185,7 @@ class Team:
         return self._call("digest", None, 60.0)
 
     def _server_cpu(self) -> float:
-        if self._server is None:
+        if self._server is None or self._closed:
             return 0.0
         try:
             return process_cpu_seconds(self._server.pid)

@@ -139,7 +139,8 @@ def test_the_limit_computes_what_it_says(
 
 
 @pytest.mark.parametrize(
-    ("states", "gradients", "threads"), [([], [8], 1), ([8] * 3, [8], 1), ([8], [], 1), ([8], [8], 0)]
+    ("states", "gradients", "threads"),
+    [([], [8], 1), ([8] * 3, [8], 1), ([8], [], 1), ([8], [8], 0)],
 )  # fmt: skip
 def test_the_limit_refuses_what_it_cannot_do(
     states: list[int], gradients: list[int], threads: int

@@ -1,0 +1,201 @@
+"""Two worker processes and three server processes that serve many jobs one after another.
+
+Importing torch costs seconds, so the processes live as long as the test session. A case is a
+function at the top of a test module; it runs in every worker of a fresh job.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import pickle
+import random
+import secrets
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.testing import Channel, Member, PeerGroup
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Failure:
+    """What a case raised."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+class Team:
+    """Runs cases. Use `team()`."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self._group = group
+        self._servers: list[Member] = []
+        self._workers = [group.start(_work, name=f"worker-{rank}") for rank in range(2)]
+
+    def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """What `case(job, *args)` returns in each worker of a job that ends in good order.
+
+        Options: workers (2; 0: one process without a server), servers (1), slices, transports.
+        """
+        outcomes, codes = self._run(case, args, **options)
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):
+                raise AssertionError(f"a worker failed:\n{outcome.trace}")
+        assert not any(codes), f"exit codes of servers: {codes}\n{self._servers[0].log()[-2000:]}"
+        return outcomes
+
+    def failures(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Failure]:
+        """What `case` raises in each worker; all must raise, and nobody may hang."""
+        outcomes, _ = self._run(case, args, **options)
+        assert all(isinstance(outcome, Failure) for outcome in outcomes), outcomes
+        return outcomes
+
+    def alone(self, case: Callable[..., Any], *args: Any, slices: int = 1) -> Any:
+        """What `case(job, *args)` returns in a process without servers."""
+        return self.run(case, *args, workers=0, slices=slices)[0]
+
+    def failure_alone(self, case: Callable[..., Any], *args: Any, slices: int = 1) -> Failure:
+        """What it raises there."""
+        return self.failures(case, *args, workers=0, slices=slices)[0]
+
+    def without_job(self, case: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]:
+        """What `case(rank, *args)` returns in each process; no job is made for it."""
+        for rank in range(workers):
+            self._workers[rank].send((case.__module__, case.__name__, (rank, *args), {}, None))
+        outcomes = self._outcomes(workers)
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):
+                raise AssertionError(f"a process failed:\n{outcome.trace}")
+        return outcomes
+
+    def ddp(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `case(rank, *args)` returns in two processes with a gloo group."""
+        with tempfile.TemporaryDirectory() as folder:
+            name = case.__module__, case.__name__
+            return self.without_job(in_group, f"{folder}/store", name, args)
+
+    def _outcomes(self, workers: int) -> list[Any]:
+        outcomes: list[Any] = []
+        for worker in self._workers[:workers]:
+            try:
+                outcomes.append(pickle.loads(worker.recv(PATIENCE_S)))
+            except TimeoutError as error:
+                raise AssertionError(f"{error}\nThe workers before it: {outcomes}") from None
+        return outcomes
+
+    def _run(
+        self,
+        case: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        workers: int = 2,
+        servers: int = 1,
+        slices: int | None = None,
+        transports: Sequence[str] | None = None,
+    ) -> tuple[list[Any], list[int]]:
+        options = {"slices": slices, "transports": transports}
+        environment = {}
+        if workers:
+            while len(self._servers) < servers:
+                name = f"server-{len(self._servers)}"
+                self._servers.append(self._group.start(_serve, name=name))
+            addresses: list[str] = []
+            secret = secrets.token_hex(32)
+            for index, server in enumerate(self._servers[:servers]):
+                server.send((index, workers, addresses, secret))
+                addresses.append(server.recv(PATIENCE_S))
+            environment = {
+                "TENSORWIRE_WORKERS": str(workers),
+                "TENSORWIRE_SERVERS": ",".join(addresses),
+                "TENSORWIRE_SECRET": secret,
+            }
+        for rank in range(workers or 1):
+            if workers:
+                environment = {**environment, "TENSORWIRE_RANK": str(rank)}
+            call = case.__module__, case.__name__, tuple(args), environment, options
+            self._workers[rank].send(call)
+        outcomes = [
+            pickle.loads(self._workers[rank].recv(PATIENCE_S)) for rank in range(workers or 1)
+        ]
+        codes = [s.recv(PATIENCE_S) for s in self._servers[:servers]] if workers else []
+        return outcomes, codes
+
+
+@contextlib.contextmanager
+def make_team() -> Iterator[Team]:
+    """A Team whose processes end with the block."""
+    with PeerGroup(environment={"OMP_NUM_THREADS": "1"}) as group:
+        yield Team(group)
+
+
+def in_group(rank: int, path: str, name: tuple[str, str], args: Sequence[Any]) -> Any:
+    """Runs `case(rank, *args)` between two processes of torch.distributed."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        return getattr(importlib.import_module(name[0]), name[1])(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _work(channel: Channel) -> None:
+    import torch
+
+    import tensorwire.torch as tw
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            module, name, args, environment, options = channel.recv(None)
+        except EOFError:
+            return
+        os.environ.update(environment)
+        torch.manual_seed(1)
+        random.seed(1)
+        job = None
+        try:
+            case = getattr(importlib.import_module(module), name)
+            if options is not None:
+                job = tw.init(**options)
+                case = functools.partial(case, job)
+            result = case(*args)
+            if job is not None:
+                job.close()
+        except BaseException as error:
+            if job is not None:
+                job._leave(goodbye=False)
+            result = Failure(type(error).__name__, str(error), traceback.format_exc())
+        for variable in [each for each in os.environ if each.startswith("TENSORWIRE_")]:
+            del os.environ[variable]
+        # Pickled here: multiprocessing would share tensors' memory instead of copying them.
+        channel.send(pickle.dumps(result))
+
+
+def _serve(channel: Channel) -> None:
+    from tensorwire.torch import server
+
+    while True:
+        try:
+            index, workers, before, secret = channel.recv(None)
+        except EOFError:
+            return
+        os.environ["TENSORWIRE_SECRET"] = secret
+        reader, writer = os.pipe()
+        with open(reader) as lines:
+            thread = threading.Thread(target=lambda: channel.send(lines.readline().strip()))
+            thread.start()
+            options = [f"--index={index}", f"--workers={workers}", f"--servers={','.join(before)}"]
+            code = server.main([*options, f"--address-fd={writer}"])
+            thread.join()
+        channel.send(code)

@@ -1,0 +1,150 @@
+"""The examples that train: alone, with workers, over both transports; and beside their twins."""
+
+import ast
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+TWINS = [("digits_cnn", "sklearn"), ("char_transformer", "torch")]
+SMALL = ["--characters=9000", "--batch-size=4", "--sample=20"]
+FENCE = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def run(repository: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs an example in an empty folder, alone or with options of `tensorwire run`."""
+
+    def run(launch: str | None, script: str, *arguments: str, code: int = 0) -> str:
+        command = [sys.executable, "-W", "error"]
+        if launch is not None:
+            command = [sys.executable, "-m", "tensorwire.cli", "run", *launch.split()]
+        path = script if "/" in script else str(repository / "examples" / f"{script}.py")
+        done = subprocess.run(
+            [*command, path, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    return run
+
+
+def code_lines(path: Path) -> list[str]:
+    """Without the docstring, comments and empty lines."""
+    tree = ast.parse(path.read_text())
+    docstring = tree.body.pop(0)
+    assert isinstance(docstring, ast.Expr)
+    lines = path.read_text().splitlines()[docstring.end_lineno :]
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in TWINS])
+def test_at_most_eight_lines_differ(repository: Path, name: str) -> None:
+    plain, ours = (
+        code_lines(repository / "examples" / f"{name}{which}.py") for which in ("_plain", "")
+    )
+    changes = [line[0] for line in difflib.ndiff(plain, ours)]
+    assert 0 < max(changes.count("-"), changes.count("+")) <= 8
+    shared = (repository / "examples" / f"{ours_module(ours)}.py").read_text()
+    assert "tensorwire" not in shared, "it would hide lines that differ"
+
+
+def ours_module(lines: list[str]) -> str:
+    """The module of this folder that a twin imports."""
+    return next(line.split()[1] for line in lines if line.split()[1] in ("digits", "characters"))
+
+
+@pytest.mark.parametrize(("name", "needs"), TWINS)
+@pytest.mark.parametrize("which", ["_plain", ""])
+def test_alone(run: Callable[..., str], name: str, needs: str, which: str) -> None:
+    pytest.importorskip(needs)
+    options = SMALL if name == "char_transformer" else ["--min-accuracy=0.9"]
+    printed = run(None, name + which, "--epochs=2", *options)
+    assert "epoch 2/2: " in printed
+
+
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items: Any = value.items() if isinstance(value, dict) else None
+    items = enumerate(value) if isinstance(value, list | tuple) else items
+    if items is None:
+        yield path, value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+        return
+    for key, item in items:
+        yield from tensors(item, f"{path}/{key}")
+
+
+def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
+    """The main job; and the same bits from one process, two servers, another transport."""
+    pytest.importorskip("sklearn")
+    printed = run("--workers 2", "digits_cnn")
+    assert "[worker 0] epoch 15/15: " in printed
+    assert "[worker 1]" not in printed, "nothing to tell"
+    for text in ("computation", "exposed communication", "server: work", "shm"):
+        assert text in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["last"]["accuracy"] >= 0.97
+    assert len(report["epochs"]) == 15
+    assert report["workers"] == report["slices"] == 2
+    assert report["steps"] == 15 * 23  # 22 steps of 2 x 32 samples and the rest of 1437
+    assert report["paths"] == ["shm"]
+    assert report["computation_s"] + report["exposed_communication_s"] == pytest.approx(
+        report["seconds_per_step"]
+    )
+
+    saved = []
+    for launch in (
+        "--workers 2",
+        "--workers 1 --slices 2",
+        "--workers 2 --servers 2",
+        "--workers 2 --transports tcp",
+    ):
+        printed = run(launch, "digits_cnn", "--epochs=2", "--min-accuracy=0.9")
+        assert ("tcp" if "tcp" in launch else "shm") in printed
+        saved.append(dict(tensors(torch.load(tmp_path / "digits.pt", weights_only=True))))
+    assert len(saved[0]) > 40
+    for other in saved[1:]:
+        assert other == saved[0]
+
+
+def test_digits_that_learn_too_little_fail(run: Callable[..., str]) -> None:
+    pytest.importorskip("sklearn")
+    printed = run("--workers 1", "digits_cnn", "--epochs=1", "--min-accuracy=1", code=1)
+    assert "is below 1.0" in printed
+
+
+def test_transformer_learns(run: Callable[..., str]) -> None:
+    printed = run("--workers 2", "char_transformer", "--epochs=4", *SMALL)
+    losses = [float(loss) for loss in re.findall(r"\[worker 0\] epoch .* loss (\d\.\d+)", printed)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_readme_example(run: Callable[..., str], repository: Path, tmp_path: Path) -> None:
+    """The example at the top of the README runs as it stands, alone and with two workers."""
+    (block,) = FENCE.findall((repository / "README.md").read_text())
+    assert len(block.splitlines()) <= 20
+    program = tmp_path / "train.py"
+    program.write_text(block)
+    run(None, str(program))
+    before = dict(tensors(torch.load(tmp_path / "checkpoint", weights_only=True)))
+    printed = run("--workers 2", str(program))
+    after = dict(tensors(torch.load(tmp_path / "checkpoint", weights_only=True)))
+    assert before.keys() == after.keys()
+    assert "[worker 0] epoch 10/10: " in printed

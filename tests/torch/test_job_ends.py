@@ -1,0 +1,171 @@
+"""However a job ends, it ends within 5 s, says who failed, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import tensorwire.torch as tw
+how, who = sys.argv[1], int(sys.argv[2])
+job = tw.init()
+model = torch.nn.Linear(50, 50)
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+class Users(Exception): pass
+for step in range(10**6):
+    model(torch.randn(8, 50)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    if step == 50:
+        print("training", job.rank, os.getpid(), flush=True)
+        if job.rank != who:
+            continue
+        if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit": sys.exit(3)
+        if how == "raise": raise Users("from the user's code")
+        if how == "return": break
+        if how == "memory": bytearray(1 << 60)
+        if how == "stuck": time.sleep(1000)
+"""
+
+
+class Run:
+    """A job whose processes can be found again by a mark in their environment."""
+
+    def __init__(
+        self, folder: Path, *arguments: str, servers: int = 1, transports: str = ""
+    ) -> None:
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        self.mark = f"TENSORWIRE_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+        name, _, value = self.mark.partition("=")
+        command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2"]
+        command += ["--servers", str(servers)]
+        command += ["--transports", transports] if transports else []
+        self.process = subprocess.Popen(
+            [*command, str(script), *arguments],
+            env={**os.environ, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+
+    def until_training(self) -> None:
+        """Both workers have made their first steps."""
+        assert self.process.stdout is not None
+        while sum("training" in line for line in self.lines) < 2:
+            line = self.process.stdout.readline()
+            assert line, "".join(self.lines)
+            self.lines.append(line)
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, output, seconds since now."""
+        started = time.monotonic()
+        assert self.process.stdout is not None
+        self.lines.append(self.process.stdout.read())
+        code = self.process.wait(30)
+        return code, "".join(self.lines), time.monotonic() - started
+
+    def processes(self) -> list[int]:
+        """Those that are alive."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def command_of(self, pid: int) -> str:
+        """For finding the servers."""
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            return ""
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait(10)
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+
+
+def finish(run: Run, limit_s: float = 5) -> tuple[int, str]:
+    code, text, seconds = run.end()
+    assert seconds < limit_s, text
+    assert run.processes() == []
+    return code, text
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words", "transports"),
+    [
+        ("kill", 137, "killed by SIGKILL", ""),
+        ("kill", 137, "killed by SIGKILL", "tcp"),
+        ("exit", 3, "exited with code 3", ""),
+        ("raise", 1, "Users: from the user's code", ""),
+        ("memory", 1, "MemoryError", ""),
+    ],
+)
+def test_a_worker_fails(
+    runs: list[Run], tmp_path: Path, how: str, code: int, words: str, transports: str
+) -> None:
+    run = Run(tmp_path, how, "1", transports=transports)
+    runs.append(run)
+    run.until_training()
+    # A process that ends by itself takes its time, which is not the job's.
+    found, text = finish(run, 5 if how == "kill" else 20)
+    assert found == code, text
+    assert words in text
+    summary = text[text.index("tensorwire run: ") :]
+    assert "worker 1" in summary.splitlines()[0]
+    # The other worker learned it from the servers, and its own traceback names the culprit.
+    assert "[worker 0] RuntimeError: worker 1 (pid " in text
+
+
+def test_a_worker_stops_early(runs: list[Run], tmp_path: Path) -> None:
+    run = Run(tmp_path, "return", "0")
+    runs.append(run)
+    run.until_training()
+    code, text = finish(run, 20)
+    assert code == 1
+    assert "every worker makes the same number of steps" in text
+
+
+def test_a_server_is_killed(runs: list[Run], tmp_path: Path) -> None:
+    run = Run(tmp_path, "nothing", "0", servers=2)
+    runs.append(run)
+    run.until_training()
+    servers = [pid for pid in run.processes() if "tensorwire.torch.server --index 1" in
+               run.command_of(pid)]  # fmt: skip
+    os.kill(servers[0], signal.SIGKILL)
+    code, text = finish(run)
+    assert code == 137, text
+    assert "server 1 (pid " in text
+    assert "[worker 0]" in text
+
+
+def test_it_is_interrupted(runs: list[Run], tmp_path: Path) -> None:
+    """One worker trains and waits for the other, which sleeps in the user's code."""
+    run = Run(tmp_path, "stuck", "1")
+    runs.append(run)
+    run.until_training()
+    run.process.send_signal(signal.SIGINT)
+    code, text = finish(run)
+    assert code == 130, text
