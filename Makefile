@@ -1,7 +1,7 @@
 # The verbs of this project; `make` alone lists them. Each does its own set-up on a fresh machine:
 # missing system packages (as root), a virtual environment in .venv, the build.
 #
-#   make test ARGS='-k signal'      more arguments for pytest or the benchmark
+#   make test ARGS='-k signal'      more arguments for pytest, the benchmark or the example
 #   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 
@@ -29,14 +29,17 @@ help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
-	@$(NEED) cxx headers clang clang-rt doctest cc spin
+	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
-train: build $(VENV)/.with-examples ## train a small network on three processes
-	python examples/train_by_hand.py
+train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on digits: two workers, one server
+	@mkdir -p build
+	tensorwire run --workers 2 --servers 1 examples/digits_cnn.py \
+	  --report build/report.json --checkpoint build/digits.pt $(ARGS)
 
 test: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the Python tests
+	@$(NEED) ?ip
 	pytest $(ARGS)
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan

@@ -20,6 +20,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     clang-rt) find "$(clang++ -print-resource-dir)/lib" -name 'libclang_rt.fuzzer*' | grep . ;;
     doctest) echo '#include <doctest/doctest.h>' | c++ -E -xc++ - ;;
     spin) command -v spin ;;
+    ip) command -v ip ;;
     *) echo "need.sh: unknown need: $1" >&2; exit 2 ;;
   esac >/dev/null 2>&1
 }
@@ -36,6 +37,7 @@ packages() {
     clang-rt) echo "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ;;
     doctest) echo doctest-dev ;;
     spin) echo spin ;;
+    ip) echo iproute2 ;;
   esac
 }
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hosts import Host, enter
+
 from tensorwire.testing import Channel, Member, PeerGroup
 
 PATIENCE_S = 30.0
@@ -44,7 +46,8 @@ class Team:
     def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """What `case(job, *args)` returns in each worker of a job that ends in good order.
 
-        Options: workers (2; 0: one process without a server), servers (1), slices, transports.
+        Options: workers (2; 0: one process without a server), servers (1), slices, transports,
+        hosts (of `hosts.two_hosts()`: servers and workers take turns on them).
         """
         outcomes, codes = self._run(case, args, **options)
         for outcome in outcomes:
@@ -101,6 +104,7 @@ class Team:
         servers: int = 1,
         slices: int | None = None,
         transports: Sequence[str] | None = None,
+        hosts: Sequence[Host] = (),
     ) -> tuple[list[Any], list[int]]:
         options = {"slices": slices, "transports": transports}
         environment = {}
@@ -111,7 +115,8 @@ class Team:
             addresses: list[str] = []
             secret = secrets.token_hex(32)
             for index, server in enumerate(self._servers[:servers]):
-                server.send((index, workers, addresses, secret))
+                host = hosts[index % len(hosts)] if hosts else None
+                server.send((index, workers, addresses, secret, host))
                 addresses.append(server.recv(PATIENCE_S))
             environment = {
                 "TENSORWIRE_WORKERS": str(workers),
@@ -121,7 +126,14 @@ class Team:
         for rank in range(workers or 1):
             if workers:
                 environment = {**environment, "TENSORWIRE_RANK": str(rank)}
-            call = case.__module__, case.__name__, tuple(args), environment, options
+            host = hosts[rank % len(hosts)] if hosts else None
+            call = (
+                case.__module__,
+                case.__name__,
+                tuple(args),
+                environment,
+                {**options, "host": host},
+            )
             self._workers[rank].send(call)
         outcomes = [
             pickle.loads(self._workers[rank].recv(PATIENCE_S)) for rank in range(workers or 1)
@@ -166,12 +178,14 @@ def _work(channel: Channel) -> None:
         job = None
         try:
             case = getattr(importlib.import_module(module), name)
-            if options is not None:
-                job = tw.init(**options)
-                case = functools.partial(case, job)
-            result = case(*args)
-            if job is not None:
-                job.close()
+            host = options.pop("host") if options is not None else None
+            with enter(host.path) if host else contextlib.nullcontext():
+                if options is not None:
+                    job = tw.init(**options)
+                    case = functools.partial(case, job)
+                result = case(*args)
+                if job is not None:
+                    job.close()
         except BaseException as error:
             if job is not None:
                 job._leave(goodbye=False)
@@ -187,7 +201,7 @@ def _serve(channel: Channel) -> None:
 
     while True:
         try:
-            index, workers, before, secret = channel.recv(None)
+            index, workers, before, secret, host = channel.recv(None)
         except EOFError:
             return
         os.environ["TENSORWIRE_SECRET"] = secret
@@ -196,6 +210,8 @@ def _serve(channel: Channel) -> None:
             thread = threading.Thread(target=lambda: channel.send(lines.readline().strip()))
             thread.start()
             options = [f"--index={index}", f"--workers={workers}", f"--servers={','.join(before)}"]
-            code = server.main([*options, f"--address-fd={writer}"])
+            options += [f"--listen={host.address}:0"] if host else []
+            with enter(host.path) if host else contextlib.nullcontext():
+                code = server.main([*options, f"--address-fd={writer}"])
             thread.join()
         channel.send(code)

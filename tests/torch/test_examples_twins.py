@@ -136,15 +136,22 @@ def test_transformer_learns(run: Callable[..., str]) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_readme_example(run: Callable[..., str], repository: Path, tmp_path: Path) -> None:
-    """The example at the top of the README runs as it stands, alone and with two workers."""
-    (block,) = FENCE.findall((repository / "README.md").read_text())
-    assert len(block.splitlines()) <= 20
-    program = tmp_path / "train.py"
-    program.write_text(block)
-    run(None, str(program))
-    before = dict(tensors(torch.load(tmp_path / "checkpoint", weights_only=True)))
-    printed = run("--workers 2", str(program))
-    after = dict(tensors(torch.load(tmp_path / "checkpoint", weights_only=True)))
-    assert before.keys() == after.keys()
-    assert "[worker 0] epoch 10/10: " in printed
+@pytest.mark.parametrize("launch", [None, "--workers 2"])
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_pages(
+    run: Callable[..., str], repository: Path, tmp_path: Path, page: str, launch: str | None
+) -> None:
+    """The `py` blocks of a page are one program, which runs as it stands."""
+    text = (repository / page).read_text()
+    found = list(FENCE.finditer(text))
+    assert len(found) == 1 if page == "README.md" else len(found) > 5
+    # Each block moved to its line, so that a traceback names the page's.
+    moved = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+    program = tmp_path / "page.py"
+    program.write_text("".join(f"exec(compile({block!r}, {page!r}, 'exec'))\n" for block in moved))
+    printed = run(launch, str(program))
+    epochs = 10 if page == "README.md" else 3
+    assert f"epoch {epochs}/{epochs}: " in printed
+    saved = torch.load(tmp_path / "checkpoint", weights_only=True)
+    assert {"model", "optimizer"} <= set(saved)
+    assert saved["tensorwire"]["epoch"] == epochs - 1

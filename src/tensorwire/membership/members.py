@@ -126,7 +126,8 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        node = Node(worker_name(place.rank), listen=_listen(place.servers[0]))
+        # Nobody connects to a worker, so it is not seen on the network.
+        node = Node(worker_name(place.rank), listen="127.0.0.1:0")
         try:
             peers = []
             for index, address in enumerate(place.servers):
@@ -243,8 +244,3 @@ class ServerMember:
             time.sleep(0.01)
         return True
 
-
-def _listen(server: str) -> str:
-    """A worker listens on loopback if that is how it sees the servers, else everywhere."""
-    host = server.rpartition(":")[0].strip("[]")
-    return "127.0.0.1:0" if host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0:0"

@@ -99,7 +99,7 @@ class Server:
             if any(value <= word < GOODBYE for word in words) and any(w >= GOODBYE for w in words):
                 rank = next(rank for rank, word in enumerate(words) if word >= GOODBYE)
                 raise DisagreementError(f"worker {rank} has left while others make an optimizer")
-            late = next(word for word in self.member.words if word.value < value)
+            late = self.member.words[next(i for i, seen in enumerate(words) if seen < value)]
             try:
                 late.wait_until(value, 0.25)
             except TimeoutError:
@@ -396,13 +396,12 @@ class _Chunks:
             if self._bytes < _CHUNK_BYTES:
                 return
             ready = self._take()
-            # Inside the lock: one thread at a time hands over to the transports.
-            self._write(ready)
+        self._write(ready)
 
     def finish(self) -> list[Transfer]:
-        with self._lock:
-            self._write(self._take())
-            return self._sent
+        """Sends the rest; all transfers."""
+        self._write(self._take())
+        return self._sent
 
     def _take(self) -> list[tuple[int, int]]:
         ready, self._ready, self._bytes = sorted(self._ready), [], 0

@@ -34,7 +34,8 @@ def path_of(optimizer: torch.optim.Optimizer) -> str:
     Raises:
         UnavailableError: its arithmetic is not known here.
     """
-    kind = kind_of(type(optimizer))
+    cls = type(optimizer)
+    kind = kind_of(getattr(cls, "_plain_class", cls))  # of a distributed one: the user's class
     groups = optimizer.param_groups
     if kind == "SGD":
         states = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []

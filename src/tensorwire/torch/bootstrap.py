@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import select
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -28,11 +29,11 @@ def find_place() -> Place:
         UnavailableError: a server did not start.
     """
     place = Place.from_environment()
-    if place is not None:
+    if place is not None and place.servers:
         return place
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _under_torchrun()
-    return Place()
+    return place or Place()
 
 
 def _under_torchrun() -> Place:
@@ -58,13 +59,24 @@ def _under_torchrun() -> Place:
     addresses: list[str] = []
     for index in range(hosts):
         if first and index == host:
-            store.set(f"server/{index}", start_server(index, size, addresses, hosts > 1))
+            here = _address_towards(environ["MASTER_ADDR"]) if hosts > 1 else "127.0.0.1"
+            store.set(f"server/{index}", start_server(index, size, addresses, here))
         addresses.append(store.get(f"server/{index}").decode())
     slices = int(environ.get("TENSORWIRE_SLICES", str(size)))
     return Place(rank, size, tuple(addresses), slices)
 
 
-def start_server(index: int, workers: int, before: list[str], everywhere: bool) -> str:
+def _address_towards(host: str) -> str:
+    """This host's own address on the way to another one; nothing is sent."""
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address = str(probe.getsockname()[0])
+    return f"[{address}]" if ":" in address else address
+
+
+def start_server(index: int, workers: int, before: list[str], listen: str = "127.0.0.1") -> str:
     """Starts a server that ends with this process; returns its address.
 
     Raises:
@@ -73,7 +85,7 @@ def start_server(index: int, workers: int, before: list[str], everywhere: bool) 
     reader, writer = os.pipe()
     command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
     command += [f"--workers={workers}", f"--servers={','.join(before)}"]
-    command += [f"--listen={'0.0.0.0:0' if everywhere else '127.0.0.1:0'}"]
+    command += [f"--listen={listen}:0"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
     with open(reader) as channel:
         try:

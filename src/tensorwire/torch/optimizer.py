@@ -187,7 +187,8 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
     step = torch.optim.Optimizer.profile_hook_step(DistributedMixin.step)
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"step": step})
+    added = {"step": step, "_plain_class": cls}
+    optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), added)
 
 
 class Exchange:
