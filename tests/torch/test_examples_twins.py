@@ -90,7 +90,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
-    """The main job; and the same bits from one process, two servers, another transport."""
+    """The main job."""
     pytest.importorskip("sklearn")
     printed = run("--workers 2", "digits_cnn")
     assert "[worker 0] epoch 15/15: " in printed
@@ -107,12 +107,15 @@ def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
         report["seconds_per_step"]
     )
 
+
+def test_digits_same_bits(run: Callable[..., str], tmp_path: Path) -> None:
+    """From two processes and from one, with two servers, over another transport."""
+    pytest.importorskip("sklearn")
     saved = []
     for launch in (
         "--workers 2",
         "--workers 1 --slices 2",
-        "--workers 2 --servers 2",
-        "--workers 2 --transports tcp",
+        "--workers 2 --servers 2 --transports tcp",
     ):
         printed = run(launch, "digits_cnn", "--epochs=2", "--min-accuracy=0.9")
         assert ("tcp" if "tcp" in launch else "shm") in printed
@@ -124,7 +127,7 @@ def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
 
 def test_digits_that_learn_too_little_fail(run: Callable[..., str]) -> None:
     pytest.importorskip("sklearn")
-    printed = run("--workers 1", "digits_cnn", "--epochs=1", "--min-accuracy=1", code=1)
+    printed = run(None, "digits_cnn", "--epochs=1", "--min-accuracy=1", code=1)
     assert "is below 1.0" in printed
 
 
@@ -136,8 +139,14 @@ def test_transformer_learns(run: Callable[..., str]) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("launch", [None, "--workers 2"])
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+@pytest.mark.parametrize(
+    ("page", "launch"),
+    [
+        ("README.md", "--workers 2"),
+        ("docs/training.md", None),
+        ("docs/training.md", "--workers 2"),
+    ],
+)
 def test_pages(
     run: Callable[..., str], repository: Path, tmp_path: Path, page: str, launch: str | None
 ) -> None:

@@ -7,6 +7,8 @@ plain torch on the samples of all workers, computed in the same process.
 import copy
 import io
 import pickle
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,9 +139,7 @@ def test_zero_grad_withdraws(team: Team, transports: list[str] | None) -> None:
 def synchronizing(job: tw.Job, way: str) -> str:
     model, twin = net(), net()
     limit = 0.05
-    opt = tw.DistributedOptimizer(
-        sgd(model), model, max_norm=limit if way == "max_norm" else None
-    )
+    opt = tw.DistributedOptimizer(sgd(model), model, max_norm=limit if way == "max_norm" else None)
     plain = sgd(twin)
     for step in range(STEPS):
         loss(model, batch(step, job.rank)).backward()
@@ -403,13 +403,12 @@ def hooked(job: tw.Job, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_hooks_and_checkpoints(
-    team: Team, transports: list[str] | None, reentrant: bool
-) -> None:
+def test_hooks_and_checkpoints(team: Team, transports: list[str] | None, reentrant: bool) -> None:
     team.run(hooked, reentrant, transports=transports)
 
 
 def compiled(job: tw.Job) -> None:
+    warnings.simplefilter("ignore")  # torch's compiler warns of torch
     model, twin = net(), net()
     fast = torch.compile(model)
     opt, plain = tw.DistributedOptimizer(sgd(model), fast), sgd(twin)
@@ -420,11 +419,11 @@ def compiled(job: tw.Job) -> None:
         mean_gradients(twin, step, lambda model, x: model(x).square().mean())
         plain.step()
         plain.zero_grad()
+    warnings.simplefilter("error")
     same(model, twin)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")
 def test_a_compiled_model(team: Team) -> None:
     team.run(compiled)
 
@@ -464,9 +463,7 @@ def two_optimizers(job: tw.Job, whole: bool) -> str:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole model"])
-def test_two_optimizers_as_in_a_gan(
-    team: Team, transports: list[str] | None, whole: bool
-) -> None:
+def test_two_optimizers_as_in_a_gan(team: Team, transports: list[str] | None, whole: bool) -> None:
     """Named for a bug: an optimizer of a part took the other part too, as if frozen."""
     first, second = team.run(two_optimizers, whole, transports=transports)
     assert first == second
@@ -533,7 +530,7 @@ def adding_a_group(job: tw.Job, make: Callable[..., Any]) -> str:
             plain.add_param_group({"params": twin.extra.parameters(), "lr": 0.3})
         loss(model, batch(step, job.rank)).backward()
         opt.step()
-        opt.zero_grad()
+        model.zero_grad()
         mean_gradients(twin, step)
         plain.step()
         twin.zero_grad()
@@ -820,8 +817,6 @@ def behind(job: tw.Job) -> None:
 
     The pause only makes it likely that a fault shows; nothing depends on its length.
     """
-    import time
-
     model = net()
     opt = tw.DistributedOptimizer(adamw(model), model)
     for step in range(6):

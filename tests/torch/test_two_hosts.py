@@ -67,6 +67,8 @@ print("done", job.rank, job.size, len(servers), float(model.weight.sum()), flush
         for agent in agents:
             agent.kill()
     text = "\n".join(outputs)
-    lines = [line.split() for out in outputs for line in out.splitlines() if line.startswith("done ")]
+    lines = [
+        line.split() for out in outputs for line in out.splitlines() if line.startswith("done ")
+    ]
     assert sorted(line[1:4] for line in lines) == [["0", "2", "2"], ["1", "2", "2"]], text
     assert lines[0][4] == lines[1][4]

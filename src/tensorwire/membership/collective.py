@@ -30,6 +30,12 @@ class CollectiveServer:
     def __init__(self, member: ServerMember) -> None:
         self._member = member
         self._inbox = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
+        self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
+
+    def is_waiting(self, rank: int) -> bool:
+        """This worker is in a call that not all others have reached."""
+        calls = [word.value for word in self._words]
+        return calls[rank] > min(calls)
 
     def start(self) -> None:
         """Begins to serve; after the workers have connected."""
@@ -42,7 +48,7 @@ class CollectiveServer:
                 blocks = []
                 for rank in range(member.count):
                     block = self._inbox[_BLOCK * rank : _BLOCK * (rank + 1)]
-                    block.word(0).wait_until(number, peer=member.workers[rank])
+                    self._words[rank].wait_until(number, peer=member.workers[rank])
                     blocks.append(block[_HEAD:].array("float64"))
                 used = {int(block[0]) for block in blocks}
                 size = min(used)

@@ -243,4 +243,3 @@ class ServerMember:
                 return False
             time.sleep(0.01)
         return True
-

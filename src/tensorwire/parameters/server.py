@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import GOODBYE, ServerMember, why_lost
+from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
 from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
@@ -48,14 +48,20 @@ class Server:
         member: this server, gathered.
         make_apply: makes the arithmetic for a Spec's optimizer; ValueError if it cannot.
         threads: for each store's arithmetic.
+        collective: on server 0, to tell who waits there.
     """
 
     def __init__(
-        self, member: ServerMember, make_apply: Callable[[str], Apply], threads: int = 1
+        self,
+        member: ServerMember,
+        make_apply: Callable[[str], Apply],
+        threads: int = 1,
+        collective: CollectiveServer | None = None,
     ) -> None:
         self.member = member
         self.make_apply = make_apply
         self.threads = threads
+        self.collective = collective
         self._stores: list[StoreServer] = []
         self._failure: BaseException | None = None
         self._wake = threading.Event()
@@ -325,7 +331,12 @@ class StoreServer:
     def _wait_commit(self, region: Region, version: int, rank: int) -> None:
         peer = self._member.workers[rank]
         try:
-            region.word(0).wait_until(version, peer=peer)
+            while True:
+                try:
+                    region.word(0).wait_until(version, 1.0, peer=peer)
+                    return
+                except TimeoutError:
+                    self._check_deadlock(version, rank)
         except PeerLostError as error:
             if self._member.has_left(rank):
                 self._await_goodbyes(version)
@@ -336,6 +347,22 @@ class StoreServer:
             raise PeerLostError(
                 f"{self._member.name_of(peer)} was lost: {why_lost(peer)}"
             ) from error
+
+    def _check_deadlock(self, version: int, rank: int) -> None:
+        """Some wait in step() for a worker that waits for them in another call."""
+        stepped = [r.word(0).value >= version for r in self._commits]
+        if not any(stepped):
+            return
+        other = self._workers[stepped.index(True)]
+        words = [word.value for word in self._member.words]
+        where = None
+        if words[other] < words[rank] < GOODBYE:
+            where = "makes another optimizer or changes its parameter groups"
+        collective = self._server.collective
+        if collective and collective.is_waiting(rank):
+            where = "calls mean() or barrier()"
+        if where:
+            raise DisagreementError(f"worker {rank} {where} while worker {other} calls step()")
 
     def _await_goodbyes(self, version: int) -> None:
         """One worker has left: returns when another wants a version that can never be made."""

@@ -173,6 +173,9 @@ def _sgd(
     states: list[torch.Tensor],
 ) -> None:
     lr, momentum, dampening, decay, nesterov, maximize = hyper
+    if master.element_size() < 4:
+        _sgd_by_parts(hyper, count, master, gradient, states)
+        return
     torch._fused_sgd_(
         [master],
         [gradient],
@@ -185,6 +188,29 @@ def _sgd(
         maximize=bool(maximize),
         is_first_step=count == 1,
     )
+
+
+def _sgd_by_parts(
+    hyper: list[float],
+    count: int,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: list[torch.Tensor],
+) -> None:
+    """For 16 bits, where torch 2.13's fused kernel leaves parameters with momentum as they are."""
+    lr, momentum, dampening, decay, nesterov, maximize = hyper
+    if maximize:
+        gradient = -gradient
+    if decay:
+        gradient = gradient.add(master, alpha=decay)
+    if momentum:
+        (buffer,) = states
+        if count == 1:
+            buffer.copy_(gradient)
+        else:
+            buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
+        gradient = gradient.add(buffer, alpha=momentum) if nesterov else buffer
+    master.add_(gradient, alpha=-lr)
 
 
 def _adam(

@@ -19,6 +19,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.membership import Place
 
 _TIMEOUT_S = 120.0
+_servers: list[subprocess.Popen[bytes]] = []
 
 
 def find_place() -> Place:
@@ -66,6 +67,15 @@ def _under_torchrun() -> Place:
     return Place(rank, size, tuple(addresses), slices)
 
 
+def wait_for_servers(orderly: bool) -> None:
+    """Other workers may still need the server that this process started; it ends after them."""
+    while _servers:
+        process = _servers.pop()
+        if not orderly:
+            process.kill()
+        process.wait()
+
+
 def _address_towards(host: str) -> str:
     """This host's own address on the way to another one; nothing is sent."""
     found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -94,6 +104,7 @@ def start_server(index: int, workers: int, before: list[str], listen: str = "127
             os.close(writer)
         ready, _, _ = select.select([channel], [], [], _TIMEOUT_S)
         address = channel.readline().strip() if ready else ""
+    _servers.append(process)
     if not address:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

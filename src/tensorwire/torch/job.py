@@ -314,6 +314,7 @@ class Job:
             optimizer._tensorwire.close()
         if self._member is not None:
             self._member.close(goodbye)
+        bootstrap.wait_for_servers(goodbye)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:

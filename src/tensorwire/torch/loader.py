@@ -151,7 +151,8 @@ class Loader:
             batches.append(_Batch(order[start:stop], seed_of(job.seed, epoch, step, index, 0)))
             seeds.append(seed_of(job.seed, epoch, step, index, 1))
         self._batches.now = batches
-        job.expect_steps(len(self._steps) // self._accumulate)
+        if torch.is_grad_enabled():
+            job.expect_steps(len(self._steps) // self._accumulate)
         for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
             torch.default_generator.manual_seed(seed)
             if torch.is_grad_enabled():

@@ -651,7 +651,7 @@ class Exchange:
             if not self._apply.states or self._apply.states[0] != "momentum_buffer":
                 entry["step"] = torch.tensor(float(counts[i]))
             for name, array in arrays.items():
-                entry[_torch_name(name)] = tensor_at(array[place.start : place.end], parameter)
+                entry[name] = tensor_at(array[place.start : place.end], parameter)
             optimizer.state[parameter] = entry
         if self._apply.hyper[1] == "momentum":
             for entry in optimizer.state.values():
@@ -675,7 +675,7 @@ class Exchange:
                 for i in self.trained:
                     parameter, place = self.parameters[i], self.store.layout.places[i]
                     entry = state.get(parameter, {})
-                    value = entry.get(_torch_name(name))
+                    value = entry.get(name)
                     if value is not None:
                         tensor_at(array[place.start : place.end], parameter).copy_(value)
                 self.store.write_state(name, array)
@@ -694,10 +694,6 @@ class Exchange:
         self._hooks.clear()
         self._make_private()
         self.store.close()
-
-
-def _torch_name(state: str) -> str:
-    return state + "s" if state == "max_exp_avg_sq" else state
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Statistics:
         """See `Job.report`."""
         cores = [optimizer._tensorwire for optimizer in job.optimizers]
         steps = max(self.steps, 1)
-        exposed = sum(core.exposed_s + core.push_s for core in cores) / steps
+        exposed = sum((core.exposed_s + core.push_s) / max(core.steps, 1) for core in cores)
         whole = self.train_s / steps
         result = {
             "workers": job.size,
@@ -65,11 +65,11 @@ class Statistics:
             "steps": self.steps,
             "seconds_per_step": whole,
             "computation_s": max(whole - exposed, 0.0),
-            "hidden_communication_s": sum(core.hidden_s for core in cores) / steps,
+            "hidden_communication_s": sum(c.hidden_s / max(c.steps, 1) for c in cores),
             "exposed_communication_s": exposed,
             "server_work_s": self.server_work_s / steps,
             "server_wait_s": self.server_wait_s / steps,
-            "bytes_pushed_per_step": sum(core.store.bytes_pushed for core in cores) // steps,
+            "bytes_pushed_per_step": sum(c.bytes_in_steps // max(c.steps, 1) for c in cores),
             "bytes_of_parameters": sum(core.store.layout.size_bytes for core in cores),
             "paths": sorted({core.store.path for core in cores}),
             "last": dict(self.values),

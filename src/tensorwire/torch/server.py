@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             member.gather()
             if collective:
                 collective.start()
-            Server(member, TorchApply, threads).run()
+            Server(member, TorchApply, threads, collective).run()
     except (TensorwireError, ValueError, OSError) as error:
         print(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,486 @@
+"""Misuse ends with a clear error in every worker, also alone, and nobody hangs."""
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from team import Failure, Team
+from torch import nn
+
+import tensorwire.torch as tw
+
+Case = Callable[..., None]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def ready(job: tw.Job, **options: Any) -> tuple[Any, Any]:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, tw.DistributedOptimizer(opt, model, **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(3, 4)).square().mean().backward()
+
+
+# ---- the same alone and together
+
+CASES: dict[str, tuple[str, str]] = {}
+
+
+def case(kind: str, text: str) -> Callable[[Case], Case]:
+    """The function must raise an error of this kind whose message has this text."""
+
+    def add(function: Case) -> Case:
+        CASES[function.__name__] = kind, text
+        return function
+
+    return add
+
+
+@case("RuntimeError", "gradient of '0.bias' was changed after it had left")
+def gradient_changed(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    model[0].bias.grad.mul_(0.5)
+    opt.step()
+
+
+@case("RuntimeError", "gradient of '0.bias' was changed after it had left")
+def gradient_replaced(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    model[0].bias.grad = torch.zeros(6)
+    opt.step()
+
+
+@case("RuntimeError", "gradient of '0.weight' was changed after it had left")
+def clipped_by_torch(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    opt.step()
+
+
+@case("RuntimeError", "parameter '2.weight' was changed outside step()")
+def parameter_changed(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    with torch.no_grad():
+        model[2].weight.mul_(0.5)
+    opt.step()
+
+
+@case("RuntimeError", "parameter '0.weight' was changed outside step()")
+def parameters_loaded(job: tw.Job) -> None:
+    model, opt = ready(job)
+    model.load_state_dict(net().state_dict())
+    backward(model)
+    opt.step()
+
+
+@case("RuntimeError", "parameter '0.weight' was changed outside step()")
+def parameters_moved(job: tw.Job) -> None:
+    model, opt = ready(job)
+    model.double()
+    model(torch.ones(3, 4).double()).sum().backward()
+    opt.step()
+
+
+@case("ValueError", "step(closure)")
+def closure(job: tw.Job) -> None:
+    model, opt = ready(job)
+    opt.step(lambda: backward(model))
+
+
+@case("RuntimeError", "leave it before the last backward")
+def step_inside_accumulate(job: tw.Job) -> None:
+    model, opt = ready(job)
+    with opt.accumulate():
+        backward(model)
+        opt.step()
+
+
+@case("RuntimeError", "backward() after synchronize()")
+def backward_after_synchronize(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    opt.synchronize()
+    backward(model)
+
+
+@case("RuntimeError", "use dense gradients")
+def sparse(job: tw.Job) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tw.DistributedOptimizer(opt, model)
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+@case("UnavailableError", "RMSprop")
+def rmsprop(job: tw.Job) -> None:
+    model = net()
+    tw.DistributedOptimizer(torch.optim.RMSprop(model.parameters()), model)
+
+
+@case("UnavailableError", "Own")
+def subclass(job: tw.Job) -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = net()
+    tw.DistributedOptimizer(Own(model.parameters()), model)
+
+
+@case("TypeError", "Sequential")
+def no_optimizer(job: tw.Job) -> None:
+    model = net()
+    tw.DistributedOptimizer(model, model)  # type: ignore[arg-type]
+
+
+@case("UnavailableError", "'weight' is on meta")
+def on_a_device(job: tw.Job) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@case("ValueError", "complex64")
+def complex_numbers(job: tw.Job) -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@case("ValueError", "not dense")
+def overlapping(job: tw.Job) -> None:
+    model = nn.Linear(2, 2)
+    model.more = nn.Parameter(torch.ones(3).expand(4, 3))
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@case("RuntimeError", "distributed already")
+def twice(job: tw.Job) -> None:
+    model, opt = ready(job)
+    tw.DistributedOptimizer(opt, model)
+
+
+@case("ValueError", "'0.weight' is trained by another optimizer")
+def two_for_one(job: tw.Job) -> None:
+    model, _ = ready(job)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@case("ValueError", "is not the model's")
+def other_model(job: tw.Job) -> None:
+    tw.DistributedOptimizer(torch.optim.SGD(net().parameters()), net())
+
+
+@case("ValueError", "no parameter of the optimizer requires a gradient")
+def all_frozen(job: tw.Job) -> None:
+    model = net().requires_grad_(False)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@case("ValueError", "mode is 'sync'")
+def bad_mode(job: tw.Job) -> None:
+    ready(job, mode="fast")
+
+
+@case("ValueError", "buffers is 'broadcast'")
+def bad_buffers(job: tw.Job) -> None:
+    ready(job, buffers="sum")
+
+
+@case("ValueError", "max_norm is a positive number")
+def bad_max_norm(job: tw.Job) -> None:
+    ready(job, max_norm=0.0)
+
+
+@case("ValueError", "max_norm is a positive number")
+def bad_clip(job: tw.Job) -> None:
+    tw.clip_grad_norm_(ready(job)[1], -1.0)
+
+
+@case("ValueError", "clips all parameters")
+def clip_of_a_part(job: tw.Job) -> None:
+    model, _ = ready(job)
+    backward(model)
+    tw.clip_grad_norm_(model[0].parameters(), 1.0)
+
+
+@case("ValueError", "batch_size")
+def bad_batch_size(job: tw.Job) -> None:
+    job.loader([1, 2, 3], batch_size=0)  # type: ignore[arg-type]
+
+
+@case("ValueError", "each needs one")
+def too_few_samples(job: tw.Job) -> None:
+    job.loader([], batch_size=1)  # type: ignore[arg-type]
+
+
+@case("ValueError", "sampler= cannot be given")
+def own_sampler(job: tw.Job) -> None:
+    job.loader([1, 2, 3], batch_size=1, sampler=[0, 1])  # type: ignore[arg-type]
+
+
+@case("RuntimeError", "has joined a job already")
+def init_twice(job: tw.Job) -> None:
+    tw.init()
+
+
+@case("RuntimeError", "call tw.init() first")
+def after_close(job: tw.Job) -> None:
+    job.close()
+    ready(job)
+
+
+@case("RuntimeError", "edit it freely")
+def edit_of_another(job: tw.Job) -> None:
+    ready(job)
+    with tw.edit(net()):
+        pass
+
+
+@case("RuntimeError", "nothing to save")
+def save_nothing(job: tw.Job) -> None:
+    job.save("nowhere")
+
+
+@case("TypeError", "state_dict")
+def keep_anything(job: tw.Job) -> None:
+    job.keep(number=3)
+
+
+@case("ValueError", "weight")
+def bad_weight(job: tw.Job) -> None:
+    job.mean(1.0, weight=float("nan"))
+
+
+def check(failure: Failure, kind: str, text: str) -> None:
+    assert (failure.kind, text in failure.text) == (kind, True), failure.trace
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_misuse_alone(team: Team, name: str) -> None:
+    check(team.failure_alone(globals()[name]), *CASES[name])
+
+
+def all_cases(job: tw.Job) -> dict[str, Failure | None]:
+    """All in one job; the one that closes it comes last."""
+    outcomes: dict[str, Failure | None] = {}
+    for name in sorted(CASES, key=lambda name: name == "after_close"):
+        try:
+            outcomes[name] = globals()[name](job)
+        except Exception as error:
+            outcomes[name] = Failure(type(error).__name__, str(error), traceback.format_exc())
+        job.optimizers.clear()
+    return outcomes
+
+
+def test_misuse_together(team: Team, transports: list[str] | None) -> None:
+    for outcomes in team.run(all_cases, transports=transports):
+        for name, failure in outcomes.items():
+            assert failure is not None, f"{name}: no error"
+            check(failure, *CASES[name])
+
+
+def buffer_that_grows(job: tw.Job) -> None:
+    model = net()
+    model.register_buffer("cache", torch.zeros(3))
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+    backward(model)
+    model.cache = torch.zeros(4)
+    opt.step()
+
+
+def test_a_buffer_that_grows(team: Team) -> None:
+    """Worker 0 sends it and sees it; worker 1 hears of worker 0's end at least."""
+    first, second = team.failures(buffer_that_grows)
+    check(first, "RuntimeError", "'cache' was removed or has another shape")
+    assert "worker 0" in second.text
+
+
+# ---- workers that do not agree
+
+
+def other_shape(job: tw.Job) -> None:
+    model = nn.Linear(3, 2 + job.rank)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+def other_order(job: tw.Job) -> None:
+    """Named for a bug: weights with other strides were taken in the wrong order."""
+    model = nn.Conv2d(3, 3, 3)
+    if job.rank == 1:
+        model = model.to(memory_format=torch.channels_last)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+def other_frozen(job: tw.Job) -> None:
+    model = net()
+    model[0].bias.requires_grad_(job.rank == 0)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+
+
+def other_class(job: tw.Job) -> None:
+    model = net()
+    cls = torch.optim.SGD if job.rank else torch.optim.Adam
+    tw.DistributedOptimizer(cls(model.parameters()), model)
+
+
+def other_rate(job: tw.Job) -> None:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1 + job.rank)
+    opt = tw.DistributedOptimizer(opt, model)
+    backward(model)
+    opt.step()
+
+
+def other_call(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    if job.rank == 0:
+        opt.synchronize()
+    opt.step()
+
+
+def other_slices(job: tw.Job) -> None:
+    ready(job)
+
+
+def fewer_steps(job: tw.Job) -> None:
+    model, opt = ready(job)
+    for _ in range(2 + job.rank):
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+    if job.rank == 0:
+        job.close()
+        raise RuntimeError("every worker makes the same number of steps")
+
+
+def no_optimizer_here(job: tw.Job) -> None:
+    if job.rank == 0:
+        ready(job)
+    job.close()
+    raise RuntimeError("left while others make an optimizer")
+
+
+def raises(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    if job.rank == 1:
+        raise RuntimeError("worker 1 (of a user)")
+    opt.step()
+
+
+DISAGREEMENTS: dict[str, str] = {
+    "other_shape": "shape (2, 3)",
+    "other_order": "strides",
+    "other_frozen": "'0.bias'",
+    "other_class": "torch.optim.",
+    "other_rate": "hyper-parameters",
+    "other_call": "synchronize()",
+    "fewer_steps": "same number of steps",
+    "no_optimizer_here": "left while others make an optimizer",
+    "raises": "worker 1",
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_workers_that_disagree(team: Team, transports: list[str] | None, name: str) -> None:
+    for failure in team.failures(globals()[name], transports=transports):
+        assert DISAGREEMENTS[name] in failure.text, failure.trace
+
+
+# ---- several slices in one process
+
+
+def edit_between(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    opt.step()
+    with tw.edit(model):
+        pass
+
+
+def synchronize_slices(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    opt.synchronize()
+
+
+def load_between(job: tw.Job) -> None:
+    model, opt = ready(job)
+    backward(model)
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+
+
+def add_between(job: tw.Job) -> None:
+    model = net()
+    opt = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    tw.DistributedOptimizer(opt, model)
+    backward(model)
+    opt.step()
+    opt.add_param_group({"params": model[2].parameters()})
+
+
+def rate_between(job: tw.Job) -> None:
+    model, opt = ready(job)
+    for _ in job.my_slices:
+        backward(model)
+        opt.step()
+        opt.param_groups[0]["lr"] *= 0.5
+
+
+BETWEEN = {
+    "edit_between": "complete steps",
+    "load_between": "complete steps",
+    "add_between": "complete steps",
+    "synchronize_slices": "one slice per worker",
+    "rate_between": "hyper-parameters",
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_slices(team: Team, name: str) -> None:
+    """Named for a bug: edit() took the place of the step of the other slices."""
+    failure = team.failure_alone(globals()[name], slices=2)
+    assert BETWEEN[name] in failure.text, failure.trace
+
+
+# ---- before there is a job
+
+
+def before_init(rank: int) -> str:
+    try:
+        ready(None)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def slices_no_multiple(rank: int) -> str:
+    os.environ.update(
+        TENSORWIRE_RANK=str(rank), TENSORWIRE_WORKERS="2", TENSORWIRE_SERVERS="127.0.0.1:1"
+    )
+    try:
+        tw.init(slices=3)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_before_init(team: Team) -> None:
+    assert team.without_job(before_init) == ["call tw.init() first"] * 2
+
+
+def test_slices_are_a_multiple_of_the_workers(team: Team) -> None:
+    assert all("choose a multiple" in text for text in team.without_job(slices_no_multiple))
