@@ -23,7 +23,7 @@ from hosts import Host, enter
 
 from tensorwire.testing import Channel, Member, PeerGroup
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @dataclass

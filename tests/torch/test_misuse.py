@@ -1,6 +1,7 @@
 """Misuse ends with a clear error in every worker, also alone, and nobody hangs."""
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +373,25 @@ def no_optimizer_here(job: tw.Job) -> None:
     raise RuntimeError("left while others make an optimizer")
 
 
+def mean_for_step(job: tw.Job) -> None:
+    """The usual fault: one worker has fewer batches and goes on to the evaluation."""
+    model, opt = ready(job)
+    for _ in range(2 + job.rank):
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+    job.mean(1.0)
+
+
+def optimizer_for_step(job: tw.Job) -> None:
+    model, opt = ready(job)
+    if job.rank == 0:
+        other = net()
+        tw.DistributedOptimizer(torch.optim.SGD(other.parameters()), other)
+    backward(model)
+    opt.step()
+
+
 def raises(job: tw.Job) -> None:
     model, opt = ready(job)
     backward(model)
@@ -388,6 +408,8 @@ DISAGREEMENTS: dict[str, str] = {
     "other_rate": "hyper-parameters",
     "other_call": "synchronize()",
     "fewer_steps": "same number of steps",
+    "mean_for_step": "calls mean() or barrier() while",
+    "optimizer_for_step": "makes another optimizer",
     "no_optimizer_here": "left while others make an optimizer",
     "raises": "worker 1",
 }
@@ -400,6 +422,22 @@ def test_workers_that_disagree(team: Team, transports: list[str] | None, name: s
 
 
 # ---- several slices in one process
+
+
+def mean_between(job: tw.Job) -> float:
+    model, opt = ready(job)
+    for _ in job.my_slices:
+        backward(model)
+        opt.step()
+        if job.rank == 1:
+            time.sleep(1.3)  # longer than a server waits before it looks for a deadlock
+        result = job.mean(1.0)
+    return result
+
+
+def test_a_mean_between_slices_is_no_deadlock(team: Team) -> None:
+    """Named for a bug: a worker that waited for a slow one was taken for one that went astray."""
+    assert team.run(mean_between, slices=4) == [1.0, 1.0]
 
 
 def edit_between(job: tw.Job) -> None:

@@ -849,3 +849,65 @@ def closing(job: tw.Job) -> None:
 
 def test_parameters_stay_after_close(team: Team) -> None:
     team.run(closing)
+
+
+def freeze_and_unfreeze(job: tw.Job) -> list[list[float]]:
+    """A backbone is trained only from the fourth step on."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model[0].requires_grad_(False)
+    plain = torch.optim.Adam(model.parameters(), lr=0.1)
+    opt = tw.DistributedOptimizer(plain, model)
+    for step in range(6):
+        if step == 3:
+            with tw.edit(model):
+                model[0].requires_grad_(True)
+        x = torch.full((2, 4), 1.0 + job.my_slices[0], dtype=torch.float64)
+        model(x).pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.state_dict()["state"][2]["step"] == 6
+    assert opt.state_dict()["state"][0]["step"] == 3
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def test_unfreezing_inside_edit_replans(team: Team, transports: list[str] | None) -> None:
+    ours = team.run(freeze_and_unfreeze, transports=transports)
+    assert ours[0] == ours[1]
+    assert ours[0][0] != [0.5] * 12
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model[0].requires_grad_(False)
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(6):
+        if step == 3:
+            model[0].requires_grad_(True)
+        for value in (1.0, 2.0):
+            (model(torch.full((2, 4), value, dtype=torch.float64)).pow(2).sum() / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    for mine, theirs in zip(ours[0], model.parameters(), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(mine, dtype=torch.float64), theirs.flatten().detach()
+        )
+
+
+def unfreeze_silently(job: tw.Job) -> None:
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model.bias.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+
+
+def test_unfreezing_elsewhere_is_an_error(team: Team) -> None:
+    assert "'bias' was unfrozen" in team.failure_alone(unfreeze_silently).text
+    for failure in team.failures(unfreeze_silently):
+        assert "'bias' was unfrozen" in failure.text

@@ -120,6 +120,8 @@ class Spec:
         for number, what in ((self.groups, "groups"), (self.slices, "slices")):
             if not isinstance(number, int) or not 1 <= number <= 1 << 16:
                 raise ValueError(f"a store has 1 to 65536 {what}, not {number!r}")
+        if not isinstance(self.optimizer, str):
+            raise ValueError(f"an optimizer is named by text, not {self.optimizer!r}")
         names = set()
         for tensor in self.tensors:
             if tensor.dtype not in _ITEM_BYTES:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-APPLY, REDUCE, PUBLISH = 1, 2, 3
+APPLY, REDUCE, PUBLISH, RELEASE = 1, 2, 3, 4
 """Operations: reduce and apply; reduce only, the result stays in slot 0; slot 0's values become the
-parameters."""
+parameters; the store is not needed any more."""
 
 REDUCED = 1
 """Flag of APPLY and REDUCE: slot 0 holds the reduced gradient already."""
@@ -30,6 +30,7 @@ OPERATION_NAMES = {
     APPLY: "step()",
     REDUCE: "synchronize() or clip_grad_norm_()",
     PUBLISH: "the publication of parameters (creation, edit() or load)",
+    RELEASE: "the end of a store (add_param_group() or edit())",
 }
 
 _COMMIT = np.dtype(

@@ -25,6 +25,7 @@ from .apply import Apply
 from .layout import Layout, Share, Spec
 from .messages import (
     POISON,
+    RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
     Bytes,
@@ -138,6 +139,16 @@ class StoreServer:
     def start(self) -> None:
         """Opens the store and begins to serve it."""
         self._thread.start()
+
+    def _free(self) -> None:
+        """All workers have released the store."""
+        self._poisoned = True  # nobody waits for it
+        self.close()
+        self._shard = None
+        self._views.clear()
+        self._results.clear()
+        for region in self._regions:
+            region.free()
 
     def close(self) -> None:
         """Frees everything; after the workers have left or were told of the failure."""
@@ -294,7 +305,9 @@ class StoreServer:
         try:
             self._open()
             for version in count(2):
-                self._advance(version)
+                if not self._advance(version):
+                    self._free()
+                    return
         except BaseException as error:
             if self._closing or self._all_left():
                 return
@@ -305,7 +318,8 @@ class StoreServer:
     def _all_left(self) -> bool:
         return all(self._member.has_left(rank) for rank in range(self._member.count))
 
-    def _advance(self, version: int) -> None:
+    def _advance(self, version: int) -> bool:
+        """Makes a version; False when it was the last."""
         spec, started = self._spec, 0.0
         commits = []
         for index, region in enumerate(self._commits):
@@ -327,6 +341,7 @@ class StoreServer:
         result = Result(version, finite, norm, complete - started, done - complete).to_bytes()
         sent = [self._send(region, result, version) for region in self._results.values()]
         wait_all(sent)
+        return commits[0].operation != RELEASE
 
     def _wait_commit(self, region: Region, version: int, rank: int) -> None:
         peer = self._member.workers[rank]
@@ -350,10 +365,12 @@ class StoreServer:
 
     def _check_deadlock(self, version: int, rank: int) -> None:
         """Some wait in step() for a worker that waits for them in another call."""
-        stepped = [r.word(0).value >= version for r in self._commits]
-        if not any(stepped):
-            return
-        other = self._workers[stepped.index(True)]
+        pairs = list(zip(self._workers, self._commits, strict=True))
+        late = {worker for worker, commit in pairs if commit.word(0).value < version}
+        stepped = [worker for worker in self._workers if worker not in late]
+        if not stepped:
+            return  # who has more slices to compute may call anything between them
+        other = stepped[0]
         words = [word.value for word in self._member.words]
         where = None
         if words[other] < words[rank] < GOODBYE:

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from .apply import Apply, Tile
 from .layout import Cell, Share
-from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, WANT_NORM, Bytes, Commit
+from .messages import (
+    APPLY,
+    CHECK_FINITE,
+    PUBLISH,
+    REDUCE,
+    REDUCED,
+    RELEASE,
+    WANT_NORM,
+    Bytes,
+    Commit,
+)
 
 # A pool costs some tens of microseconds: not for a few cells.
 _MIN_CELLS_PER_THREAD = 4
@@ -183,6 +193,8 @@ class Shard:
             Whether the gradient was finite (True where nobody asked), and its norm (nan likewise).
         """
         head = commits[0]
+        if head.operation == RELEASE:
+            return True, math.nan
         if head.operation == PUBLISH:
             self.publish()
             if placed:

@@ -7,6 +7,7 @@ that is alone. Both have the same methods and the same bits.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from .apply import Apply
 from .layout import Layout, Spec
 from .messages import (
     POISON,
+    RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
     Bytes,
@@ -83,6 +85,9 @@ class Store(Protocol):
 
     def reason(self) -> str:
         """Why the job has failed, as a server told it; "" if none did."""
+
+    def release(self) -> None:
+        """The servers free it too; all workers call it."""
 
     def close(self) -> None:
         """Lets go; idempotent."""
@@ -165,6 +170,10 @@ class LocalStore:
         """See `Store`."""
         return ""
 
+    def release(self) -> None:
+        """See `Store`."""
+        self.close()
+
     def close(self) -> None:
         """See `Store`."""
         self._shard.close()
@@ -198,6 +207,7 @@ class RemoteStore:
         text = json.dumps({"home": home, "spec": spec.to_json().decode()}).encode()
         self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
         self._spec.array()[:] = np.frombuffer(text, np.uint8)
+        self._regions = [self._result, self._spec, *filter(None, [own_view])]
         self._version = 1
         member.tell(number + 1)
         self._wait_results(1)
@@ -374,8 +384,21 @@ class RemoteStore:
             region = peer.region(self._name("counts"))
             self._do(peer, region[: counts.nbytes].write, counts).wait()
 
+    def release(self) -> None:
+        """See `Store`."""
+        spec = self.layout.spec
+        hyper = np.zeros((spec.groups, len(spec.hyper)))
+        present = np.zeros(len(spec.tensors), np.uint8)
+        version = self._version + 1
+        for index in self._mine():
+            self.commit(index, Commit(version, RELEASE, 0, 1.0, math.inf, 1.0, hyper, present))
+        self.wait()
+        self.close()
+
     def close(self) -> None:
         """See `Store`."""
+        for region in self._regions:
+            region.free()
 
 
 def _zeros(size: int) -> Bytes:

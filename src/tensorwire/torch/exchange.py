@@ -1,0 +1,573 @@
+"""The parameters of one optimizer in a store, and the protocol of its steps.
+
+What `DistributedOptimizer` does behind the user's optimizer: it declares and places the tensors,
+sends gradients from hooks, commits, and adopts versions. It knows stores, and no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import (
+    APPLY,
+    CHECK_FINITE,
+    ITEM_BYTES,
+    PUBLISH,
+    REDUCE,
+    REDUCED,
+    WANT_NORM,
+    Commit,
+    LocalStore,
+    Result,
+    Spec,
+    Store,
+    TensorSpec,
+)
+
+from .apply import TorchApply, hyper_of, path_of
+from .buffers import Buffers
+from .views import flat_bytes, memory_format_of, tensor_at
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+class Exchange:
+    """Of one optimizer; one thread at a time, but backward may be another."""
+
+    def __init__(
+        self,
+        job: Job,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        max_norm: float | None,
+        buffers: str,
+    ) -> None:
+        self.job = job
+        self.optimizer = optimizer
+        self.model = model
+        self.max_norm = math.inf if max_norm is None else float(max_norm)
+        self.accumulating = False
+        self.last_norm = math.nan
+        self.steps = 0
+        self.exposed_s = 0.0
+        self.push_s = 0.0
+        self.hidden_s = 0.0
+        self.bytes_in_steps = 0
+        self._first_push = 0.0
+        self._buffers_kind = buffers
+        self._hooks: list[Any] = []
+        self._samples_seen = 0
+        self._turn = 0  # which of this worker's slices is being computed
+        self._open()
+        self._publish()
+        self.load_state()
+
+    # ---- planning
+
+    def _open(self) -> None:
+        self._names = names = {id(p): name for name, p in self.model.named_parameters()}
+        self.parameters: list[nn.Parameter] = []
+        tensors: list[TensorSpec] = []
+        seen: set[int] = set()
+        cores = [optimizer._tensorwire for optimizer in self.job.optimizers]
+        others = [core for core in cores if core is not self]
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} in group {index} of the "
+                        "optimizer is not the model's; give the model that has all of them"
+                    )
+                for other in others:
+                    other.release(parameter)
+                kind = "trained" if parameter.requires_grad else "constant"
+                tensors.append(self._declare(parameter, kind, index))
+                self.parameters.append(parameter)
+                seen.add(id(parameter))
+        self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
+        for parameter in self.model.parameters():
+            if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
+                tensors.append(self._declare(parameter, "constant", 0))
+                self.parameters.append(parameter)
+        self.trained = [i for i, tensor in enumerate(tensors) if tensor.kind == "trained"]
+        if not self.trained:
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        self.buffers = Buffers(
+            self.model, self._buffers_kind, len(tensors), self.job.my_slices, self.job.slices
+        )
+        tensors += self.buffers.specs()
+        self._apply = TorchApply(path_of(self.optimizer))
+        groups = len(self.optimizer.param_groups)
+        path, hyper = path_of(self.optimizer), self._apply.hyper
+        spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors))
+        spec.check()
+        self.store: Store = self.job.open_store(spec, self._apply)
+        self._version = 1
+        self._local_slots = self._find_local_slots()
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._held = dict(enumerate(self.parameters))
+        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
+        self._scaled = 1.0
+        self._reduced = False
+        self._next_max_norm = math.inf
+        self._present = np.ones(len(tensors), np.uint8)
+        for i in self.trained:
+            hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(hook)
+
+    def _find_local_slots(self) -> list[list[torch.Tensor]]:
+        """Alone: every parameter's gradient in every slot; else nothing."""
+        store = self.store
+        if not isinstance(store, LocalStore):
+            return []
+        places = store.layout.places[: len(self.parameters)]
+        pairs = list(zip(places, self.parameters, strict=True))
+        slots = [store.slot(i) for i in self.job.my_slices]
+        return [[tensor_at(slot[at.start : at.end], p) for at, p in pairs] for slot in slots]
+
+    def _declare(self, parameter: nn.Parameter, kind: str, group: int) -> TensorSpec:
+        name = self._names[id(parameter)]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.device.type != "cpu":
+            raise UnavailableError(
+                f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
+                "distributed so far"
+            )
+        if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
+            raise ValueError(
+                f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
+                "distributed"
+            )
+        strides = memory_format_of(parameter)
+        if not parameter.is_contiguous():
+            name = f"{name}, strides {strides}"  # a worker with another order must not agree
+        return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """It lies in this store."""
+        return any(parameter is held for held in self._held.values())
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Another optimizer of the same model takes a parameter that does not change here."""
+        index = self._index.get(id(parameter))
+        if index in self.trained:
+            raise ValueError(f"parameter {self._name(index)} is trained by another optimizer")
+        if index is not None:
+            self._held.pop(index, None)
+
+    @property
+    def between_slices(self) -> bool:
+        """Some slices of this worker's step are computed, others not."""
+        return self._turn != 0
+
+    def between_steps(self, what: str) -> None:
+        """Raises RuntimeError between slices."""
+        if self._turn:
+            raise RuntimeError(
+                f"{what} after slice {self._turn} of {len(self.job.my_slices)} that this worker "
+                "computes in turn; only complete steps have a version"
+            )
+
+    def replan(self, state: dict[str, Any]) -> None:
+        """After the optimizer got another group: all tensors into a new store."""
+        self._check_parameters()
+        self.withdraw()
+        self._make_private()
+        self._move(state)
+
+    def _move(self, state: dict[str, Any]) -> None:
+        """Private parameters into a new store, planned anew."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        old = self.store
+        self._open()
+        self._publish()
+        old.release()
+        self._fill_state(state)
+        self.load_state()
+
+    def _fill_state(self, state: dict[str, Any]) -> None:
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, entry in state["state"].items():
+            self.optimizer.state[ordered[index]] = entry
+
+    # ---- versions
+
+    def _publish(self) -> None:
+        """Worker 0's parameters and buffers become everybody's."""
+        if self.job.rank == 0:
+            kept = [flat_bytes(parameter.detach()) for parameter in self.parameters]
+            kept += [self.buffers.bytes_of(tensor) for tensor in self.buffers.tensors]
+            for index, data in enumerate(kept):
+                if data.nbytes:
+                    self.store.push(self.job.my_slices[0], index, data)
+        self._commit_all(PUBLISH)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Lets the parameters be the store's memory."""
+        places = self.store.layout.places
+        for index, parameter in self._held.items():
+            place = places[index]
+            parameter.data = tensor_at(self.store.view[place.start : place.end], parameter)
+        self.buffers.take(self.store, published=True)
+        self.buffers.remember()
+        self._remember()
+        self._bytes_before = self.store.bytes_pushed
+
+    def _remember(self) -> None:
+        self._versions = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
+
+    def _make_private(self) -> None:
+        for parameter in self._held.values():
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def _commit_all(self, operation: int, flags: int = 0) -> Result:
+        for slice_index in self.job.my_slices:
+            self._commit(slice_index, operation, flags, 1.0)
+        return self._wait()
+
+    def _commit(self, slice_index: int, operation: int, flags: int, weight: float) -> None:
+        # Clipping is for steps; a reduction tells the norm that there was.
+        limit = min(self.max_norm, self._next_max_norm)
+        max_norm = limit if operation == APPLY else math.inf
+        hyper = np.array(hyper_of(self.optimizer, self._apply.hyper), np.float64)
+        present = self._present.copy()
+        scale = 1.0 if flags & REDUCED else self._scaled
+        commit = Commit(
+            self._version + 1, operation, flags, scale, max_norm, weight, hyper, present
+        )
+        self.store.commit(slice_index, commit)
+
+    def _wait(self) -> Result:
+        result = self.store.wait()
+        self._version += 1
+        return result
+
+    # ---- gradients
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self.accumulating:
+            if self._pushed.pop(self._index[id(parameter)], None):
+                self.store.settle()  # what left before is not the sum; it leaves later
+            return
+        started = time.perf_counter()
+        self._push(self._index[id(parameter)], parameter)
+        self._first_push = self._first_push or started
+        self.push_s += time.perf_counter() - started
+
+    def _push(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self._name(index)} is {gradient.layout}; use dense gradients "
+                "(nn.Embedding(sparse=False))"
+            )
+        if index in self._pushed:
+            self.store.settle()  # what left before is being replaced
+        if self._reduced:
+            raise RuntimeError(
+                "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
+                "first"
+            )
+        if not self._local_slots:
+            data = flat_bytes(gradient.detach(), parameter)
+            if data.nbytes:
+                self.store.push(self.job.my_slices[self._turn], index, data)
+        self._pushed[index] = (gradient, gradient._version)
+
+    def withdraw(self) -> None:
+        """Nothing of what left since the last step counts."""
+        if self._pushed:
+            self.store.settle()
+            self._pushed.clear()
+        self._forget_reduction()
+
+    def _forget_reduction(self) -> None:
+        self._synchronized, self._reduced, self._scaled = None, False, 1.0
+        self._next_max_norm = math.inf
+
+    def _name(self, index: int) -> str:
+        return repr(self._names[id(self.parameters[index])])
+
+    def _check_parameters(self) -> None:
+        for i, parameter in self._held.items():
+            if (parameter._version, parameter.data_ptr()) != self._versions[i]:
+                raise RuntimeError(
+                    f"parameter {self._name(i)} was changed outside step(); other workers would "
+                    "not see it. Change parameters inside 'with tw.edit(model):', on all workers"
+                )
+        if (changed := self._frozen_or_not()) is not None:
+            what = "unfrozen" if self.parameters[changed].requires_grad else "frozen"
+            raise RuntimeError(
+                f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
+                "change requires_grad inside 'with tw.edit(model):', on all workers"
+            )
+
+    def _frozen_or_not(self) -> int | None:
+        """The first parameter of the optimizer whose requires_grad is not what was planned."""
+        for i, planned in enumerate(self._requires_grad):
+            if self.parameters[i].requires_grad != planned:
+                return i
+        return None
+
+    def _check_gradients(self) -> None:
+        """What left is what `.grad` holds; what did not leave yet leaves now."""
+        for i in self.trained:
+            gradient, pushed = self.parameters[i].grad, self._pushed.get(i)
+            if gradient is None:
+                self._pushed.pop(i, None)
+            elif pushed is None:
+                self._push(i, self.parameters[i])
+            else:
+                self._check_unchanged(i, gradient)
+
+    def _check_unchanged(self, index: int, gradient: torch.Tensor | None) -> None:
+        pushed = self._pushed[index]
+        if gradient is not pushed[0] or gradient._version != pushed[1]:
+            raise RuntimeError(
+                f"the gradient of {self._name(index)} was changed after it had left for the "
+                "servers. To clip use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for "
+                "loss scaling tw.GradScaler; to read or edit averaged gradients call "
+                "opt.synchronize() first"
+            )
+
+    def _copy_pushed(self) -> None:
+        """Alone, gradients need not leave early: all go into the slot with one call."""
+        if not self._local_slots:
+            return
+        views = self._local_slots[self._turn]
+        chosen = list(self._pushed)
+        with torch.no_grad():
+            torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
+
+    def _present_now(self) -> None:
+        for i in self.trained:
+            self._present[i] = i in self._pushed
+
+    # ---- the step
+
+    def step(self, scale: float | None = None, check_finite: bool = False) -> bool:
+        """One slice's commit, and with the last slice of this worker the next version.
+
+        Args:
+            scale: of the gradients; where they are reduced already, it was the same then.
+            check_finite: apply nothing if the gradient is not finite.
+
+        Returns:
+            False if the gradient was not finite, `check_finite`, and so nothing was applied.
+        """
+        started = time.perf_counter()
+        if self._first_push and self.store.asynchronous:
+            self.hidden_s += started - self._first_push
+        self._first_push = 0.0
+        self._check_parameters()
+        if self.accumulating:
+            raise RuntimeError("step() inside accumulate(): leave it before the last backward")
+        flags = CHECK_FINITE if check_finite else 0
+        slice_index = self.job.my_slices[self._turn]
+        if self._reduced:
+            flags |= REDUCED
+            self._check_scale(self._scaled if scale is None else scale)
+            self._push_edited(slice_index)
+        else:
+            self._scaled = 1.0 if scale is None else scale
+            self._check_gradients()
+            self._present_now()
+            self._copy_pushed()
+        self.buffers.push(self.store, slice_index)
+        self._commit(slice_index, APPLY, flags, self._weight())
+        self.store.settle()
+        self._pushed.clear()
+        self._turn += 1
+        self.buffers.after_slice(self._turn)
+        if self._turn < len(self.job.my_slices):
+            self.exposed_s += time.perf_counter() - started
+            return True
+        self._turn = 0
+        result = self._wait()
+        self.last_norm = result.norm
+        self.buffers.take(self.store)
+        self.buffers.remember()
+        self._remember()
+        self._forget_reduction()
+        self.steps += 1
+        self.bytes_in_steps += self.store.bytes_pushed - self._bytes_before
+        self._bytes_before = self.store.bytes_pushed
+        self.exposed_s += time.perf_counter() - started
+        self.job.stepped(self, result)
+        return result.finite
+
+    def _weight(self, keep: bool = False) -> float:
+        """Samples of this slice since its last step; 1 where no loader counts them."""
+        samples = self.job.samples - self._samples_seen
+        if not keep:
+            self._samples_seen = self.job.samples
+        return float(samples or 1)
+
+    def _push_edited(self, slice_index: int) -> None:
+        if self._synchronized is None:
+            for i in self._pushed:
+                self._check_unchanged(i, self.parameters[i].grad)
+            return
+        if self.job.rank != 0:
+            return
+        for i, (gradient, version) in self._synchronized.items():
+            now = self.parameters[i].grad
+            if now is None:
+                raise RuntimeError(f"the gradient of {self._name(i)} is gone since synchronize()")
+            if now is not gradient or now._version != version:
+                data = flat_bytes(now.detach(), self.parameters[i])
+                self.store.push(slice_index, i, data)
+
+    def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
+        """Averages the gradients on the servers before the step; returns their norm."""
+        if len(self.job.my_slices) > 1:
+            raise RuntimeError(
+                "synchronize() and clip_grad_norm_() need one slice per worker, here are "
+                f"{len(self.job.my_slices)}; use max_norm="
+            )
+        if self._reduced:
+            self._check_scale(scale)
+            return self.last_norm
+        self._check_parameters()
+        self._scaled = scale
+        self._check_gradients()
+        self._present_now()
+        self._copy_pushed()
+        self._commit(
+            self.job.my_slices[0], REDUCE, WANT_NORM if norm else 0, self._weight(keep=True)
+        )
+        result = self._wait()
+        self._reduced = True
+        self.last_norm = result.norm
+        return result.norm
+
+    def _check_scale(self, scale: float) -> None:
+        if scale != self._scaled:
+            raise RuntimeError(
+                "with a GradScaler call scaler.unscale_(opt) before synchronize() and "
+                "clip_grad_norm_()"
+            )
+
+    def synchronize(self, scale: float = 1.0) -> None:
+        """`.grad` of every trained parameter := the average."""
+        if self._synchronized is not None:
+            return
+        self.reduce(scale)
+        for i in self._pushed:
+            self._check_unchanged(i, self.parameters[i].grad)
+        data = np.empty(self.store.layout.size_bytes, np.uint8)
+        self.store.read_reduced(data)
+        self._synchronized = {}
+        have = self.job.sum([float(self._present[i]) for i in self.trained])
+        for i, workers in zip(self.trained, have, strict=True):
+            if not workers:
+                continue  # no worker has a gradient for it
+            parameter, place = self.parameters[i], self.store.layout.places[i]
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            average = tensor_at(data[place.start : place.end], parameter)
+            parameter.grad.copy_(average)
+            self._synchronized[i] = (parameter.grad, parameter.grad._version)
+        self._pushed.clear()
+
+    def clip(self, max_norm: float) -> float:
+        """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
+        norm = self.reduce(self._scaled)
+        self._next_max_norm = min(self._next_max_norm, max_norm)
+        return norm
+
+    # ---- edit, state
+
+    @contextlib.contextmanager
+    def editing(self) -> Iterator[None]:
+        """Parameters are private copies inside; worker 0's become everybody's."""
+        self.between_steps("edit()")
+        self._check_parameters()
+        self.withdraw()
+        self._make_private()
+        try:
+            yield
+        except BaseException:
+            self._adopt()
+            raise
+        if self._frozen_or_not() is None:
+            self._publish()
+        else:
+            self._move(self.optimizer.state_dict())
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's own dictionary, filled with the store's state."""
+        optimizer = self.optimizer
+        optimizer.state = defaultdict(dict)
+        counts = self.store.counts()
+        arrays = {}
+        for name in self._apply.states:
+            arrays[name] = np.empty(self.store.layout.size_bytes, np.uint8)
+            self.store.read_state(name, arrays[name])
+        for i in self.trained:
+            if not counts[i]:
+                continue
+            parameter, place = self.parameters[i], self.store.layout.places[i]
+            entry: dict[str, Any] = {}
+            if not self._apply.states or self._apply.states[0] != "momentum_buffer":
+                entry["step"] = torch.tensor(float(counts[i]))
+            for name, array in arrays.items():
+                entry[name] = tensor_at(array[place.start : place.end], parameter)
+            optimizer.state[parameter] = entry
+        if self._apply.hyper[1] == "momentum":
+            for entry in optimizer.state.values():
+                entry.pop("step", None)
+        try:
+            return plain()
+        finally:
+            optimizer.state = defaultdict(dict)
+
+    def keeps_other_state(self) -> bool:
+        """The optimizer's groups ask for other state than the store has, momentum for example."""
+        return path_of(self.optimizer) != self.store.layout.spec.optimizer  # type: ignore[no-any-return]
+
+    def load_state(self) -> None:
+        """What `optimizer.state` holds now becomes everybody's, from worker 0."""
+        state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        if self.job.rank == 0 and (state or self.store.counts().any()):
+            counts = np.zeros(len(self.store.layout.spec.tensors), np.int64)
+            for name in self._apply.states:
+                array = np.zeros(self.store.layout.size_bytes, np.uint8)
+                for i in self.trained:
+                    parameter, place = self.parameters[i], self.store.layout.places[i]
+                    entry = state.get(parameter, {})
+                    value = entry.get(name)
+                    if value is not None:
+                        tensor_at(array[place.start : place.end], parameter).copy_(value)
+                self.store.write_state(name, array)
+            for i in self.trained:
+                entry = state.get(self.parameters[i], {})
+                # SGD keeps no count; with a momentum buffer the first step is over.
+                has = any(value is not None for value in entry.values())
+                counts[i] = int(entry["step"]) if "step" in entry else int(has)
+            self.store.set_counts(counts)
+        self.job.barrier()
+
+    def close(self) -> None:
+        """Parameters become the process's own memory again; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._make_private()
+        self.store.close()

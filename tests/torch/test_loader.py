@@ -1,0 +1,151 @@
+"""Every sample once per epoch, the same order and the same random numbers for any workers."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from scripts import digest
+from team import Team
+from torch import nn
+from torch.utils.data import Dataset
+
+import tensorwire.torch as tw
+from tensorwire.torch.loader import deal, seed_of
+
+
+@given(
+    count=st.integers(1, 300),
+    slices=st.integers(1, 9),
+    size=st.integers(1, 20),
+    drop_last=st.booleans(),
+)
+def test_deal(count: int, slices: int, size: int, drop_last: bool) -> None:
+    if count < slices:
+        with pytest.raises(ValueError, match="each needs one"):
+            deal(count, slices, size, drop_last)
+        return
+    steps = deal(count, slices, size, drop_last)
+    whole, rest = divmod(count, slices * size)
+    samples = [i for step in steps for start, stop in step for i in range(start, stop)]
+    assert samples == list(range(count - rest if drop_last else count))
+    for number, step in enumerate(steps):
+        sizes = [stop - start for start, stop in step]
+        assert len(sizes) == slices
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+        if number < whole - 1 or (drop_last and number < whole):
+            assert sizes == [size] * slices
+
+
+@given(st.lists(st.integers(-(1 << 64), 1 << 64), min_size=1, max_size=5), st.integers(0, 4))
+def test_seeds_differ(parts: list[int], at: int) -> None:
+    other = list(parts)
+    other[at % len(parts)] ^= 1
+    assert 0 <= seed_of(*parts) < 1 << 63
+    assert seed_of(*parts) != seed_of(*other)
+
+
+class Noisy(Dataset[Any]):
+    """Samples that use every random generator there is in a process that reads data."""
+
+    def __init__(self, count: int, everything: bool) -> None:
+        self.count, self.everything = count, everything
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        noise = torch.rand(3)
+        if self.everything:
+            noise += random.random() + np.random.random()
+        return index, noise
+
+
+def samples(job: tw.Job, count: int, processes: int) -> list[Any]:
+    options: dict[str, Any] = {"num_workers": processes}
+    if processes:
+        options["persistent_workers"] = True
+    loader = job.loader(Noisy(count, processes > 0), batch_size=4, shuffle=True, **options)
+    result = []
+    for epoch in job.epochs(2):
+        batches = [(tuple(i.tolist()), noise.tolist()) for i, noise in loader]
+        assert len(batches) == len(loader)
+        result.append(batches)
+        assert epoch == job.epoch
+    return result
+
+
+@pytest.mark.parametrize("count", [2, 7, 8, 9, 16, 17, 23])
+def test_every_sample_once(team: Team, count: int) -> None:
+    one = team.alone(samples, count, 0, slices=2)
+    two = team.run(samples, count, 0)
+    for epoch in range(2):
+        seen = [i for worker in two for indices, _ in worker[epoch] for i in indices]
+        assert sorted(seen) == list(range(count))
+        # The order of one process with two slices: step by step, slice by slice.
+        assert one[epoch] == [
+            b for both in zip(*(w[epoch] for w in two), strict=True) for b in both
+        ]
+    if count > 4:
+        assert two[0][0] != two[0][1], "both epochs have the same order"
+
+
+def test_random_samples_do_not_depend_on_who_reads_them(team: Team) -> None:
+    """Named for a bug: with num_workers, noise depended on the process that read a sample."""
+    one = team.alone(samples, 23, 2, slices=2)
+    two = team.run(samples, 23, 1)
+    three = team.run(samples, 23, 2)
+    assert two == three
+    for epoch in range(2):
+        assert one[epoch] == [
+            b for both in zip(*(w[epoch] for w in two), strict=True) for b in both
+        ]
+
+
+def uneven(job: tw.Job) -> str:
+    """The last step has 3 and 4 samples: its gradient is the mean over 7 samples."""
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    twin.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(23, 3, dtype=torch.float64, generator=generator)
+    y = torch.randint(2, (23,), generator=generator)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), model)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.3)
+    for _ in job.epochs(2):
+        for a, b in job.loader(torch.utils.data.TensorDataset(x, y), batch_size=4):
+            F.cross_entropy(model(a), b).backward()
+            opt.step()
+            opt.zero_grad()
+        with torch.no_grad():  # an evaluation over a loader counts for no step
+            for a, _ in job.loader(torch.utils.data.TensorDataset(x[:7], y[:7]), batch_size=2):
+                model(a)
+        for first in range(0, 23, 8):
+            F.cross_entropy(twin(x[first : first + 8]), y[first : first + 8]).backward()
+            plain.step()
+            plain.zero_grad()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-13)
+    return digest(model)
+
+
+def test_the_last_batch_is_a_mean_over_samples(team: Team) -> None:
+    """Named for a bug: samples that were only evaluated counted for the next step."""
+    first, second = team.run(uneven)
+    assert first == second == team.alone(uneven, slices=2)
+
+
+def accumulated(job: tw.Job) -> list[Any]:
+    loader = job.loader(range(40), batch_size=4, accumulate=2)  # type: ignore[arg-type]
+    return [batch.tolist() for batch in loader]
+
+
+def test_what_is_accumulated_is_of_one_slice(team: Team) -> None:
+    """Named for a bug: a process of two slices accumulated samples of both."""
+    one = team.alone(accumulated, slices=2)
+    first, second = team.run(accumulated)
+    assert one == first[:2] + second[:2] + first[2:4] + second[2:4] + first[4:] + second[4:]

@@ -1,0 +1,158 @@
+"""The layout of a store: every byte in one cell, every cell at one server, the same everywhere."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorwire.parameters.layout import ALIGN_BYTES, KINDS, Layout, Spec, TensorSpec
+
+DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    groups = draw(st.integers(1, 3))
+    parts = st.tuples(
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 40), max_size=3).map(tuple),
+        st.sampled_from(KINDS),
+        st.integers(0, groups - 1),
+    )
+    tensors = draw(st.lists(parts, max_size=12))
+    named = tuple(TensorSpec(f"t{i}", *each) for i, each in enumerate(tensors))
+    return Spec("torch.optim.SGD:", ("lr", "momentum"), groups, draw(st.integers(1, 4)), named)
+
+
+cell_sizes = st.sampled_from([64, 128, 192, 4096, 256 << 10])
+
+
+@given(specs(), cell_sizes)
+def test_places_do_not_overlap_and_cells_cover_everything(spec: Spec, cell_bytes: int) -> None:
+    layout = Layout(spec, cell_bytes)
+    end = 0
+    for place in sorted(layout.places, key=lambda place: (place.start, place.stop)):
+        assert place.start == end
+        assert place.start % ALIGN_BYTES == 0
+        assert place.start <= place.end <= place.stop
+        end = place.stop
+    assert layout.size_bytes == max(end, ALIGN_BYTES)
+    for tensor, place in zip(spec.tensors, layout.places, strict=True):
+        assert place.end - place.start == tensor.size_bytes
+    at = 0
+    for index, cell in enumerate(layout.cells):
+        assert (cell.index, cell.start) == (index, at)
+        assert 0 < cell.stop - cell.start <= cell_bytes
+        inside = cell.start
+        for piece in cell.pieces:
+            assert piece.start == inside < piece.stop
+            inside = piece.stop
+            tensor, place = spec.tensors[piece.tensor], layout.places[piece.tensor]
+            assert place.start <= piece.start < piece.stop <= place.stop
+            assert (tensor.kind, tensor.group, tensor.dtype) == (cell.kind, cell.group, cell.dtype)
+        assert inside == cell.stop
+        at = cell.stop
+    assert at == end
+
+
+@given(specs(), cell_sizes, st.integers(1, 7))
+def test_shares_cover_all_cells(spec: Spec, cell_bytes: int, servers: int) -> None:
+    layout = Layout(spec, cell_bytes)
+    shares = layout.deal(servers)
+    assert len(shares) == servers
+    assert [cell for share in shares for cell in share.cells] == list(layout.cells)
+    for place in layout.places:
+        parts = [share.clip(place.start, place.end) for share in shares]
+        assert sum(max(stop - start, 0) for start, stop in parts) == place.end - place.start
+    # Equal but for a cell.
+    assert max(s.size_bytes for s in shares) <= layout.size_bytes / servers + 2 * cell_bytes
+    # The grid does not depend on the number of servers.
+    assert Layout(spec, cell_bytes).cells == layout.cells
+
+
+@given(specs())
+def test_specs_travel(spec: Spec) -> None:
+    again = Spec.from_json(spec.to_json())
+    assert again == spec
+    assert again.difference(spec) is None
+    assert Layout(again).places == Layout(spec).places
+
+
+@given(specs(), specs())
+def test_difference_tells_whether_two_are_equal(one: Spec, other: Spec) -> None:
+    assert (one.difference(other) is None) == (one == other)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+GOOD = Spec("x", ("lr",), 1, 1, (TensorSpec("a", "float32", (2, 3)),))
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_spec(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a description"):
+        Spec.from_json(data)
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [at]
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, inner in items:
+        found += paths(inner, (*at, key))
+    return found
+
+
+@given(st.sampled_from(paths(json.loads(GOOD.to_json()))), values)
+def test_a_hostile_spec_is_an_error_or_usable(path: tuple[Any, ...], value: Any) -> None:
+    """One part of a good one is replaced by anything. It found an optimizer that is no text."""
+    raw = json.loads(GOOD.to_json())
+    if not path:
+        raw = value
+    else:
+        target = raw
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = value
+    try:
+        spec = Spec.from_json(json.dumps(raw).encode())
+    except ValueError:
+        return
+    assert isinstance(spec.optimizer, str)
+    assert spec.to_json()
+    if spec.tensors and spec.tensors[0].elements < 1 << 20:
+        Layout(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "another version"),
+        ({"slices": 0}, "slices"),
+        ({"groups": 1 << 20}, "groups"),
+        ({"extra": 1}, "extra"),
+        ({"tensors": [{"name": "a"}]}, "dtype"),
+        ({"optimizer": 3}, "optimizer"),
+    ],
+)
+def test_bad_fields(change: dict[str, Any], message: str) -> None:
+    raw = {**json.loads(GOOD.to_json()), **change}
+    with pytest.raises(ValueError, match=message):
+        Spec.from_json(json.dumps(raw).encode())
+
+
+def test_bad_cells() -> None:
+    for size in (0, -64, 100):
+        with pytest.raises(ValueError, match="multiple"):
+            Layout(GOOD, size)
+
+
+def test_twice_the_same_name() -> None:
+    tensor = TensorSpec("a", "float32", (1,))
+    with pytest.raises(ValueError, match="two tensors"):
+        Spec("x", (), 1, 1, (tensor, tensor)).check()
