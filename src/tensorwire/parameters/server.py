@@ -313,6 +313,12 @@ class StoreServer:
                 return
             if not isinstance(error, TensorwireError | ValueError):
                 traceback.print_exc()
+            if isinstance(error, PeerLostError):
+                # A transfer knows less of a member than the member's own record.
+                try:
+                    self._member.check()
+                except PeerLostError as named:
+                    error = named
             self._server.fail(error)
 
     def _all_left(self) -> bool:
