@@ -17,7 +17,7 @@ from functools import cached_property
 ALIGN_BYTES = 64
 """Tensors start here; their padding belongs to them, so that no kernel has a scalar tail."""
 
-CELL_BYTES = 256 << 10
+CELL_BYTES = 512 << 10
 """Gradients, parameters and state of one cell together stay in a core's cache."""
 
 FORMAT = 1

@@ -124,12 +124,13 @@ class _Tile:
         self._slots = slots
         self._states = states
         self._reduced = slots[0]  # where the last reduce() put it
+        self._divisor: torch.Tensor | None = None  # what it is still to be divided by
 
     def reduce(
         self, weights: Sequence[tuple[int, float]], start: int, stop: int, keep: bool
     ) -> None:
         first, weight = weights[0]
-        self._reduced = self._slots[0]
+        self._reduced, self._divisor = self._slots[0], None
         if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
             self._reduced = self._slots[first]
             return
@@ -139,9 +140,24 @@ class _Tile:
         else:
             self._reduced = _scratch(self._master)
             target = self._reduced[a:b]
-        torch.mul(self._slots[first][a:b], weight, out=target)
+        slots = self._slots
+        if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
+            # The sum, divided at its end: one pass less, and the optimizer's kernel can divide.
+            if len(weights) == 1:
+                target.copy_(slots[first][a:b])
+            else:
+                torch.add(slots[first][a:b], slots[weights[1][0]][a:b], out=target)
+            for index, _ in weights[2:]:
+                target.add_(slots[index][a:b])
+            divisor = _constant(1.0 / weight)
+            if keep:
+                target.div_(divisor)
+            else:
+                self._divisor = divisor
+            return
+        torch.mul(slots[first][a:b], weight, out=target)
         for index, factor in weights[1:]:
-            target.add_(self._slots[index][a:b], alpha=factor)
+            target.add_(slots[index][a:b], alpha=factor)
 
     def square_sum(self, start: int, stop: int) -> float:
         a, b = start // self._item, stop // self._item
@@ -152,6 +168,7 @@ class _Tile:
         self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
     ) -> None:
         source = self._slots[0] if kept else self._reduced
+        divisor = None if kept else self._divisor
         master, gradient, states = self._master, source, list(self._states.values())
         a, b = start // self._item, stop // self._item
         if (a, b) != (0, master.numel()) or gradient.numel() != master.numel():
@@ -160,7 +177,7 @@ class _Tile:
         if scale != 1.0:
             gradient.mul_(scale)
         (_sgd if self._kind == "SGD" else _adam)(
-            self._kind, hyper.tolist(), count, master, gradient, states
+            self._kind, hyper.tolist(), count, master, gradient, states, divisor
         )
 
 
@@ -171,6 +188,7 @@ def _sgd(
     master: torch.Tensor,
     gradient: torch.Tensor,
     states: list[torch.Tensor],
+    divisor: torch.Tensor | None,
 ) -> None:
     lr, momentum, dampening, decay, nesterov, maximize = hyper
     if master.element_size() < 4:
@@ -187,6 +205,7 @@ def _sgd(
         nesterov=bool(nesterov),
         maximize=bool(maximize),
         is_first_step=count == 1,
+        grad_scale=divisor,
     )
 
 
@@ -220,6 +239,7 @@ def _adam(
     master: torch.Tensor,
     gradient: torch.Tensor,
     states: list[torch.Tensor],
+    divisor: torch.Tensor | None,
 ) -> None:
     lr, beta1, beta2, eps, decay, amsgrad, maximize = hyper
     kernel: Any = torch._fused_adam_ if kind == "Adam" else torch._fused_adamw_
@@ -229,7 +249,7 @@ def _adam(
         [states[0]],
         [states[1]],
         states[2:3],
-        [_step_tensor(count)],
+        [_constant(count)],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -237,18 +257,20 @@ def _adam(
         eps=eps,
         amsgrad=bool(amsgrad),
         maximize=bool(maximize),
+        grad_scale=divisor,
     )
 
 
-_steps: dict[int, torch.Tensor] = {}
+_constants: dict[float, torch.Tensor] = {}
 
 
-def _step_tensor(count: int) -> torch.Tensor:
-    found = _steps.get(count)
+def _constant(value: float) -> torch.Tensor:
+    """A float32 scalar, as kernels want step counts and divisors."""
+    found = _constants.get(value)
     if found is None:
-        if len(_steps) > 64:
-            _steps.clear()
-        found = _steps[count] = torch.tensor(float(count))
+        if len(_constants) > 64:
+            _constants.clear()
+        found = _constants[value] = torch.tensor(float(value), dtype=torch.float32)
     return found
 
 
