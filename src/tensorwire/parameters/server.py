@@ -65,7 +65,6 @@ class Server:
         self.collective = collective
         self._stores: list[StoreServer] = []
         self._failure: BaseException | None = None
-        self._wake = threading.Event()
 
     def run(self) -> None:
         """Returns when every worker said goodbye.
