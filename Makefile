@@ -38,7 +38,7 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 	tensorwire run --workers 2 --servers 1 examples/digits_cnn.py \
 	  --report build/report.json --checkpoint build/digits.pt $(ARGS)
 
-test: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the Python tests
+test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
 	@$(NEED) ?ip
 	pytest $(ARGS)
 

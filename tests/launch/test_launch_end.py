@@ -23,7 +23,7 @@ def test_a_server_may_end_while_workers_finish(place: Place) -> None:
         while True:
             try:
                 goodbye()
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, ConnectionResetError):
                 break
         print("server gone")
         """,

@@ -1,5 +1,6 @@
 """Misuse ends with a clear error in every worker, also alone, and nobody hangs."""
 
+import contextlib
 import os
 import time
 import traceback
@@ -522,3 +523,60 @@ def test_before_init(team: Team) -> None:
 
 def test_slices_are_a_multiple_of_the_workers(team: Team) -> None:
     assert all("choose a multiple" in text for text in team.without_job(slices_no_multiple))
+
+
+def one_leaves_before_mean(job: tw.Job) -> float:
+    if job.rank == 1:
+        return 0.0
+    return float(job.mean(1.0))
+
+
+def test_mean_after_another_has_left(team: Team) -> None:
+    """Named for a bug: the others waited for ever, because a goodbye is no loss."""
+    outcomes, codes = team._run(one_leaves_before_mean, ())
+    assert "server-0" in outcomes[0].text  # whose own message says who has left
+    assert codes == [1]
+
+
+def momentum_comes_later(job: tw.Job) -> None:
+    model = nn.Linear(4, 3)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+
+
+def test_momentum_that_comes_later(team: Team) -> None:
+    assert "momentum or amsgrad was switched on" in team.failure_alone(momentum_comes_later).text
+    for failure in team.failures(momentum_comes_later):
+        assert "momentum or amsgrad was switched on" in failure.text
+
+
+def format_changes(job: tw.Job) -> None:
+    model = nn.Conv2d(2, 3, 3)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with contextlib.suppress(RuntimeError), tw.edit(model):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model(torch.ones(1, 2, 5, 5)).sum().backward()
+    opt.step()  # everything is as it was
+    opt.zero_grad()
+    with tw.edit(model):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def test_the_memory_format_stays(team: Team) -> None:
+    assert "memory format" in team.failure_alone(format_changes).text
+
+
+def groups_that_decay_differently(job: tw.Job) -> None:
+    model = nn.Linear(4, 3)
+    groups = [
+        {"params": [model.weight], "decoupled_weight_decay": True},
+        {"params": [model.bias]},
+    ]
+    tw.DistributedOptimizer(torch.optim.Adam(groups, weight_decay=0.1), model)
+
+
+def test_groups_that_decay_differently(team: Team) -> None:
+    failure = team.failure_alone(groups_that_decay_differently)
+    assert "decoupled_weight_decay" in failure.text

@@ -911,3 +911,80 @@ def test_unfreezing_elsewhere_is_an_error(team: Team) -> None:
     assert "'bias' was unfrozen" in team.failure_alone(unfreeze_silently).text
     for failure in team.failures(unfreeze_silently):
         assert "'bias' was unfrozen" in failure.text
+
+
+def two_stages(job: tw.Job) -> tuple[int, dict[str, Any]]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model)
+    made = 0
+    for stage in range(2):
+        for _ in job.epochs(3):
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            made += 1
+        with tw.edit(model):
+            model[0].requires_grad_(stage == 1)
+    return made, opt.state_dict()["state"][0]
+
+
+def test_a_second_loop_of_epochs_and_the_state_of_what_was_frozen(team: Team) -> None:
+    """Named for two bugs: the second loop was empty; freezing lost the optimizer's state."""
+    made, state = team.alone(two_stages)
+    assert made == 6
+    assert state["step"] == 3
+    assert state["exp_avg"].abs().sum() > 0
+
+
+def only_amsgrad_in_one_group(job: tw.Job) -> list[list[float]]:
+    model = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.5)
+    groups = [{"params": [model.weight], "amsgrad": True}, {"params": [model.bias]}]
+    opt = torch.optim.Adam(groups, lr=0.1)
+    if isinstance(job, tw.Job):
+        opt = tw.DistributedOptimizer(opt, model)
+    for scale in (1.0, 0.1, 3.0):
+        model(torch.full((2, 4), scale, dtype=torch.float64)).pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def test_amsgrad_in_some_groups(team: Team) -> None:
+    plain = only_amsgrad_in_one_group(None)  # type: ignore[arg-type]
+    for ours in team.run(only_amsgrad_in_one_group):
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+def peek_and_evaluate(job: tw.Job) -> list[float]:
+    """Looks at a batch first, and evaluates with no_grad inside the loop."""
+    data = torch.utils.data.TensorDataset(torch.arange(12, dtype=torch.float64).reshape(12, 1))
+    model = nn.Linear(1, 1, bias=False).double()
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    with tw.edit(model), torch.no_grad():
+        model.weight.fill_(0.0)
+    loader = job.loader(data, batch_size=4)
+    if job.rank == 0:
+        next(iter(loader))
+        for (x,) in job.loader(data, batch_size=2):
+            with torch.no_grad():
+                model(x)
+    seen = []
+    for (x,) in loader:
+        (model(x) - x).mean().backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append(float(model.weight.detach()))
+    return seen
+
+
+def test_batches_without_a_gradient_have_no_weight(team: Team) -> None:
+    """Named for a bug: who looked at a batch or evaluated counted more in the next step."""
+    ours = team.run(peek_and_evaluate)
+    # Steps of 8 and of 4 samples in their order: means 3.5 and 9.5.
+    expected = [-0.035, -0.13]
+    assert ours[0] == pytest.approx(expected)
+    assert ours[1] == pytest.approx(expected)

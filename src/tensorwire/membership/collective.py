@@ -7,13 +7,15 @@ word of its own. The sum is taken in the order of the ranks.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import TensorwireError
-from tensorwire.memory import wait_all
+from tensorwire.errors import PeerLostError
+from tensorwire.memory import RemoteRegion, wait_all
 
 from .members import ServerMember, WorkerMember
 
@@ -29,6 +31,7 @@ class CollectiveServer:
 
     def __init__(self, member: ServerMember) -> None:
         self._member = member
+        self._fail: Callable[[BaseException], None] = lambda error: None
         self._inbox = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
         self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
 
@@ -37,32 +40,64 @@ class CollectiveServer:
         calls = [word.value for word in self._words]
         return calls[rank] > min(calls)
 
-    def start(self) -> None:
-        """Begins to serve; after the workers have connected."""
+    def start(self, fail: Callable[[BaseException], None]) -> None:
+        """Begins to serve; after the workers have connected. `fail` is told what ends it."""
+        self._fail = fail
         threading.Thread(target=self._run, name="tensorwire-collective", daemon=True).start()
 
     def _run(self) -> None:
         member = self._member
         try:
+            outboxes: dict[int, RemoteRegion] = {}
             for number in count(1):
                 blocks = []
                 for rank in range(member.count):
-                    block = self._inbox[_BLOCK * rank : _BLOCK * (rank + 1)]
-                    self._words[rank].wait_until(number, peer=member.workers[rank])
-                    blocks.append(block[_HEAD:].array("float64"))
-                used = {int(block[0]) for block in blocks}
-                size = min(used)
-                total = np.zeros(size + 1)
-                total[0] = size if len(used) == 1 else -1
-                for numbers in blocks:
-                    total[1:] += numbers[1 : size + 1]
+                    self._wait(rank, number)
+                    start = _BLOCK * rank + _HEAD
+                    blocks.append(self._inbox[start : start + _BLOCK - _HEAD].array("float64"))
+                for rank, peer in member.workers.items():
+                    if rank not in outboxes:  # it is there: its owner has called
+                        outboxes[rank] = peer.region(_REGION, None)
+                total = _sum(blocks)
                 sent = []
-                for rank in range(member.count):
-                    region = member.workers[rank].region(_REGION)
+                for region in outboxes.values():
                     sent.append(region[_HEAD:].write(total, signal=(region.word(0), number)))
                 wait_all(sent)
-        except TensorwireError:
-            pass  # the main thread sees the same and tells the workers
+        except BaseException as error:
+            if not member.node.closed and not self._all_left():
+                self._fail(error)
+
+    def _all_left(self) -> bool:
+        return all(self._member.has_left(rank) for rank in range(self._member.count))
+
+    def _wait(self, rank: int, number: int) -> None:
+        member = self._member
+        try:
+            self._words[rank].wait_until(number, peer=member.workers[rank])
+        except PeerLostError:
+            if not member.has_left(rank):
+                raise
+            while not any(word.value >= number for word in self._words):
+                if self._all_left():
+                    raise
+                time.sleep(0.02)
+            name = member.name_of(member.workers[rank])
+            raise PeerLostError(
+                f"{name} has left the job, and others call mean() or barrier(): every worker "
+                "makes the same calls"
+            ) from None
+
+
+def _sum(blocks: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """What goes back: how many numbers, then the sums; -1 where the workers disagree."""
+    sizes = {int(block[0]) if 0 <= block[0] <= MAX_NUMBERS else -1 for block in blocks}
+    (size,) = sizes if len(sizes) == 1 else (-1,)
+    total = np.zeros(max(size, 0) + 1)
+    total[0] = size
+    if size > 0:
+        for numbers in blocks:
+            total[1:] += numbers[1 : size + 1]
+    return total
 
 
 class Collective:

@@ -126,10 +126,10 @@ class Commit:
         )
         if commit.operation not in OPERATION_NAMES:
             raise ValueError(f"unknown operation {commit.operation}")
-        if not (0 < commit.weight < float("inf") and commit.max_norm > 0):
-            raise ValueError(
-                f"weight {commit.weight} or max_norm {commit.max_norm} is not positive"
-            )
+        numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
+        for name, number in numbers.items():
+            if not number > 0 or (name != "max_norm" and number == float("inf")):
+                raise ValueError(f"{name} is {number}, which is not a positive number")
         return commit
 
     def difference(self, other: Commit) -> str | None:

@@ -88,7 +88,13 @@ class Server:
                 store.close()
 
     def fail(self, error: BaseException) -> None:
-        """Called by a store's thread: the job is over."""
+        """Called by a store's or the collective's thread: the job is over."""
+        if isinstance(error, PeerLostError):
+            # A transfer or a word knows less of a member than the member's own record.
+            try:
+                self.member.check()
+            except PeerLostError as named:
+                error = named
         self._failure = self._failure or error
 
     def _wait_for(self, value: int) -> bool:
@@ -113,6 +119,8 @@ class Server:
 
     def _tell(self, error: BaseException) -> None:
         text = str(error) or type(error).__name__
+        if isinstance(error, SystemExit):
+            text = "the server was told to end (SIGTERM)"
         name = f"server {self.member.index}"
         # Workers may wait for a store that not all of them wanted yet.
         for store in [*self._stores, StoreServer(self, len(self._stores))]:
@@ -131,6 +139,7 @@ class StoreServer:
         self._shard: Shard | None = None
         self._poisoned = False
         self._closing = False
+        self._sending = threading.Lock()  # a result must not follow the message that all is over
         self._thread = threading.Thread(
             target=self._run, name=f"tensorwire-store-{number}", daemon=True
         )
@@ -148,6 +157,12 @@ class StoreServer:
         self._results.clear()
         for region in self._regions:
             region.free()
+        # Memory is given back when the last that refers to it is gone.
+        self._regions.clear()
+        self._commits.clear()
+        self._their_norms.clear()
+        self._master = np.empty(0, np.uint8)
+        del self._counts, self._norms
 
     def close(self) -> None:
         """Frees everything; after the workers have left or were told of the failure."""
@@ -159,9 +174,10 @@ class StoreServer:
         """Tells every worker that no version will follow. Called once, by the main thread."""
         if self._poisoned:
             return
-        self._poisoned = True
+        with self._sending:
+            self._poisoned = True
         result = Result(0, failed=True, message=text).to_bytes()
-        for region in self._result_regions().values():
+        for region in list(self._result_regions().values()):
             try:
                 self._send(region, result, POISON).wait(2.0)
             except TensorwireError:
@@ -199,8 +215,17 @@ class StoreServer:
             try:
                 raw = json.loads(data.tobytes())
                 homes[rank] = int(raw["home"])
+                if not -1 <= homes[rank] <= len(member.servers):
+                    raise ValueError(f"there is no server {homes[rank]}")
                 specs[rank] = Spec.from_json(raw["spec"].encode())
-            except (KeyError, TypeError, ValueError) as error:
+            except (
+                AttributeError,
+                KeyError,
+                OverflowError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
                 raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
         for rank, spec in specs.items():
             if different := specs[0].difference(spec):
@@ -270,13 +295,13 @@ class StoreServer:
             word.wait_until(1, peer=self._member.servers[other])
 
     def _lookup(self, peer: object, what: str) -> RemoteRegion:
-        for _ in range(6000):
+        while not self._closing:
             try:
-                region: RemoteRegion = peer.region(self._name(what))  # type: ignore[attr-defined]
+                region: RemoteRegion = peer.region(self._name(what), None)  # type: ignore[attr-defined]
                 return region
             except LookupError:
                 time.sleep(0.01)  # the other server is about to allocate it
-        raise PeerLostError(f"{peer} does not open store {self._number}")
+        raise ClosedError("the job is over")
 
     def _find_views(self, view: Region | None, homes: dict[int, int]) -> None:
         """Chooses where the parameters lie, and whom to write them to besides."""
@@ -312,12 +337,6 @@ class StoreServer:
                 return
             if not isinstance(error, TensorwireError | ValueError):
                 traceback.print_exc()
-            if isinstance(error, PeerLostError):
-                # A transfer knows less of a member than the member's own record.
-                try:
-                    self._member.check()
-                except PeerLostError as named:
-                    error = named
             self._server.fail(error)
 
     def _all_left(self) -> bool:
@@ -344,7 +363,10 @@ class StoreServer:
         finite, norm = self._work(version, commits)
         done = time.perf_counter()
         result = Result(version, finite, norm, complete - started, done - complete).to_bytes()
-        sent = [self._send(region, result, version) for region in self._results.values()]
+        with self._sending:
+            if self._poisoned:
+                raise ClosedError("the job is over")
+            sent = [self._send(region, result, version) for region in self._results.values()]
         wait_all(sent)
         return commits[0].operation != RELEASE
 

@@ -207,11 +207,11 @@ class Shard:
             sums = self.square_sums(commits) if reduced else self.reduce(commits, look)
             reduced = True
             if look:
-                norm = math.sqrt(math.fsum(exchange(sums)))
+                norm = _root_of_sum(exchange(sums))
                 finite = math.isfinite(norm)
                 if head.max_norm < math.inf:
                     # As torch.nn.utils.clip_grad_norm_.
-                    scale = min(head.max_norm / (norm + 1e-6), 1.0) if finite else math.nan
+                    scale = min(head.max_norm / (norm + 1e-6), 1.0)
         if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
             self.apply(commits, reduced, scale, placed)
         return finite, norm
@@ -226,6 +226,13 @@ class Shard:
         for i, values in enumerate(done):
             result[i :: self._threads] = values
         return result
+
+
+def _root_of_sum(squares: Sequence[float]) -> float:
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +259,21 @@ class _Runs:
         self._same_count = not applied or min(applied) == max(applied)
         self._count = applied[0] + 1 if applied else 1
         self._all = self._weights(range(len(commits)))
+        self._known: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
 
-    def _weights(self, slices: Iterable[int]) -> tuple[tuple[int, float], ...]:
+    def _weights(self, slices: Sequence[int]) -> tuple[tuple[int, float], ...]:
         # The mean over the samples of all slices; a slice without a gradient has a gradient of 0.
-        total = math.fsum(commit.weight for commit in self._commits)
         commits = self._commits
+        total = math.fsum(commit.weight for commit in commits)
         return tuple((i, commits[i].scale * commits[i].weight / total) for i in slices)
 
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
         """(slice, weight) of the slices that have a gradient for it."""
-        return self._weights([i for i, c in enumerate(self._commits) if c.present[tensor]])
+        present = tuple(i for i, commit in enumerate(self._commits) if commit.present[tensor])
+        found = self._known.get(present)
+        if found is None:
+            found = self._known[present] = self._weights(present)
+        return found
 
     def of(self, cell: Cell) -> Iterator[_Run]:
         if self.all_present and self._same_count:

@@ -320,8 +320,8 @@ class RemoteStore:
             except TensorwireError as error:
                 raise self._explain(peer, error) from error
             result = Result.from_bytes(block.array()[WORD_BYTES:])
-            if result.failed:
-                raise RuntimeError(result.message)
+            if result.failed or result.version != version:
+                raise RuntimeError(result.message or "the job is over; its servers have ended")
             results.append(result)
         slowest = max(results, key=lambda each: each.work_s)
         return Result(

@@ -44,8 +44,15 @@ def path_of(optimizer: torch.optim.Optimizer) -> str:
         if any(group["amsgrad"] for group in groups):
             states.append("max_exp_avg_sq")
         # Adam with decoupled decay is AdamW, since torch 2.7 also by name.
-        if kind == "Adam" and any(group.get("decoupled_weight_decay") for group in groups):
+        decoupled = {bool(g.get("decoupled_weight_decay")) for g in groups if g["weight_decay"]}
+        if kind == "Adam" and len(decoupled) > 1:
+            raise UnavailableError(
+                "groups with and without decoupled_weight_decay in one Adam; make it the same"
+            )
+        if kind == "Adam" and decoupled == {True}:
             kind = "AdamW"
+        if any(group["differentiable"] for group in groups):
+            raise UnavailableError("an optimizer with differentiable=True cannot be distributed")
     return f"torch.optim.{kind}:{','.join(states)}"
 
 
@@ -162,7 +169,7 @@ class _Tile:
     def square_sum(self, start: int, stop: int) -> float:
         a, b = start // self._item, stop // self._item
         norm = torch.linalg.vector_norm(self._slots[0][a:b], dtype=torch.float64)
-        return float(norm) ** 2
+        return float(norm * norm)
 
     def step(
         self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
@@ -175,7 +182,9 @@ class _Tile:
             master, gradient = master[a:b], gradient[a:b]
             states = [state[a:b] for state in states]
         if scale != 1.0:
-            gradient.mul_(scale)
+            # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
+            scaled = _scratch(self._master)[: gradient.numel()]
+            gradient = torch.mul(gradient, scale, out=scaled)
         (_sgd if self._kind == "SGD" else _adam)(
             self._kind, hyper.tolist(), count, master, gradient, states, divisor
         )
@@ -248,7 +257,7 @@ def _adam(
         [gradient],
         [states[0]],
         [states[1]],
-        states[2:3],
+        states[2:3] if amsgrad else [],
         [_constant(count)],
         lr=lr,
         beta1=beta1,

@@ -7,6 +7,7 @@ address through the store that torchrun keeps. docs/launch.md has the variables.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import select
@@ -71,9 +72,12 @@ def wait_for_servers(orderly: bool) -> None:
     """Other workers may still need the server that this process started; it ends after them."""
     while _servers:
         process = _servers.pop()
-        if not orderly:
+        try:
+            # After a failure it first tells the others what happened.
+            process.wait(None if orderly else 5.0)
+        except subprocess.TimeoutExpired:
             process.kill()
-        process.wait()
+            process.wait()
 
 
 def _address_towards(host: str) -> str:
@@ -83,6 +87,14 @@ def _address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         address = str(probe.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        # This host's own name, which its /etc/hosts maps to loopback: others need another address.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))
+                address = str(probe.getsockname()[0])
+            except OSError:
+                pass  # no other interface: all hosts are this one
     return f"[{address}]" if ":" in address else address
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,8 +73,11 @@ def _copied(value: Any) -> Any:
     """Tensors that share memory with others become their own: the file has no more than them."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        result = copy.copy(value)  # of its own kind: a Counter, a model's OrderedDict
+        for key, item in value.items():
+            result[key] = _copied(item)
+        return result
     if isinstance(value, list | tuple):
         return type(value)(_copied(item) for item in value)
     return value

@@ -67,7 +67,9 @@ class Exchange:
         self._first_push = 0.0
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
-        self._samples_seen = 0
+        self._weighed = 0.0  # samples whose gradients came since the last step
+        self._weighed_batch = -1
+        self._batches_before = job.batches
         self._turn = 0  # which of this worker's slices is being computed
         self._open()
         self._publish()
@@ -157,12 +159,13 @@ class Exchange:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """It lies in this store."""
-        return any(parameter is held for held in self._held.values())
+        index = self._index.get(id(parameter))
+        return index is not None and index in self._held
 
     def release(self, parameter: nn.Parameter) -> None:
         """Another optimizer of the same model takes a parameter that does not change here."""
         index = self._index.get(id(parameter))
-        if index in self.trained:
+        if index is not None and index in set(self.trained):
             raise ValueError(f"parameter {self._name(index)} is trained by another optimizer")
         if index is not None:
             self._held.pop(index, None)
@@ -253,13 +256,14 @@ class Exchange:
         self.store.commit(slice_index, commit)
 
     def _wait(self) -> Result:
-        result = self.store.wait()
+        # First: an interrupt while waiting does not take the commits back.
         self._version += 1
-        return result
+        return self.store.wait()
 
     # ---- gradients
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._weigh()
         if self.accumulating:
             if self._pushed.pop(self._index[id(parameter)], None):
                 self.store.settle()  # what left before is not the sum; it leaves later
@@ -295,6 +299,7 @@ class Exchange:
         if self._pushed:
             self.store.settle()
             self._pushed.clear()
+        self._weighed, self._weighed_batch = 0.0, -1
         self._forget_reduction()
 
     def _forget_reduction(self) -> None:
@@ -348,7 +353,7 @@ class Exchange:
 
     def _copy_pushed(self) -> None:
         """Alone, gradients need not leave early: all go into the slot with one call."""
-        if not self._local_slots:
+        if not self._local_slots or not self._pushed:
             return
         views = self._local_slots[self._turn]
         chosen = list(self._pushed)
@@ -376,6 +381,11 @@ class Exchange:
             self.hidden_s += started - self._first_push
         self._first_push = 0.0
         self._check_parameters()
+        if self.keeps_other_state():
+            raise RuntimeError(
+                "momentum or amsgrad was switched on after DistributedOptimizer was made, and the "
+                "servers have no state for it; set it (or make the scheduler) before"
+            )
         if self.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
         flags = CHECK_FINITE if check_finite else 0
@@ -412,12 +422,22 @@ class Exchange:
         self.job.stepped(self, result)
         return result.finite
 
+    def _weigh(self) -> None:
+        """A gradient comes: the loader's present batch counts, once."""
+        if self.job.batches != self._weighed_batch:
+            self._weighed_batch = self.job.batches
+            if self.job.batches > 0:
+                self._weighed += self.job.batch_samples
+
     def _weight(self, keep: bool = False) -> float:
-        """Samples of this slice since its last step; 1 where no loader counts them."""
-        samples = self.job.samples - self._samples_seen
+        """Samples of this slice's gradients since its last step; 1 where no loader counts them."""
+        weight = self._weighed
+        if not weight and self.job.batches > self._batches_before:
+            weight = self.job.batch_samples  # its model had no gradient for them
         if not keep:
-            self._samples_seen = self.job.samples
-        return float(samples or 1)
+            self._weighed, self._weighed_batch = 0.0, -1
+            self._batches_before = self.job.batches
+        return float(weight or 1)
 
     def _push_edited(self, slice_index: int) -> None:
         if self._synchronized is None:
@@ -456,6 +476,15 @@ class Exchange:
         self._reduced = True
         self.last_norm = result.norm
         return result.norm
+
+    def check_scalable(self) -> None:
+        """Raises ValueError if a gradient has too few bits to be unscaled, as in torch."""
+        for i in self.trained:
+            if self.parameters[i].dtype == torch.float16:
+                raise ValueError(
+                    f"parameter {self._name(i)} is float16; a scaler needs float32 parameters "
+                    "under autocast"
+                )
 
     def _check_scale(self, scale: float) -> None:
         if scale != self._scaled:
@@ -501,15 +530,33 @@ class Exchange:
         self._check_parameters()
         self.withdraw()
         self._make_private()
+        before = [_format_of(parameter) for parameter in self.parameters]
         try:
             yield
         except BaseException:
-            self._adopt()
+            self._restore(before)
             raise
+        self._check_format(before)
         if self._frozen_or_not() is None:
             self._publish()
         else:
             self._move(self.optimizer.state_dict())
+
+    def _restore(self, before: list[tuple[Any, ...]]) -> None:
+        """The store's values again, in the format that they have there."""
+        for i, parameter in self._held.items():
+            dtype, shape, stride = before[i]
+            parameter.data = torch.empty_strided(shape, stride, dtype=dtype)
+        self._adopt()
+
+    def _check_format(self, before: list[tuple[Any, ...]]) -> None:
+        for i, parameter in enumerate(self.parameters):
+            if i in self._held and _format_of(parameter) != before[i]:
+                self._restore(before)
+                raise RuntimeError(
+                    f"dtype, shape or memory format of parameter {self._name(i)} was changed in "
+                    "edit(); change it before DistributedOptimizer. The parameters are as before"
+                )
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
@@ -530,6 +577,7 @@ class Exchange:
             for name, array in arrays.items():
                 entry[name] = tensor_at(array[place.start : place.end], parameter)
             optimizer.state[parameter] = entry
+        optimizer.state.update(self._frozen_state)
         if self._apply.hyper[1] == "momentum":
             for entry in optimizer.state.values():
                 entry.pop("step", None)
@@ -545,6 +593,9 @@ class Exchange:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        trained = {id(self.parameters[i]) for i in self.trained}
+        # Kept for when they are trained again.
+        self._frozen_state = {p: entry for p, entry in state.items() if id(p) not in trained}
         if self.job.rank == 0 and (state or self.store.counts().any()):
             counts = np.zeros(len(self.store.layout.spec.tensors), np.int64)
             for name in self._apply.states:
@@ -564,10 +615,15 @@ class Exchange:
             self.store.set_counts(counts)
         self.job.barrier()
 
-    def close(self) -> None:
-        """Parameters become the process's own memory again; idempotent."""
+    def close(self, private: bool = True) -> None:
+        """Parameters become the process's own memory again if `private`; idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._make_private()
+        if private:
+            self._make_private()
         self.store.close()
+
+
+def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return parameter.dtype, tuple(parameter.shape), parameter.stride()

@@ -85,7 +85,8 @@ class Job:
         seed: of everything random.
         optimizers: the distributed ones.
         epoch: the present one inside `epochs`.
-        samples: that this worker's loaders have given out for training, not inside no_grad().
+        batches: that this worker's loaders have given out.
+        batch_samples: in the last one.
     """
 
     def __init__(self, place: Place, seed: int) -> None:
@@ -96,7 +97,8 @@ class Job:
         self.my_slices = range(place.rank * each, (place.rank + 1) * each)
         self.optimizers: list[Any] = []
         self.epoch = 0
-        self.samples = 0
+        self.batches = 0
+        self.batch_samples = 0
         self.closed = False
         self._pid = os.getpid()
         self.statistics = Statistics()
@@ -110,7 +112,10 @@ class Job:
             self._member = WorkerMember.join(place)
             try:
                 self._collective = Collective(self._member)
-                seed = int(self.sum([float(seed) if self.rank == 0 else 0.0])[0])
+                # In halves: a sum is of float64.
+                mine = seed if self.rank == 0 else 0
+                high, low = self.sum([float(mine >> 32), float(mine & 0xFFFFFFFF)])
+                seed = (int(high) << 32) + int(low)
             except BaseException:
                 self._member.close(goodbye=False)
                 raise
@@ -230,12 +235,12 @@ class Job:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
         self._progress = ProgressLine(count) if self.rank == 0 else None
         try:
-            for epoch in range(self._first_epoch, count):
+            first, self._first_epoch = self._first_epoch, 0
+            for epoch in range(first, count):
                 self.epoch = epoch
                 if self._progress:
                     self._progress.begin(epoch)
                 yield epoch
-                self._first_epoch = epoch + 1
                 self.statistics.end_epoch(epoch)
                 if self._progress:
                     self._progress.end(epoch, self.statistics.values)
@@ -305,22 +310,25 @@ class Job:
         """Leaves the job. Parameters keep their last values. Idempotent."""
         self._leave(goodbye=True)
 
-    def _leave(self, goodbye: bool) -> None:
+    def _leave(self, goodbye: bool, private: bool = True) -> None:
         if self.closed:
             return
         self.closed = True
         atexit.unregister(self._at_exit)
-        for optimizer in self.optimizers:
-            optimizer._tensorwire.close()
-        if self._member is not None:
-            self._member.close(goodbye)
-        bootstrap.wait_for_servers(goodbye)
+        try:
+            for optimizer in self.optimizers:
+                optimizer._tensorwire.close(private)
+        finally:
+            if self._member is not None:
+                self._member.close(goodbye)
+            bootstrap.wait_for_servers(goodbye)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
         # Set by the interpreter when an exception ends the program.
-        self._leave(goodbye=getattr(sys, "last_value", None) is None)
+        # Nobody uses the parameters any more; copies of them might not fit.
+        self._leave(goodbye=getattr(sys, "last_value", None) is None, private=False)
 
     def __enter__(self) -> Job:
         return self

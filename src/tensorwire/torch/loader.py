@@ -118,13 +118,16 @@ class Loader:
                 raise ValueError(f"the job chooses the samples; {name}= cannot be given")
         self._job, self._shuffle, self._accumulate = job, shuffle, accumulate
         self._length = len(dataset)
-        self._passes = 0
+        self._epoch, self._passes = job.epoch, 0
         steps = deal(self._length, job.slices, batch_size, drop_last)
         if not steps:
             raise ValueError(
                 f"{self._length} samples do not fill one step of {job.slices} x {batch_size}"
             )
-        self._steps = steps
+        # Batches that would not fill a group are left out: a step is of complete slices.
+        self._steps = steps[: len(steps) // accumulate * accumulate]
+        if not self._steps:
+            raise ValueError(f"{len(steps)} steps are fewer than accumulate={accumulate}")
         self._batches = _Batches()
         self._generator = torch.Generator()
         self._loader = DataLoader(
@@ -137,8 +140,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         job = self._job
-        epoch = max(job.epoch, self._passes)
-        self._passes = epoch + 1
+        if job.epoch != self._epoch:
+            self._epoch, self._passes = job.epoch, 0
+        # A second pass within an epoch has an order of its own.
+        epoch = job.epoch if self._passes == 0 else seed_of(job.epoch, self._passes)
         generator = self._generator.manual_seed(seed_of(job.seed, epoch))
         order = (
             torch.randperm(self._length, generator=generator).tolist()
@@ -155,9 +160,11 @@ class Loader:
             job.expect_steps(len(self._steps) // self._accumulate)
         for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
             torch.default_generator.manual_seed(seed)
-            if torch.is_grad_enabled():
-                job.samples += len(batch)
+            job.batches += 1
+            job.batch_samples = len(batch)
             yield data
+            if batch is batches[0]:
+                self._passes += 1  # who only looked at the first batch has made no pass
 
     def _mine(self) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""

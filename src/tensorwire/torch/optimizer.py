@@ -166,6 +166,8 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     added = {"step": step, "_plain_class": cls}
+    # torch's own scaler must not leave the scale to a step that does not know it.
+    optimizer._step_supports_amp_scaling = False
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), added)
 
 

@@ -36,6 +36,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         core = optimizer._tensorwire
+        core.check_scalable()
         optimizer._opt_called = True
         self._check_scale_growth_tracker("step")
         found = not core.step(scale=1.0 / self.get_scale(), check_finite=True)
@@ -52,6 +53,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() comes once, before step(), after the last update().")
         self._check_scale_growth_tracker("unscale_")
+        optimizer._tensorwire.check_scalable()
         optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
 

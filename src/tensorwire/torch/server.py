@@ -48,13 +48,15 @@ def main(arguments: list[str] | None = None) -> int:
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
             member = ServerMember(options.index, options.workers, node)
             member.connect(tuple(filter(None, options.servers.split(","))))
+            # Before anybody knows the address: workers look for it at once.
+            collective = CollectiveServer(member) if options.index == 0 else None
             with os.fdopen(options.address_fd, "w") as channel:
                 channel.write(f"{node.address}\n")
-            collective = CollectiveServer(member) if options.index == 0 else None
             member.gather()
+            server = Server(member, TorchApply, threads, collective)
             if collective:
-                collective.start()
-            Server(member, TorchApply, threads, collective).run()
+                collective.start(server.fail)
+            server.run()
     except (TensorwireError, ValueError, OSError) as error:
         print(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
