@@ -191,6 +191,9 @@ class Member(Channel):
 
     def _stacks(self) -> str:
         """Lets the process write its Python stacks to its log, and returns the log."""
+        if self._is_stopped():
+            # It would write them after it goes on, at any moment, which can crash the interpreter.
+            return f"{self.log()}(stopped by a signal)"
         size = len(self.log())
         with contextlib.suppress(OSError):
             os.kill(self.pid, _STACKS_SIGNAL)
@@ -198,6 +201,13 @@ class Member(Channel):
         while len(self.log()) == size and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.log()
+
+    def _is_stopped(self) -> bool:
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
 
     def _end(self, deadline: float) -> None:
         """Asks, then forces; afterwards nothing of the process is left."""
