@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tensorwire.bench.rows import Report
-from tensorwire.bench.training import training
+from tensorwire.bench.training import alone, training
 from tensorwire.bench.training.models import Model
 from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire.bench.training.team import Team, TeamError
@@ -175,6 +175,36 @@ def test_tensorwire_runs_beside_them() -> None:
     assert not any("different parameters" in text for text in found.settings["warnings"])
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_script_that_runs_alone(optimizer: str) -> None:
+    """Rows of both scripts, which computed the same, and the bar's verdict on their difference."""
+    found = training.run(tiny(wires=("alone",), optimizer=optimizer))
+    rows = {row.system: row for row in found.rows}
+    assert list(rows) == [OWN, "plain"]
+    for row in rows.values():
+        assert row.case == "alone.tiny.step"
+        assert row.measured, row.note
+        assert row.operations == 24 * 20
+        assert row.cpu_seconds_local is not None
+        assert row.cpu_seconds_remote is None
+    assert rows[OWN].ratio_to_limit is not None
+    assert rows[OWN].ratio_interval is not None
+    verdict = found.verdicts[-1]
+    assert verdict.name == "alone.tiny.step, extra to plain torch"
+    assert verdict.met is not None
+    assert verdict.interval is not None
+
+
+def test_scripts_that_do_not_compute_the_same_are_no_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(alone, "_SAME", -1.0)
+    found = training.run(tiny(wires=("alone",)))
+    assert not any(row.measured for row in found.rows)
+    assert found.verdicts[-1].met is None
+    assert "the parameters differ" in found.verdicts[-1].detail
+
+
 def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = System("ddp-gloo", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
     broken = System("grpc", "a_module_that_nobody_has", (), None, {"shm": ""})
@@ -185,7 +215,7 @@ def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
         assert row is not None
         assert not row.measured
         assert reason in row.note
-    assert [verdict.met for verdict in found.verdicts] == [None] * 3
+    assert [verdict.met for verdict in found.verdicts] == [None] * 4
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -216,6 +246,7 @@ def test_the_command_writes_rows_and_shows_verdicts(tmp_path: Path) -> None:
     [
         (["--systems", "carrier-pigeon"], "unknown; choose from tensorwire, limit"),
         (["--models", "gpt"], "unknown; choose from digits, mlp50, mlp200"),
+        (["--wires", "rope"], "unknown; choose from shm, tcp, alone"),
         (["--optimizer", "adam"], "adamw"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
     ],

@@ -12,6 +12,7 @@ from tensorwire.bench.training.figures import (
     StepTimes,
     Turns,
     exchange_seconds,
+    extra_seconds,
     limit_over_wire,
     skew_seconds,
     step_seconds,
@@ -20,7 +21,7 @@ from tensorwire.bench.training.figures import (
 from tensorwire.bench.training.models import MODELS, Model, model
 from tensorwire.bench.training.report import draw
 from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire.bench.training.verdicts import judge
+from tensorwire.bench.training.verdicts import judge, judge_alone
 from tensorwire.errors import TensorwireError
 
 drivers = _core.drivers
@@ -63,6 +64,30 @@ def test_ratios_pair_turn_by_turn() -> None:
     assert shorter is not None
     assert shorter.pairs == 1
     assert turn_ratio([], [[1.0]]) is None
+
+
+def test_the_extra_is_of_pairs() -> None:
+    """A slow minute makes both slow; the medians of each alone would differ by 4."""
+    extra = extra_seconds(
+        [2.0, 12.0, 3.0, 3.0, 8.0, 8.0, 3.0], [1.0, 10.0, 2.0, 1.0, 7.0, 4.0, 2.0]
+    )
+    assert extra.seconds == 1.0
+    assert extra.interval == (1.0, 4.0)
+    assert extra_seconds([3.0], [1.0]) == (2.0, None)
+    with pytest.raises(ValueError, match="zip"):
+        extra_seconds([1.0], [1.0, 2.0])
+
+
+def test_the_bar_of_a_script_alone() -> None:
+    met = judge_alone("alone.digits.step", extra_seconds([1.1e-3] * 6, [1e-3] * 6), "")
+    assert met.met
+    assert met.measured == pytest.approx(100)
+    assert met.interval == pytest.approx((100, 100))
+    missed = judge_alone("alone.digits.step", extra_seconds([1.3e-3], [1e-3]), "")
+    assert "100 µs per step away" in missed.line()
+    absent = judge_alone("alone.digits.step", None, "no torch")
+    assert absent.met is None
+    assert "no torch" in absent.line()
 
 
 def test_the_limit_over_a_wire_adds_the_ways_and_hides_the_smaller_part() -> None:
@@ -263,7 +288,9 @@ def test_a_system_that_cannot_run_says_why() -> None:
 def test_a_figure_is_drawn_of_the_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "training.svg"
-    draw(full_report(), path)
+    report = full_report()
+    report.rows.append(Row("training", "alone.digits.step", OWN, 1000, seconds_median=1e-3))
+    draw(report, path)
     assert path.read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="no measured"):
         draw(Report("training", {}), path)

@@ -65,26 +65,36 @@ def _cases() -> tuple[str, ...]:
     return CASES
 
 
+def _outputs(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that every bench has."""
+    for option in (
+        click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
+        click.option(
+            "--figure",
+            "figure_path",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Draw a figure; .svg, .pdf or .png.",
+        ),
+        click.option(
+            "--json",
+            "json_path",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Write all rows, the machine and the verdicts to FILE.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group()
 def bench() -> None:
     """Measure tensorwire beside the machine's limits and beside other libraries."""
 
 
 @bench.command()
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write all rows, the machine and the verdicts to FILE.",
-)
-@click.option(
-    "--figure",
-    "figure_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Draw a figure; .svg, .pdf or .png.",
-)
+@_outputs
 @click.option("--quick", is_flag=True, help="Few sizes and little time: a look, not a measurement.")
 @click.option(
     "--systems",
@@ -113,7 +123,6 @@ def bench() -> None:
     type=click.FloatRange(0.01, 600),
     help="Time for each case of tensorwire and its limit (default 2).",
 )
-@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
 def memory(
     json_path: Path | None,
     figure_path: Path | None,
@@ -147,20 +156,12 @@ def memory(
     The rivals:
         pip install 'tensorwire[bench,nixl]'
     """  # noqa: D301 (\b is what click reads)
-    from tensorwire.bench.memory import Settings
+    from tensorwire.bench.memory import Settings, run
     from tensorwire.bench.report import draw, print_report
 
     settings = Settings.quick() if quick else Settings()
     _choose(settings, systems, cases, sizes, wires, seconds)
-    for path in (json_path, figure_path):
-        if path is not None and not path.parent.is_dir():
-            raise click.BadParameter(f"the folder of {path} does not exist")
-    # A file or a pipe has no width of its own; the tables need about 90 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    report = _run(settings, console)
-    print_report(report, console)
-    _keep(report, json_path, figure_path, draw)
-    _exit(report, strict)
+    _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
 
 
 def _choose(
@@ -179,10 +180,27 @@ def _choose(
         settings.budget = dataclasses.replace(settings.budget, case_s=seconds)
 
 
-def _run(settings: Settings, console: Console) -> Report:
-    from tensorwire.bench.memory import run
-
-    return _with_bar(partial(run, settings), console)
+def _carry_out(
+    run: Callable[[Callable[[int, int, str], None]], Report],
+    print_report: Callable[[Report, Console], None],
+    draw: Callable[[Report, Path], None],
+    json_path: Path | None,
+    figure_path: Path | None,
+    strict: bool,
+) -> None:
+    """Runs a bench with a bar, shows its report, keeps it, and ends with its exit code."""
+    for path in (json_path, figure_path):
+        if path is not None and not path.parent.is_dir():
+            raise click.BadParameter(f"the folder of {path} does not exist")
+    # A file or a pipe has no width of its own; the tables need about 90 columns.
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    report = _with_bar(run, console)
+    print_report(report, console)
+    _keep(report, json_path, figure_path, draw)
+    if report.settings["interrupted"]:
+        raise SystemExit(130)
+    if strict and any(verdict.met is False for verdict in report.verdicts):
+        raise SystemExit(1)
 
 
 def _with_bar(run: Callable[[Callable[[int, int, str], None]], Report], console: Console) -> Report:
@@ -217,21 +235,14 @@ def _training_systems() -> tuple[str, ...]:
     return NAMES
 
 
+def _training_wires() -> tuple[str, ...]:
+    from tensorwire.bench.training.training import WIRES
+
+    return WIRES
+
+
 @bench.command()
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write all rows, the machine and the verdicts to FILE.",
-)
-@click.option(
-    "--figure",
-    "figure_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Draw a figure; .svg, .pdf or .png.",
-)
+@_outputs
 @click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
 @click.option(
     "--systems",
@@ -243,7 +254,10 @@ def _training_systems() -> tuple[str, ...]:
     "--models", type=_Names(_models), metavar="A,B", help="Only these: digits, mlp50, mlp200."
 )
 @click.option(
-    "--wires", type=_Names(lambda: ("shm", "tcp")), metavar="A,B", help="shm, tcp or both."
+    "--wires",
+    type=_Names(_training_wires),
+    metavar="A,B",
+    help="Only these: shm, tcp, alone (one process, small models).",
 )
 @click.option(
     "--steps",
@@ -257,7 +271,6 @@ def _training_systems() -> tuple[str, ...]:
     show_default=True,
     help="sgd has momentum 0.9.",
 )
-@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
 def training(
     json_path: Path | None,
     figure_path: Path | None,
@@ -274,9 +287,9 @@ def training(
     Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
     exchange lasts from the last gradient until the slowest worker can read the updated parameters.
     Beside tensorwire: torch's DistributedDataParallel over gloo, a parameter server on gRPC (a unix
-    socket on the shm wire), and the limit, one C loop over gradients, parameters and state, on tcp
-    with raw sockets. All take turns. The full run takes about fifteen minutes and 10 GiB; other
-    work on the machine spoils it.
+    socket on the shm wire), and the limit, a C loop over gradients, parameters and state, on tcp
+    with raw sockets. All take turns. Besides: what tensorwire costs a script that runs alone. The
+    full run takes about fifteen minutes and 10 GiB; other work on the machine spoils it.
 
     \b
     A first look, a minute or two:
@@ -299,14 +312,7 @@ def training(
 
     settings = Settings.quick() if quick else Settings()
     _choose_training(settings, systems, models, wires, steps, optimizer)
-    for path in (json_path, figure_path):
-        if path is not None and not path.parent.is_dir():
-            raise click.BadParameter(f"the folder of {path} does not exist")
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    report = _with_bar(partial(run, settings), console)
-    print_report(report, console)
-    _keep(report, json_path, figure_path, draw)
-    _exit(report, strict)
+    _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
 
 
 def _choose_training(
@@ -341,10 +347,3 @@ def _keep(
         except (TensorwireError, ValueError) as error:
             raise click.ClickException(str(error)) from error
         click.echo(f"figure written to {figure_path}")
-
-
-def _exit(report: Report, strict: bool) -> None:
-    if report.settings["interrupted"]:
-        raise SystemExit(130)
-    if strict and any(verdict.met is False for verdict in report.verdicts):
-        raise SystemExit(1)

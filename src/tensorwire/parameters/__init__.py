@@ -5,7 +5,7 @@ same `Shard`, so their bits are the same.
 """
 
 from .apply import Apply, Hyper, Tile
-from .layout import ITEM_BYTES, Layout, Share, Spec, TensorSpec
+from .layout import CELL_BYTES, ITEM_BYTES, Layout, Share, Spec, TensorSpec
 from .messages import (
     APPLY,
     CHECK_FINITE,
@@ -17,11 +17,13 @@ from .messages import (
     Commit,
     Result,
 )
-from .server import Server
+from .server import Server, most_threads
+from .shard import threads_for
 from .store import LocalStore, RemoteStore, Store
 
 __all__ = [
     "APPLY",
+    "CELL_BYTES",
     "CHECK_FINITE",
     "ITEM_BYTES",
     "PUBLISH",
@@ -42,4 +44,6 @@ __all__ = [
     "Store",
     "TensorSpec",
     "Tile",
+    "most_threads",
+    "threads_for",
 ]

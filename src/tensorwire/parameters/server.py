@@ -8,6 +8,7 @@ has the regions and words.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import traceback
@@ -36,6 +37,11 @@ from .shard import Memory, Shard
 
 # New values leave for workers that do not see them mapped in pieces of about this size.
 _CHUNK_BYTES = 2 << 20
+
+
+def most_threads() -> int:
+    """How many threads a server uses for its arithmetic unless it is told otherwise."""
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 class DisagreementError(ValueError):

@@ -50,6 +50,11 @@ class Memory:
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
+def threads_for(cells: int, most: int) -> int:
+    """How many threads work on so many cells."""
+    return max(1, min(most, cells // _MIN_CELLS_PER_THREAD))
+
+
 class Shard:
     """Reduces and applies. Methods are called by one thread at a time."""
 
@@ -63,7 +68,7 @@ class Shard:
         ]
         here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
         self._here = np.array(sorted(here), np.int64)
-        threads = max(1, min(threads, len(self._trained) // _MIN_CELLS_PER_THREAD))
+        threads = threads_for(len(self._trained), threads)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tensorwire-apply") if threads > 1 else None
 

@@ -16,7 +16,7 @@ import torch
 from tensorwire.errors import TensorwireError
 from tensorwire.membership import CollectiveServer, ServerMember, server_name
 from tensorwire.memory import Node
-from tensorwire.parameters import Server
+from tensorwire.parameters import Server, most_threads
 
 from .apply import TorchApply
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         _end_with(options.parent)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    threads = options.threads or min(4, max(1, len(os.sched_getaffinity(0))))
+    threads = options.threads or most_threads()
     name = server_name(options.index)
     try:
         with Node(name, listen=options.listen, advertise=options.advertise) as node:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tensorwire.bench.harness import Ratio, median, paired_ratio
+from tensorwire.bench.harness import Ratio, median, median_interval, paired_ratio
 
 
 class StepTimes(NamedTuple):
@@ -102,6 +102,23 @@ def turn_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]
     """
     pairs = [(median(a), median(b)) for a, b in zip(above, below, strict=False) if a and b]
     return paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
+
+
+class Extra(NamedTuple):
+    """The median of paired differences in seconds, and its 95 % interval (None under six pairs)."""
+
+    seconds: float
+    interval: tuple[float, float] | None
+
+
+def extra_seconds(own: Sequence[float], plain: Sequence[float]) -> Extra:
+    """What own[i] took longer than plain[i].
+
+    Raises:
+        ValueError: no pairs, or sequences of unequal length.
+    """
+    differences = [a - b for a, b in zip(own, plain, strict=True)]
+    return Extra(median(differences), median_interval(differences))
 
 
 def limit_over_wire(apply_s: float, into_s: float, out_s: float) -> float:

@@ -1,12 +1,12 @@
 """The limit of an exchange: what the machine allows, without any protocol.
 
-Apply: one C loop with as many threads as tensorwire's server has (one), in mapped and touched
-shared memory, reads the gradients of all workers, parameters and state once and writes parameters
-and state once (`drivers.exchange_limit`). On tcp also the carrying: a raw C socket that takes the
-gradients of each worker in and the parameters of each worker out, one worker after the other as one
-thread would serve them. The kernel places all threads, as it does for the systems: ends of the
-socket on cores of their own were slower here at every size. A system that sends during backward has
-less to carry after the last gradient and may come below it.
+Apply: a C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory,
+reads the gradients of all workers, parameters and state once and writes parameters and state once
+(`drivers.exchange_limit`). On tcp also the carrying: a raw C socket that takes the gradients of
+each worker in and the parameters of each worker out, one worker after the other as one thread would
+serve them. The kernel places all threads, as it does for the systems: ends of the socket on cores
+of their own were slower here at every size. A system that sends during backward has less to carry
+after the last gradient and may come below it.
 """
 
 from __future__ import annotations

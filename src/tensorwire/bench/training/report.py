@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tensorwire.bench import report as common
 from tensorwire.bench.rows import Report, Row, format_seconds
+from tensorwire.bench.training.alone import ALONE
 from tensorwire.bench.training.systems import LIMIT, OWN
 from tensorwire.errors import UnavailableError
 
@@ -33,7 +34,8 @@ def print_report(report: Report, console: Console) -> None:
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
     """Draws whole steps as stacked bars, exchange below the rest, per model, wire and system.
 
-    The limit of the exchange is a line across the panel's exchange. The file's ending (.svg, .pdf,
+    The limit of the exchange is a line across the panel's exchange. Scripts that run alone are not
+    drawn. The file's ending (.svg, .pdf,
     .png) says the format.
 
     Raises:
@@ -48,7 +50,11 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
             "a figure needs matplotlib: pip install 'tensorwire[bench]'"
         ) from error
 
-    steps = [row for row in report.rows if row.measured and row.case.endswith(".step")]
+    steps = [
+        row
+        for row in report.rows
+        if row.measured and row.case.endswith(".step") and not row.case.startswith(f"{ALONE}.")
+    ]
     if not steps:
         raise ValueError("the report has no measured step to draw")
     wires = list(dict.fromkeys(row.case.split(".")[0] for row in steps))

@@ -52,7 +52,7 @@ class Team:
 
     def __init__(
         self, system: System, wire: str, model: Model, workers: int, optimizer: str,
-        start_timeout_s: float = 120.0,
+        threads: int = 1, start_timeout_s: float = 120.0,
     ) -> None:  # fmt: skip
         self._name = system.name
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
@@ -64,7 +64,9 @@ class Team:
         try:
             address = ""
             if system.server is not None:
-                arguments = system.server_arguments(wire, workers, optimizer, self._folder.name)
+                arguments = system.server_arguments(
+                    wire, workers, optimizer, threads, self._folder.name
+                )
                 address = self._start_server(
                     [sys.executable, "-m", system.server, *arguments], environment, start_timeout_s
                 )

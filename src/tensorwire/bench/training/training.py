@@ -5,6 +5,7 @@ iteration (forward, backward, exchange, zero_grad), and its *exchange*, from the
 any worker produced until the slowest worker may read the updated parameters, reduction and
 optimizer included. All systems are resident and take turns in blocks of steps, so that whatever
 disturbs the machine disturbs all; ratios are paired turn by turn. The limit takes its turn too.
+Besides, for small models, what a script costs more that runs alone (`training.alone`).
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. That the systems
 compute the same is checked once, after their first steps.
@@ -20,15 +21,18 @@ from functools import partial
 from tensorwire.bench import machine
 from tensorwire.bench.harness import laps_of, median, percentile
 from tensorwire.bench.processes import Pair, PairError
-from tensorwire.bench.rows import Comparison, Report, Row, format_seconds
+from tensorwire.bench.rows import Comparison, Report, Row, Verdict, format_seconds
+from tensorwire.bench.training import alone
 from tensorwire.bench.training.figures import Turns, limit_over_wire, turn_ratio
 from tensorwire.bench.training.models import MODELS, Model
 from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire.bench.training.team import Team
-from tensorwire.bench.training.verdicts import judge
+from tensorwire.bench.training.verdicts import judge, judge_alone
+from tensorwire.parameters import CELL_BYTES, most_threads, threads_for
 
 BENCH = "training"
-WIRES = ("shm", "tcp")
+WIRES = ("shm", "tcp", alone.ALONE)
+"""Alone there is no wire, and one process."""
 OPTIMIZERS = ("sgd", "adamw")
 NAMES = (OWN, LIMIT, *(system.name for system in SYSTEMS if system.name != OWN))
 """In the order of their turns: the limit beside what is held against it."""
@@ -44,7 +48,7 @@ class Settings:
     Attributes:
         steps: per system and model, None for the model's own number.
         turns: into how many turns they are cut; six give a first interval.
-        server_threads: that apply in tensorwire's server; the limit gets as many.
+        server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
     """
 
     models: Sequence[Model] = MODELS
@@ -54,7 +58,7 @@ class Settings:
     workers: int = 2
     steps: int | None = None
     turns: int = 10
-    server_threads: int = 1
+    server_threads: int = field(default_factory=most_threads)
 
     @classmethod
     def quick(cls) -> Settings:
@@ -70,10 +74,22 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     """Runs the bench. Ctrl-C ends it early with the rows so far (`settings["interrupted"]`)."""
     about = machine.describe()
     report = Report(BENCH, about, settings=_describe(settings, about))
-    total = len(settings.models) * len(settings.wires)
     stages = [(model, wire) for model in settings.models for wire in settings.wires]
+    small = [model for model in settings.models if model.size_bytes <= alone.MAX_BYTES]
+    stages = [(model, wire) for model, wire in stages if wire != alone.ALONE or model in small]
+    total = len(stages)
+    found: dict[str, Verdict] = {}
     try:
         for done, (model, wire) in enumerate(stages):
+            if wire == alone.ALONE:
+                if progress is not None:
+                    progress(done, total, f"{alone.ALONE}.{model.name}")
+                if OWN in settings.systems:
+                    rows, found[model.name] = alone.run(
+                        BENCH, model, settings.optimizer, settings.turns
+                    )
+                    report.rows += rows
+                continue
             stage = _Stage(settings, model, wire)
             if progress is not None:
                 stage.tell = partial(_tell, progress, done, total, f"{wire}.{model.name}")
@@ -88,6 +104,9 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = judge(report, [model.name for model in settings.models])
+    for model in small:
+        missing = judge_alone(alone.case_of(model), None, "it did not run")
+        report.verdicts.append(found.get(model.name, missing))
     if progress is not None:
         progress(total, total, "done")
     return report
@@ -178,7 +197,14 @@ class _Stage:
             return
         settings = self._settings
         try:
-            team = Team(system, self._wire, self._model, settings.workers, settings.optimizer)
+            team = Team(
+                system,
+                self._wire,
+                self._model,
+                settings.workers,
+                settings.optimizer,
+                settings.server_threads,
+            )
             self._teams[system.name] = team
             times, _, _ = team.run(_CHECK_STEPS)
             self._digest(system.name, team.digest())
@@ -205,12 +231,17 @@ class _Stage:
                 f"different parameters, sums of magnitudes {sums}"
             )
 
+    def _limit_threads(self) -> int:
+        """Those that the server uses for so many bytes."""
+        cells = -(-self._model.size_bytes // CELL_BYTES)
+        return threads_for(cells, self._settings.server_threads)
+
     def _start_limit(self) -> None:
         options = {
             "wire": self._wire,
             "elements": self._model.elements,
             "workers": self._settings.workers,
-            "threads": self._settings.server_threads,
+            "threads": self._limit_threads(),
             "optimizer": self._settings.optimizer,
         }
         try:
@@ -292,7 +323,9 @@ class _Stage:
         if LIMIT in self._failed or not samples:
             return dataclasses.replace(row, note=self._failed.get(LIMIT, "it took no turn"))
         apply_s, into_s, out_s = (median(part) for part in zip(*self._limit.parts, strict=True))
-        note = f"one C loop on {self._settings.server_threads} thread: {format_seconds(apply_s)}"
+        threads = self._limit_threads()
+        on = "1 thread" if threads == 1 else f"{threads} threads"
+        note = f"a C loop on {on}: {format_seconds(apply_s)}"
         if self._wire == "tcp":
             note = (
                 f"the larger of {note}, and raw socket: gradients in {format_seconds(into_s)} plus "

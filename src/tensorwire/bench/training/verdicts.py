@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.training.figures import Extra
 from tensorwire.bench.training.systems import LIMIT, OWN
 
 LIMIT_BAR = 2.0
 GLOO_BAR = 3.0
 GRPC_BAR = 4.0
+ALONE_BAR_US = 200.0
 
 
 def judge(report: Report, models: Sequence[str]) -> list[Verdict]:
@@ -23,6 +25,17 @@ def judge(report: Report, models: Sequence[str]) -> list[Verdict]:
         found.append(_faster(report, f"shm.{name}.exchange", "ddp-gloo", GLOO_BAR))
         found.append(_faster(report, f"tcp.{name}.exchange", "grpc", GRPC_BAR))
     return found
+
+
+def judge_alone(case: str, extra: Extra | None, reason: str) -> Verdict:
+    """What a step costs more than without tensorwire; `reason` where it was not measured."""
+    name, unit = f"{case}, extra to plain torch", "µs per step"
+    if extra is None:
+        return Verdict(name, ALONE_BAR_US, "<=", unit, detail=reason)
+    value, interval = 1e6 * extra.seconds, None
+    if extra.interval is not None:
+        interval = (1e6 * extra.interval[0], 1e6 * extra.interval[1])
+    return Verdict(name, ALONE_BAR_US, "<=", unit, value, interval, value <= ALONE_BAR_US)
 
 
 def _of_limit(report: Report, case: str) -> Verdict:

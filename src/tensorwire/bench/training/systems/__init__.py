@@ -40,10 +40,13 @@ class System:
                 return f"{name} is not installed; {remedy}"
         return None
 
-    def server_arguments(self, wire: str, workers: int, optimizer: str, folder: str) -> list[str]:
+    def server_arguments(
+        self, wire: str, workers: int, optimizer: str, threads: int, folder: str
+    ) -> list[str]:
         """Arguments of the server, but for the descriptor of its address."""
         if self.name == OWN:
-            return ["--index", "0", "--workers", str(workers), "--listen", "127.0.0.1:0"]
+            own = ["--index", "0", "--workers", str(workers), "--listen", "127.0.0.1:0"]
+            return [*own, "--threads", str(threads)]
         where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else "127.0.0.1:0"
         return ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
 
