@@ -534,7 +534,9 @@ def one_leaves_before_mean(job: tw.Job) -> float:
 def test_mean_after_another_has_left(team: Team) -> None:
     """Named for a bug: the others waited for ever, because a goodbye is no loss."""
     outcomes, codes = team._run(one_leaves_before_mean, ())
-    assert "server-0" in outcomes[0].text  # whose own message says who has left
+    assert outcomes[0].kind == "RuntimeError"
+    assert "worker 1 (pid " in outcomes[0].text
+    assert "has left the job, and others call mean() or barrier()" in outcomes[0].text
     assert codes == [1]
 
 

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import PeerLostError
-from tensorwire.memory import RemoteRegion, wait_all
+from tensorwire.errors import PeerLostError, TensorwireError
+from tensorwire.memory import RemoteRegion, Transfer, wait_all
 
 from .members import ServerMember, WorkerMember
 
@@ -24,6 +25,8 @@ _REGION = "collective"
 _HEAD = 64
 _BLOCK = _HEAD + 8 * (MAX_NUMBERS + 1)
 _BLOCK += -_BLOCK % 64
+_TEXT = 4096  # bytes behind a worker's block: why no result will follow
+_FAILED = 1 << 62  # value of a worker's word then
 
 
 class CollectiveServer:
@@ -33,6 +36,9 @@ class CollectiveServer:
         self._member = member
         self._fail: Callable[[BaseException], None] = lambda error: None
         self._inbox = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
+        self._outboxes: dict[int, RemoteRegion] = {}
+        self._sending = threading.Lock()  # a result must not follow the text
+        self._failed = False
         self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
 
     def is_waiting(self, rank: int) -> bool:
@@ -48,7 +54,6 @@ class CollectiveServer:
     def _run(self) -> None:
         member = self._member
         try:
-            outboxes: dict[int, RemoteRegion] = {}
             for number in count(1):
                 blocks = []
                 for rank in range(member.count):
@@ -56,16 +61,29 @@ class CollectiveServer:
                     start = _BLOCK * rank + _HEAD
                     blocks.append(self._inbox[start : start + _BLOCK - _HEAD].array("float64"))
                 for rank, peer in member.workers.items():
-                    if rank not in outboxes:  # it is there: its owner has called
-                        outboxes[rank] = peer.region(_REGION, None)
+                    if rank not in self._outboxes:  # it is there: its owner has called
+                        self._outboxes[rank] = peer.region(_REGION, None)
                 total = _sum(blocks)
-                sent = []
-                for region in outboxes.values():
-                    sent.append(region[_HEAD:].write(total, signal=(region.word(0), number)))
+                with self._sending:
+                    if self._failed:
+                        return
+                    sent = [_send(region, total, number) for region in self._outboxes.values()]
                 wait_all(sent)
         except BaseException as error:
             if not member.node.closed and not self._all_left():
                 self._fail(error)
+
+    def tell(self, text: str) -> None:
+        """Ends every worker's present and future calls with an error; by the main thread."""
+        with self._sending:
+            self._failed = True
+        message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        for rank, peer in self._member.workers.items():
+            try:
+                region = self._outboxes.get(rank) or peer.region(_REGION, 5.0)
+                region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
+            except (LookupError, TensorwireError):
+                continue  # it is the one that is lost, or has not called yet
 
     def _all_left(self) -> bool:
         return all(self._member.has_left(rank) for rank in range(self._member.count))
@@ -88,6 +106,10 @@ class CollectiveServer:
             ) from None
 
 
+def _send(region: RemoteRegion, data: NDArray[Any], value: int) -> Transfer:
+    return region[_HEAD:].write(data, signal=(region.word(0), value))
+
+
 def _sum(blocks: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """What goes back: how many numbers, then the sums; -1 where the workers disagree."""
     sizes = {int(block[0]) if 0 <= block[0] <= MAX_NUMBERS else -1 for block in blocks}
@@ -105,7 +127,7 @@ class Collective:
 
     def __init__(self, member: WorkerMember) -> None:
         self._member = member
-        self._outbox = member.node.allocate(_BLOCK, name=_REGION, access="w")
+        self._outbox = member.node.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
         offset = _BLOCK * member.place.rank
         self._remote = member.servers[0].region(_REGION)[offset : offset + _BLOCK]
         self._number = 0
@@ -115,16 +137,29 @@ class Collective:
 
         Raises:
             ValueError: too many numbers, or the workers gave different amounts.
-            PeerLostError: server 0 is gone, which it also is after another worker failed.
+            RuntimeError: the job is over; the message says why and names who failed.
+            PeerLostError: server 0 is gone.
         """
         if len(values) > MAX_NUMBERS:
             raise ValueError(f"{len(values)} numbers; at most {MAX_NUMBERS} can be combined")
         self._number += 1
         message = np.concatenate([[float(len(values))], values])
-        remote, server = self._remote, self._member.servers[0]
-        remote[_HEAD:].write(message, signal=(remote.word(0), self._number)).wait()
-        self._outbox.word(0).wait_until(self._number, peer=server)
-        result = self._outbox[_HEAD:].array("float64")
+        remote, word = self._remote, self._outbox.word(0)
+        try:
+            remote[_HEAD:].write(message, signal=(remote.word(0), self._number)).wait()
+            word.wait_until(self._number, peer=self._member.servers[0])
+        except TensorwireError as error:
+            # What the server said before it was lost is worth more than that it was lost.
+            if word.value >= _FAILED:
+                raise RuntimeError(self._text()) from error
+            raise
+        if word.value >= _FAILED:
+            raise RuntimeError(self._text())
+        result = self._outbox[_HEAD:_BLOCK].array("float64")
         if result[0] < 0:
             raise ValueError("the workers call mean() or barrier() with different values")
         return result[1 : len(values) + 1].copy()
+
+    def _text(self) -> str:
+        data = self._outbox[_BLOCK:].array().tobytes()
+        return data.rstrip(b"\0").decode(errors="replace")

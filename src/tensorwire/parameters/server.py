@@ -128,6 +128,8 @@ class Server:
         if isinstance(error, SystemExit):
             text = "the server was told to end (SIGTERM)"
         name = f"server {self.member.index}"
+        if self.collective:
+            self.collective.tell(f"{text} (told by {name})")
         # Workers may wait for a store that not all of them wanted yet.
         for store in [*self._stores, StoreServer(self, len(self._stores))]:
             store.poison(f"{text} (told by {name})")
