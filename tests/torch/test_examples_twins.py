@@ -163,4 +163,4 @@ def test_pages(
     assert f"epoch {epochs}/{epochs}: " in printed
     saved = torch.load(tmp_path / "checkpoint", weights_only=True)
     assert {"model", "optimizer"} <= set(saved)
-    assert saved["tensorwire"]["epoch"] == epochs - 1
+    assert saved["tensorwire"]["epochs"] == epochs

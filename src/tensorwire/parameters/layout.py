@@ -153,7 +153,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Where a tensor lies: bytes [start, stop) with padding, [start, end) without."""
 
     start: int
@@ -197,7 +197,7 @@ class Layout:
         if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
             raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
         self.spec = spec
-        places: list[Place | None] = [None] * len(spec.tensors)
+        places: list[Extent | None] = [None] * len(spec.tensors)
         cells: list[Cell] = []
         offset = 0
         for (kind, group, dtype), members in _segments(spec.tensors):
@@ -205,7 +205,7 @@ class Layout:
             for tensor in members:
                 size = spec.tensors[tensor].size_bytes
                 stop = offset + _padded(size)
-                places[tensor] = Place(offset, offset + size, stop)
+                places[tensor] = Extent(offset, offset + size, stop)
                 offset = stop
             owners = [(tensor, _not_none(places[tensor])) for tensor in members]
             for start in range(begin, offset, cell_bytes):
@@ -294,6 +294,6 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _not_none(place: Place | None) -> Place:
+def _not_none(place: Extent | None) -> Extent:
     assert place is not None
     return place

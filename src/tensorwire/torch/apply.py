@@ -7,8 +7,9 @@ and end on 64 bytes, so the cut changes no bit. Knows no processes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +101,11 @@ class TorchApply:
         if self.states not in (*known, known[2][:2]):
             raise ValueError(f"unknown state in {path!r}")
 
+    @property
+    def is_sgd(self) -> bool:
+        """SGD, which keeps no count of its steps."""
+        return self._kind == "SGD"
+
     def bind(
         self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
     ) -> Tile:
@@ -185,80 +191,67 @@ class _Tile:
             # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
             scaled = _scratch(self._master)[: gradient.numel()]
             gradient = torch.mul(gradient, scale, out=scaled)
-        (_sgd if self._kind == "SGD" else _adam)(
-            self._kind, hyper.tolist(), count, master, gradient, states, divisor
-        )
+        on = _Operands(master, gradient, states, divisor, count)
+        _KERNELS[self._kind](on, hyper.tolist())
 
 
-def _sgd(
-    kind: str,
-    hyper: list[float],
-    count: int,
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: list[torch.Tensor],
-    divisor: torch.Tensor | None,
-) -> None:
+class _Operands(NamedTuple):
+    """What a kernel works on; the gradient is still to be divided by the divisor."""
+
+    master: torch.Tensor
+    gradient: torch.Tensor
+    states: list[torch.Tensor]
+    divisor: torch.Tensor | None
+    step: int
+
+
+def _sgd(on: _Operands, hyper: list[float]) -> None:
     lr, momentum, dampening, decay, nesterov, maximize = hyper
-    if master.element_size() < 4:
-        _sgd_by_parts(hyper, count, master, gradient, states)
+    if on.master.element_size() < 4:
+        _sgd_by_parts(on, hyper)
         return
     torch._fused_sgd_(
-        [master],
-        [gradient],
-        states if momentum else [],
+        [on.master],
+        [on.gradient],
+        on.states if momentum else [],
         lr=lr,
         momentum=momentum,
         dampening=dampening,
         weight_decay=decay,
         nesterov=bool(nesterov),
         maximize=bool(maximize),
-        is_first_step=count == 1,
-        grad_scale=divisor,
+        is_first_step=on.step == 1,
+        grad_scale=on.divisor,
     )
 
 
-def _sgd_by_parts(
-    hyper: list[float],
-    count: int,
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: list[torch.Tensor],
-) -> None:
+def _sgd_by_parts(on: _Operands, hyper: list[float]) -> None:
     """For 16 bits, where torch 2.13's fused kernel leaves parameters with momentum as they are."""
     lr, momentum, dampening, decay, nesterov, maximize = hyper
+    gradient = on.gradient
     if maximize:
         gradient = -gradient
     if decay:
-        gradient = gradient.add(master, alpha=decay)
+        gradient = gradient.add(on.master, alpha=decay)
     if momentum:
-        (buffer,) = states
-        if count == 1:
+        (buffer,) = on.states
+        if on.step == 1:
             buffer.copy_(gradient)
         else:
             buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
         gradient = gradient.add(buffer, alpha=momentum) if nesterov else buffer
-    master.add_(gradient, alpha=-lr)
+    on.master.add_(gradient, alpha=-lr)
 
 
-def _adam(
-    kind: str,
-    hyper: list[float],
-    count: int,
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    states: list[torch.Tensor],
-    divisor: torch.Tensor | None,
-) -> None:
+def _adam(kernel: Any, on: _Operands, hyper: list[float]) -> None:
     lr, beta1, beta2, eps, decay, amsgrad, maximize = hyper
-    kernel: Any = torch._fused_adam_ if kind == "Adam" else torch._fused_adamw_
     kernel(
-        [master],
-        [gradient],
-        [states[0]],
-        [states[1]],
-        states[2:3] if amsgrad else [],
-        [_constant(count)],
+        [on.master],
+        [on.gradient],
+        [on.states[0]],
+        [on.states[1]],
+        on.states[2:3] if amsgrad else [],
+        [_constant(on.step)],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -266,9 +259,15 @@ def _adam(
         eps=eps,
         amsgrad=bool(amsgrad),
         maximize=bool(maximize),
-        grad_scale=divisor,
+        grad_scale=on.divisor,
     )
 
+
+_KERNELS: dict[str, Callable[[_Operands, list[float]], None]] = {
+    "SGD": _sgd,
+    "Adam": partial(_adam, torch._fused_adam_),
+    "AdamW": partial(_adam, torch._fused_adamw_),
+}
 
 _constants: dict[float, torch.Tensor] = {}
 

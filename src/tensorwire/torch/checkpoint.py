@@ -13,13 +13,13 @@ import torch
 _FORMAT = 1
 
 
-def save(path: str | os.PathLike[str], kept: Mapping[str, Any], epoch: int, seed: int) -> None:
+def save(path: str | os.PathLike[str], kept: Mapping[str, Any], done: int, seed: int) -> None:
     """See `Job.save`."""
     if not kept:
         raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
     target = Path(path)
     content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
-    content["tensorwire"] = {"format": _FORMAT, "epoch": epoch, "seed": seed}
+    content["tensorwire"] = {"format": _FORMAT, "epochs": done, "seed": seed}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -36,18 +36,25 @@ def save(path: str | os.PathLike[str], kept: Mapping[str, Any], epoch: int, seed
         os.close(folder)
 
 
-def load(path: str | os.PathLike[str], kept: Mapping[str, Any], optimizers: list[Any]) -> int:
-    """See `Job.load`; returns the epoch to go on with."""
+def load(
+    path: str | os.PathLike[str], kept: Mapping[str, Any], optimizers: list[Any], seed: int
+) -> int:
+    """See `Job.load`; returns the number of epochs that are done."""
     try:
         content = torch.load(path, weights_only=True)
         head = content["tensorwire"]
-        epoch = int(head["epoch"])
+        done, made_with = int(head["epochs"]), int(head["seed"])
         if head["format"] != _FORMAT:
             raise ValueError("written by another version of tensorwire")
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is no checkpoint: {error}") from error
+    if made_with != seed:
+        raise ValueError(
+            f"{os.fspath(path)} was made by a job with seed {made_with}, this one has {seed}: "
+            f"samples and random numbers would not go on; call tw.init(seed={made_with})"
+        )
     names = set(content) - {"tensorwire"}
     if names != set(kept):
         raise ValueError(
@@ -61,7 +68,7 @@ def load(path: str | os.PathLike[str], kept: Mapping[str, Any], optimizers: list
                 thing.load_state_dict(content[name])
         else:
             thing.load_state_dict(content[name])
-    return epoch + 1
+    return done
 
 
 def _is_distributed(model: torch.nn.Module, optimizers: list[Any]) -> bool:

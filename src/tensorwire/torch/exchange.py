@@ -34,8 +34,10 @@ from tensorwire.parameters import (
     TensorSpec,
 )
 
+from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
+from .samples import SampleCount
 from .views import flat_bytes, memory_format_of, tensor_at
 
 if TYPE_CHECKING:
@@ -67,9 +69,9 @@ class Exchange:
         self._first_push = 0.0
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
-        self._weighed = 0.0  # samples whose gradients came since the last step
-        self._weighed_batch = -1
-        self._batches_before = job.batches
+        self._samples = SampleCount(job)
+        self.scaling: tuple[float | None, bool] = (None, False)  # of the next step, by a scaler
+        self.finite = True  # the last step's gradient, where a scaler asked
         self._turn = 0  # which of this worker's slices is being computed
         self._open()
         self._publish()
@@ -183,14 +185,14 @@ class Exchange:
                 "computes in turn; only complete steps have a version"
             )
 
-    def replan(self, state: dict[str, Any]) -> None:
+    def replan(self, saved: dict[str, Any]) -> None:
         """After the optimizer got another group: all tensors into a new store."""
         self._check_parameters()
         self.withdraw()
         self._make_private()
-        self._move(state)
+        self._move(saved)
 
-    def _move(self, state: dict[str, Any]) -> None:
+    def _move(self, saved: dict[str, Any]) -> None:
         """Private parameters into a new store, planned anew."""
         for hook in self._hooks:
             hook.remove()
@@ -199,13 +201,10 @@ class Exchange:
         self._open()
         self._publish()
         old.release()
-        self._fill_state(state)
-        self.load_state()
-
-    def _fill_state(self, state: dict[str, Any]) -> None:
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, entry in state["state"].items():
+        for index, entry in saved["state"].items():
             self.optimizer.state[ordered[index]] = entry
+        self.load_state()
 
     # ---- versions
 
@@ -263,7 +262,7 @@ class Exchange:
     # ---- gradients
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        self._weigh()
+        self._samples.gradient_comes()
         if self.accumulating:
             if self._pushed.pop(self._index[id(parameter)], None):
                 self.store.settle()  # what left before is not the sum; it leaves later
@@ -299,7 +298,7 @@ class Exchange:
         if self._pushed:
             self.store.settle()
             self._pushed.clear()
-        self._weighed, self._weighed_batch = 0.0, -1
+        self._samples.withdraw()
         self._forget_reduction()
 
     def _forget_reduction(self) -> None:
@@ -366,16 +365,13 @@ class Exchange:
 
     # ---- the step
 
-    def step(self, scale: float | None = None, check_finite: bool = False) -> bool:
+    def step(self) -> None:
         """One slice's commit, and with the last slice of this worker the next version.
 
-        Args:
-            scale: of the gradients; where they are reduced already, it was the same then.
-            check_finite: apply nothing if the gradient is not finite.
-
-        Returns:
-            False if the gradient was not finite, `check_finite`, and so nothing was applied.
+        `scaling` says by what gradients are multiplied (where they are reduced already it was the
+        same then), and whether nothing is applied if they are not finite, which `finite` tells.
         """
+        (scale, check_finite), self.scaling = self.scaling, (None, False)
         started = time.perf_counter()
         if self._first_push and self.store.asynchronous:
             self.hidden_s += started - self._first_push
@@ -400,14 +396,15 @@ class Exchange:
             self._present_now()
             self._copy_pushed()
         self.buffers.push(self.store, slice_index)
-        self._commit(slice_index, APPLY, flags, self._weight())
+        self._commit(slice_index, APPLY, flags, self._samples.weight())
         self.store.settle()
         self._pushed.clear()
+        self._samples.stepped()
         self._turn += 1
         self.buffers.after_slice(self._turn)
         if self._turn < len(self.job.my_slices):
             self.exposed_s += time.perf_counter() - started
-            return True
+            return
         self._turn = 0
         result = self._wait()
         self.last_norm = result.norm
@@ -419,25 +416,8 @@ class Exchange:
         self.bytes_in_steps += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
         self.exposed_s += time.perf_counter() - started
+        self.finite = result.finite
         self.job.stepped(self, result)
-        return result.finite
-
-    def _weigh(self) -> None:
-        """A gradient comes: the loader's present batch counts, once."""
-        if self.job.batches != self._weighed_batch:
-            self._weighed_batch = self.job.batches
-            if self.job.batches > 0:
-                self._weighed += self.job.batch_samples
-
-    def _weight(self, keep: bool = False) -> float:
-        """Samples of this slice's gradients since its last step; 1 where no loader counts them."""
-        weight = self._weighed
-        if not weight and self.job.batches > self._batches_before:
-            weight = self.job.batch_samples  # its model had no gradient for them
-        if not keep:
-            self._weighed, self._weighed_batch = 0.0, -1
-            self._batches_before = self.job.batches
-        return float(weight or 1)
 
     def _push_edited(self, slice_index: int) -> None:
         if self._synchronized is None:
@@ -469,9 +449,8 @@ class Exchange:
         self._check_gradients()
         self._present_now()
         self._copy_pushed()
-        self._commit(
-            self.job.my_slices[0], REDUCE, WANT_NORM if norm else 0, self._weight(keep=True)
-        )
+        flags = WANT_NORM if norm else 0
+        self._commit(self.job.my_slices[0], REDUCE, flags, self._samples.weight())
         result = self._wait()
         self._reduced = True
         self.last_norm = result.norm
@@ -561,26 +540,8 @@ class Exchange:
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
         optimizer = self.optimizer
-        optimizer.state = defaultdict(dict)
-        counts = self.store.counts()
-        arrays = {}
-        for name in self._apply.states:
-            arrays[name] = np.empty(self.store.layout.size_bytes, np.uint8)
-            self.store.read_state(name, arrays[name])
-        for i in self.trained:
-            if not counts[i]:
-                continue
-            parameter, place = self.parameters[i], self.store.layout.places[i]
-            entry: dict[str, Any] = {}
-            if not self._apply.states or self._apply.states[0] != "momentum_buffer":
-                entry["step"] = torch.tensor(float(counts[i]))
-            for name, array in arrays.items():
-                entry[name] = tensor_at(array[place.start : place.end], parameter)
-            optimizer.state[parameter] = entry
-        optimizer.state.update(self._frozen_state)
-        if self._apply.hyper[1] == "momentum":
-            for entry in optimizer.state.values():
-                entry.pop("step", None)
+        entries = state.read(self.store, self._apply, self._trained_parameters())
+        optimizer.state = defaultdict(dict, {**entries, **self._frozen_state})
         try:
             return plain()
         finally:
@@ -592,28 +553,17 @@ class Exchange:
 
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
-        state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        trained = {id(self.parameters[i]) for i in self.trained}
+        entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        trained = self._trained_parameters()
+        ids = {id(parameter) for parameter in trained.values()}
         # Kept for when they are trained again.
-        self._frozen_state = {p: entry for p, entry in state.items() if id(p) not in trained}
-        if self.job.rank == 0 and (state or self.store.counts().any()):
-            counts = np.zeros(len(self.store.layout.spec.tensors), np.int64)
-            for name in self._apply.states:
-                array = np.zeros(self.store.layout.size_bytes, np.uint8)
-                for i in self.trained:
-                    parameter, place = self.parameters[i], self.store.layout.places[i]
-                    entry = state.get(parameter, {})
-                    value = entry.get(name)
-                    if value is not None:
-                        tensor_at(array[place.start : place.end], parameter).copy_(value)
-                self.store.write_state(name, array)
-            for i in self.trained:
-                entry = state.get(self.parameters[i], {})
-                # SGD keeps no count; with a momentum buffer the first step is over.
-                has = any(value is not None for value in entry.values())
-                counts[i] = int(entry["step"]) if "step" in entry else int(has)
-            self.store.set_counts(counts)
+        self._frozen_state = {p: entry for p, entry in entries.items() if id(p) not in ids}
+        if self.job.rank == 0 and (entries or self.store.counts().any()):
+            state.write(self.store, self._apply, trained, entries)
         self.job.barrier()
+
+    def _trained_parameters(self) -> dict[int, nn.Parameter]:
+        return {i: self.parameters[i] for i in self.trained}
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""

@@ -105,6 +105,7 @@ class Job:
         self._kept: dict[str, Any] = {}
         self._stores = 0
         self._first_epoch = 0
+        self._done = 0  # epochs that a checkpoint of now has behind it
         self._progress: ProgressLine | None = None
         self._member: WorkerMember | None = None
         self._collective: Collective | None = None
@@ -238,6 +239,7 @@ class Job:
             first, self._first_epoch = self._first_epoch, 0
             for epoch in range(first, count):
                 self.epoch = epoch
+                self._done = epoch + 1
                 if self._progress:
                     self._progress.begin(epoch)
                 yield epoch
@@ -284,17 +286,17 @@ class Job:
             RuntimeError: nothing was kept.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
-        checkpoint.save(path, self._kept, self.epoch, self.seed)
+        checkpoint.save(path, self._kept, self._done, self.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
 
         Raises:
-            ValueError: it is no checkpoint of these objects.
+            ValueError: it is no checkpoint of these objects, or of a job with another seed.
             OSError: it cannot be read.
         """
-        self._first_epoch = checkpoint.load(path, self._kept, self.optimizers)
-        self.epoch = self._first_epoch
+        self._done = checkpoint.load(path, self._kept, self.optimizers, self.seed)
+        self._first_epoch = self.epoch = self._done
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Where the time of this worker's steps went; see docs/training.md.

@@ -37,9 +37,13 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         core = optimizer._tensorwire
         core.check_scalable()
-        optimizer._opt_called = True
         self._check_scale_growth_tracker("step")
-        found = not core.step(scale=1.0 / self.get_scale(), check_finite=True)
+        core.scaling, core.finite = (1.0 / self.get_scale(), True), True
+        try:
+            optimizer.step(*args, **kwargs)
+        finally:
+            core.scaling = (None, False)
+        found = not core.finite
         self._between_slices = core.between_slices
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
         state["stage"] = OptState.STEPPED

@@ -1,0 +1,160 @@
+"""What the job itself does: means, epochs, checkpoints, the end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from scripts import digest
+from team import Team
+from torch import nn
+from twins import batch, loss, net, sgd
+
+import tensorwire.torch as tw
+
+
+def together(job: tw.Job) -> None:
+    assert job.mean(float(job.rank)) == 0.5
+    assert job.mean(float(job.rank), weight=3.0 - 2 * job.rank) == 0.25
+    assert job.mean({"a": job.rank, "b": torch.full((2, 2), 2.0)})["b"].tolist() == [[2, 2]] * 2
+    assert job.mean(torch.ones(10_000) * job.rank).mean() == 0.5
+    shard = job.shard(range(7))  # type: ignore[arg-type]
+    assert list(shard) == list(range(job.rank, 7, 2))
+    assert job.mean(sum(shard) / len(shard), weight=len(shard)) == 3.0
+    job.barrier()
+
+
+def test_mean_barrier_shard(team: Team, transports: list[str] | None) -> None:
+    team.run(together, transports=transports)
+
+
+def closing(job: tw.Job) -> None:
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    loss(model, batch(0, job.rank)).backward()
+    opt.step()
+    before = digest(model)
+    job.close()
+    assert digest(model) == before
+    with torch.no_grad():
+        model[0].weight.add_(1)  # its own memory again
+
+
+def test_parameters_stay_after_close(team: Team) -> None:
+    team.run(closing)
+
+
+def saving(job: tw.Job, path: str, resume: bool) -> tuple[str, list[int]]:
+    torch.manual_seed(job.rank)  # initial weights differ; worker 0's or the file's win
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    opt = tw.DistributedOptimizer(opt, model)
+    scaler = tw.GradScaler(init_scale=4.0, growth_interval=3)
+    job.keep(model=model, optimizer=opt, scheduler=sched, scaler=scaler)
+    if resume:
+        job.load(path)
+    data = torch.randn(24, 5, generator=torch.Generator().manual_seed(8))
+    loader = job.loader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    epochs = []
+    for epoch in job.epochs(4):
+        epochs.append(epoch)
+        for x in loader:
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        sched.step()
+        if epoch == 1 and not resume and job.rank == 0:
+            job.save(path)  # no other worker takes part
+    return digest(model), epochs
+
+
+def test_a_job_resumes(team: Team, transports: list[str] | None, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    (whole, epochs), other = team.run(saving, path, False, transports=transports)
+    assert (whole, epochs) == other
+    assert epochs == [0, 1, 2, 3]
+    again = team.run(saving, path, True, transports=transports)
+    assert again == [(whole, [2, 3])] * 2
+    assert team.alone(saving, path, True, slices=2) == (whole, [2, 3])
+    content = torch.load(path, weights_only=True)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    plain.load_state_dict(content["model"])
+    torch.optim.AdamW(plain.parameters()).load_state_dict(content["optimizer"])
+    assert Path(path).stat().st_size < 20_000, "the file has more than the tensors"
+    assert list(tmp_path.iterdir()) == [Path(path)]
+
+
+def two_stages(job: tw.Job) -> tuple[int, dict[str, Any]]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model)
+    made = 0
+    for stage in range(2):
+        for _ in job.epochs(3):
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            made += 1
+        with tw.edit(model):
+            model[0].requires_grad_(stage == 1)
+    return made, opt.state_dict()["state"][0]
+
+
+def test_a_second_loop_of_epochs_and_the_state_of_what_was_frozen(team: Team) -> None:
+    """Named for two bugs: the second loop was empty; freezing lost the optimizer's state."""
+    made, state = team.alone(two_stages)
+    assert made == 6
+    assert state["step"] == 3
+    assert state["exp_avg"].abs().sum() > 0
+
+
+def save_before_the_first_epoch(job: tw.Job, path: str) -> tuple[list[int], ...]:
+    model = net()
+    job.keep(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
+    if job.rank == 0:
+        job.save(path)
+    job.barrier()
+    job.load(path)
+    job.barrier()  # before another file takes its place
+    first = list(job.epochs(2))
+    if job.rank == 0:
+        job.save(path)
+    job.barrier()
+    job.load(path)
+    return first, list(job.epochs(2)), list(job.epochs(3))
+
+
+def test_a_checkpoint_counts_the_epochs_behind_it(team: Team, tmp_path: Path) -> None:
+    """Named for a bug: one that was saved before the first epoch went on with the second."""
+    path = str(tmp_path / "checkpoint")
+    assert team.run(save_before_the_first_epoch, path) == [([0, 1], [], [0, 1, 2])] * 2
+    assert torch.load(path, weights_only=True)["tensorwire"]["epochs"] == 2
+
+
+def load_what_another_seed_made(rank: int, path: str) -> str:
+    for seed in (7, 8):
+        job = tw.init(seed=seed)
+        try:
+            model = net()
+            job.keep(model=model, optimizer=tw.DistributedOptimizer(sgd(model), model))
+            if seed == 7:
+                job.save(path)
+                job.load(path)
+                continue
+            before = digest(model)
+            try:
+                job.load(path)
+            except ValueError as error:
+                assert digest(model) == before
+                return str(error)
+        finally:
+            job.close()
+    return ""
+
+
+def test_a_checkpoint_of_another_seed(team: Team, tmp_path: Path) -> None:
+    """Named for a bug: it was loaded, and samples came in an order that was nobody's."""
+    path = str(tmp_path / "checkpoint")
+    (text,) = team.without_job(load_what_another_seed_made, path, workers=1)
+    assert f"{path} was made by a job with seed 7, this one has 8" in text
+    assert "tw.init(seed=7)" in text
