@@ -59,6 +59,26 @@ def test_groups_and_schedulers(team: Team, before: bool, cycle: bool) -> None:
     team.run(scheduling, before, cycle)
 
 
+def scheduling_by_batch(job: tw.Job) -> str:
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
+    slices = [(step, index) for step in range(STEPS) for index in job.my_slices]
+    for i, (step, index) in enumerate(slices):
+        loss(model, batch(step, index)).backward()
+        opt.step()
+        opt.zero_grad()
+        if (i + 1) % len(job.my_slices) == 0:
+            sched.step()
+    assert sched.get_last_lr() == pytest.approx([0.1 * 0.7**STEPS])
+    return digest(model)
+
+
+def test_a_scheduler_that_steps_with_the_last_slice(team: Team) -> None:
+    """What the error about a scheduler between slices advises."""
+    assert team.alone(scheduling_by_batch, slices=2) == team.run(scheduling_by_batch)[0]
+
+
 def adding_a_group(job: tw.Job, make: Callable[..., Any]) -> str:
     model, twin = net(), net()
     opts = []

@@ -29,8 +29,8 @@ WANT_NORM = 4
 OPERATION_NAMES = {
     APPLY: "step()",
     REDUCE: "synchronize() or clip_grad_norm_()",
-    PUBLISH: "the publication of parameters (creation, edit() or load)",
-    RELEASE: "the end of a store (add_param_group() or edit())",
+    PUBLISH: "DistributedOptimizer(), edit() or load()",
+    RELEASE: "close(), add_param_group() or edit()",
 }
 
 _COMMIT = np.dtype(
@@ -71,7 +71,7 @@ class Commit:
 
     Attributes:
         version: the version that this makes.
-        operation: APPLY, REDUCE or PUBLISH.
+        operation: APPLY, REDUCE, PUBLISH or RELEASE.
         flags: REDUCED, CHECK_FINITE, WANT_NORM.
         scale: every gradient is multiplied by this; 1 / loss scale with a scaler.
         max_norm: the reduced gradient is scaled down to this norm; inf: never.

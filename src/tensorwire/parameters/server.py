@@ -25,6 +25,7 @@ from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
 from .apply import Apply
 from .layout import Layout, Share, Spec
 from .messages import (
+    OPERATION_NAMES,
     POISON,
     RELEASE,
     RESULT_BYTES,
@@ -69,7 +70,8 @@ class Server:
         self.make_apply = make_apply
         self.threads = threads
         self.collective = collective
-        self._stores: list[StoreServer] = []
+        self.stores: list[StoreServer] = []
+        self._made = 0  # stores, those that are gone included
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -82,15 +84,17 @@ class Server:
             for number in count():
                 if not self._wait_for(number + 1):
                     return
-                self._stores.append(StoreServer(self, number))
-                self._stores[-1].start()
+                store = StoreServer(self, number)
+                self._made = number + 1
+                self.stores.append(store)
+                store.start()
         except BaseException as error:
             failure = self._failure or error
             self.member.await_ends(2.0)
             self._tell(failure)
             raise failure from None
         finally:
-            for store in self._stores:
+            for store in list(self.stores):
                 store.close()
 
     def fail(self, error: BaseException) -> None:
@@ -117,11 +121,18 @@ class Server:
             if any(value <= word < GOODBYE for word in words) and any(w >= GOODBYE for w in words):
                 rank = next(rank for rank, word in enumerate(words) if word >= GOODBYE)
                 raise DisagreementError(f"worker {rank} has left while others make an optimizer")
-            late = self.member.words[next(i for i, seen in enumerate(words) if seen < value)]
+            rank = next(rank for rank, word in enumerate(words) if word < value)
+            late = self.member.words[rank]
             try:
                 late.wait_until(value, 0.25)
             except TimeoutError:
-                continue
+                wants = next((r for r, word in enumerate(words) if word >= value), None)
+                waiting = self.collective is not None and self.collective.is_waiting(rank)
+                if wants is not None and waiting and late.value < value:
+                    raise DisagreementError(
+                        f"worker {rank} calls mean() or barrier() while worker {wants} makes an "
+                        "optimizer or changes its parameter groups"
+                    ) from None
 
     def _tell(self, error: BaseException) -> None:
         text = str(error) or type(error).__name__
@@ -131,7 +142,7 @@ class Server:
         if self.collective:
             self.collective.tell(f"{text} (told by {name})")
         # Workers may wait for a store that not all of them wanted yet.
-        for store in [*self._stores, StoreServer(self, len(self._stores))]:
+        for store in [*self.stores, StoreServer(self, self._made)]:
             store.poison(f"{text} (told by {name})")
 
 
@@ -144,6 +155,10 @@ class StoreServer:
         self._number = number
         self._results: dict[int, RemoteRegion] = {}
         self._regions: list[Region] = []
+        self._commits: list[Region] = []
+        self._workers: list[int] = []  # of each slice
+        self._gathering = 0  # the version that workers are to commit
+        self._looking = threading.Lock()  # at the commits of a store that may be freed
         self._shard: Shard | None = None
         self._poisoned = False
         self._closing = False
@@ -163,14 +178,17 @@ class StoreServer:
         self._shard = None
         self._views.clear()
         self._results.clear()
-        for region in self._regions:
-            region.free()
-        # Memory is given back when the last that refers to it is gone.
-        self._regions.clear()
-        self._commits.clear()
+        with self._looking:
+            for region in self._regions:
+                region.free()
+            # Memory is given back when the last that refers to it is gone.
+            self._regions.clear()
+            self._commits.clear()
+            self._workers.clear()
         self._their_norms.clear()
         self._master = np.empty(0, np.uint8)
         del self._counts, self._norms
+        self._server.stores.remove(self)
 
     def close(self) -> None:
         """Frees everything; after the workers have left or were told of the failure."""
@@ -352,14 +370,13 @@ class StoreServer:
 
     def _advance(self, version: int) -> bool:
         """Makes a version; False when it was the last."""
-        spec, started = self._spec, 0.0
-        commits = []
+        self._gathering, started = version, 0.0
+        commits: list[Commit] = []
         for index, region in enumerate(self._commits):
             rank = self._workers[index]
             self._wait_commit(region, version, rank)
             started = started or time.perf_counter()
-            data = region.array()[WORD_BYTES:]
-            commit = Commit.from_bytes(data, spec.groups, len(spec.hyper), len(spec.tensors))
+            commit = self._read(region)
             commits.append(commit)
             if different := commits[0].difference(commit):
                 raise DisagreementError(
@@ -399,13 +416,11 @@ class StoreServer:
             ) from error
 
     def _check_deadlock(self, version: int, rank: int) -> None:
-        """Some wait in step() for a worker that waits for them in another call."""
-        pairs = list(zip(self._workers, self._commits, strict=True))
-        late = {worker for worker, commit in pairs if commit.word(0).value < version}
-        stepped = [worker for worker in self._workers if worker not in late]
-        if not stepped:
+        """Some wait here for a worker that waits for them in another call."""
+        others = [w for w in dict.fromkeys(self._workers) if self.has_committed(w, version)]
+        if not others:
             return  # who has more slices to compute may call anything between them
-        other = stepped[0]
+        other = others[0]
         words = [word.value for word in self._member.words]
         where = None
         if words[other] < words[rank] < GOODBYE:
@@ -413,8 +428,33 @@ class StoreServer:
         collective = self._server.collective
         if collective and collective.is_waiting(rank):
             where = "calls mean() or barrier()"
-        if where:
-            raise DisagreementError(f"worker {rank} {where} while worker {other} calls step()")
+        for store in list(self._server.stores):
+            if store is not self and (name := store.waits_in(rank, other)):
+                where = f"calls {name} of another optimizer"
+        # Words only grow: if it is still late, all of this held at one time.
+        if where and not self.has_committed(rank, version):
+            mine = self._read(self._commits[self._workers.index(other)])
+            name = OPERATION_NAMES[mine.operation]
+            raise DisagreementError(f"worker {rank} {where} while worker {other} calls {name}")
+
+    def has_committed(self, rank: int, version: int) -> bool:
+        """All of a worker's slices have asked for a version."""
+        pairs = zip(self._workers, self._commits, strict=True)
+        return all(region.word(0).value >= version for worker, region in pairs if worker == rank)
+
+    def waits_in(self, rank: int, other: int) -> str:
+        """What one worker has asked for and another one has not; "" if nothing."""
+        with self._looking:
+            version = self._gathering
+            if not (version and self._commits) or not self.has_committed(rank, version):
+                return ""
+            if self.has_committed(other, version):
+                return ""
+            return OPERATION_NAMES[self._read(self._commits[self._workers.index(rank)]).operation]
+
+    def _read(self, region: Region) -> Commit:
+        spec, data = self._spec, region.array()[WORD_BYTES:]
+        return Commit.from_bytes(data, spec.groups, len(spec.hyper), len(spec.tensors))
 
     def _await_goodbyes(self, version: int) -> None:
         """One worker has left: returns when another wants a version that can never be made."""

@@ -61,11 +61,7 @@ class Exchange:
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
         self.last_norm = math.nan
-        self.steps = 0
-        self.exposed_s = 0.0
-        self.push_s = 0.0
-        self.hidden_s = 0.0
-        self.bytes_in_steps = 0
+        self._spent = job.statistics
         self._first_push = 0.0
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
@@ -270,7 +266,7 @@ class Exchange:
         started = time.perf_counter()
         self._push(self._index[id(parameter)], parameter)
         self._first_push = self._first_push or started
-        self.push_s += time.perf_counter() - started
+        self._spent.exposed_s += time.perf_counter() - started
 
     def _push(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -374,7 +370,7 @@ class Exchange:
         (scale, check_finite), self.scaling = self.scaling, (None, False)
         started = time.perf_counter()
         if self._first_push and self.store.asynchronous:
-            self.hidden_s += started - self._first_push
+            self._spent.hidden_s += started - self._first_push
         self._first_push = 0.0
         self._check_parameters()
         if self.keeps_other_state():
@@ -395,6 +391,7 @@ class Exchange:
             self._check_gradients()
             self._present_now()
             self._copy_pushed()
+        self._check_hyper()
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, self._samples.weight())
         self.store.settle()
@@ -403,7 +400,7 @@ class Exchange:
         self._turn += 1
         self.buffers.after_slice(self._turn)
         if self._turn < len(self.job.my_slices):
-            self.exposed_s += time.perf_counter() - started
+            self._spent.exposed_s += time.perf_counter() - started
             return
         self._turn = 0
         result = self._wait()
@@ -412,12 +409,26 @@ class Exchange:
         self.buffers.remember()
         self._remember()
         self._forget_reduction()
-        self.steps += 1
-        self.bytes_in_steps += self.store.bytes_pushed - self._bytes_before
+        self._spent.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
-        self.exposed_s += time.perf_counter() - started
+        self._spent.exposed_s += time.perf_counter() - started
         self.finite = result.finite
-        self.job.stepped(self, result)
+        self.job.stepped(result)
+
+    def _check_hyper(self) -> None:
+        """All slices of a step have the first one's hyper-parameters."""
+        if len(self.job.my_slices) == 1:
+            return
+        hyper = hyper_of(self.optimizer, self._apply.hyper)
+        if self._turn == 0:
+            self._hyper = hyper
+        elif hyper != self._hyper:
+            raise RuntimeError(
+                "the learning rate or another hyper-parameter was changed after slice "
+                f"{self._turn} of {len(self.job.my_slices)} that this worker computes in turn. "
+                "Step a scheduler once per epoch, or after the last slice of a step: 'if (i + 1) "
+                "% len(job.my_slices) == 0' in a loop that counts batches"
+            )
 
     def _push_edited(self, slice_index: int) -> None:
         if self._synchronized is None:
@@ -567,12 +578,22 @@ class Exchange:
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
+        self._let_go(private)
+        self.store.close()
+
+    def drop(self) -> None:
+        """As `close`, together with all workers while the job goes on: the servers free it too."""
+        self.between_steps("close()")
+        self.withdraw()
+        self._let_go(True)
+        self.store.release()
+
+    def _let_go(self, private: bool) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         if private:
             self._make_private()
-        self.store.close()
 
 
 def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -140,9 +140,13 @@ class Job:
         """Called by DistributedOptimizer."""
         self.optimizers.append(optimizer)
 
-    def stepped(self, core: Any, result: Result) -> None:
+    def drop_optimizer(self, optimizer: Any) -> None:
+        """Called by its `close`."""
+        self.optimizers = [other for other in self.optimizers if other is not optimizer]
+
+    def stepped(self, result: Result) -> None:
         """Called by an optimizer after a version."""
-        self.statistics.step(core, result)
+        self.statistics.step(result)
         if self._progress:
             self._progress.advance()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from torch import nn
 from .apply import path_of
 from .exchange import Exchange
 from .job import current_job
-
-if TYPE_CHECKING:
-    pass
 
 MODES = ("sync",)
 
@@ -50,7 +47,8 @@ def DistributedOptimizer(
             broadcast), or "local" (each worker keeps its own).
 
     Returns:
-        `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`.
+        `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`, `close()`.
+        It cannot be copied or pickled; its `state_dict()` can.
 
     Raises:
         ValueError: a parameter is not the model's, twice there, sparse, or of a dtype that is not
@@ -81,7 +79,7 @@ def DistributedOptimizer(
 class DistributedMixin:
     """What `DistributedOptimizer` adds to the optimizer's class."""
 
-    _tensorwire: Exchange
+    _tensorwire: Exchange  # until `close`
     param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -157,6 +155,39 @@ class DistributedMixin:
             core.replan(state_dict)
         else:
             core.load_state()
+
+    def close(self) -> None:
+        """The optimizer is not used any more: servers and workers free its memory. Idempotent.
+
+        All workers call it at the same place of the program, between steps. Parameters keep their
+        last values and become memory of this process; take `state_dict()` before if the state is
+        still needed. Afterwards every other method is an error. The end of the job does it too.
+
+        Raises:
+            RuntimeError: after some but not all slices of a step; the job has failed; or another
+                worker makes another call.
+            PeerLostError: a server is gone.
+        """
+        core = self._tensorwire
+        if isinstance(core, _Closed):  # type: ignore[unreachable]
+            return
+        if not core.job.closed:
+            core.drop()
+            core.job.drop_optimizer(self)
+        self._tensorwire = _Closed()  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a distributed optimizer cannot be copied or pickled: its parameters and state belong "
+            "to the job. Keep opt.state_dict(), make a new optimizer and load it there"
+        )
+
+
+class _Closed:
+    """In place of a closed optimizer's Exchange."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("this optimizer was closed; make a new one for further steps")
 
 
 def _change_class(optimizer: torch.optim.Optimizer) -> None:

@@ -18,10 +18,18 @@ if TYPE_CHECKING:
 
 
 class Statistics:
-    """Sums since the job began."""
+    """Sums since the job began, over all optimizers.
+
+    Attributes:
+        exposed_s, hidden_s, bytes_pushed: added to by the optimizers as they push and step.
+    """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.exposed_s = 0.0
+        self.hidden_s = 0.0
+        self.bytes_pushed = 0
+        self.versions = 0
+        self.steps = 0  # those of them that were measured
         self.train_s = 0.0
         self.server_work_s = 0.0
         self.server_wait_s = 0.0
@@ -33,9 +41,10 @@ class Statistics:
         """The time from here to the first step counts."""
         self._last = time.perf_counter()
 
-    def step(self, core: Any, result: Result) -> None:
+    def step(self, result: Result) -> None:
         """A version is in place."""
         now = time.perf_counter()
+        self.versions += 1
         if self._last is not None:
             self.train_s += now - self._last
             self.steps += 1
@@ -55,8 +64,8 @@ class Statistics:
     def report(self, job: Job, path: str | os.PathLike[str] | None) -> dict[str, Any]:
         """See `Job.report`."""
         cores = [optimizer._tensorwire for optimizer in job.optimizers]
-        steps = max(self.steps, 1)
-        exposed = sum((core.exposed_s + core.push_s) / max(core.steps, 1) for core in cores)
+        steps, versions = max(self.steps, 1), max(self.versions, 1)
+        exposed = self.exposed_s / versions
         whole = self.train_s / steps
         result = {
             "workers": job.size,
@@ -65,11 +74,11 @@ class Statistics:
             "steps": self.steps,
             "seconds_per_step": whole,
             "computation_s": max(whole - exposed, 0.0),
-            "hidden_communication_s": sum(c.hidden_s / max(c.steps, 1) for c in cores),
+            "hidden_communication_s": self.hidden_s / versions,
             "exposed_communication_s": exposed,
             "server_work_s": self.server_work_s / steps,
             "server_wait_s": self.server_wait_s / steps,
-            "bytes_pushed_per_step": sum(c.bytes_in_steps // max(c.steps, 1) for c in cores),
+            "bytes_pushed_per_step": self.bytes_pushed // versions,
             "bytes_of_parameters": sum(core.store.layout.size_bytes for core in cores),
             "paths": sorted({core.store.path for core in cores}),
             "last": dict(self.values),
