@@ -126,7 +126,7 @@ class Server:
             try:
                 late.wait_until(value, 0.25)
             except TimeoutError:
-                wants = next((r for r, word in enumerate(words) if word >= value), None)
+                wants = next((r for r, w in enumerate(words) if value <= w < GOODBYE), None)
                 waiting = self.collective is not None and self.collective.is_waiting(rank)
                 if wants is not None and waiting and late.value < value:
                     raise DisagreementError(
