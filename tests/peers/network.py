@@ -1,0 +1,66 @@
+"""Processes on two hosts, and Nodes on both; see tests/hosts.py."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from actor import serve_actor
+from hosts import Hosts, enter
+
+from tensorwire import Node
+from tensorwire.testing import Channel, Member, Pair, PeerGroup
+from tensorwire.testing.stage import Stage
+from tensorwire.testing.target import serve_target, target_elsewhere
+
+SECRET = b"of two hosts in one kernel"
+
+
+def serve_target_on(channel: Channel, path: str, options: dict[str, Any]) -> None:
+    """Process function: a Target on a host."""
+    with enter(path):
+        serve_target(channel, options)
+
+
+def serve_actor_on(channel: Channel, path: str, options: dict[str, Any]) -> None:
+    """Process function: an Actor on a host."""
+    with enter(path):
+        serve_actor(channel, options)
+
+
+def on(address: str, **options: Any) -> dict[str, Any]:
+    """Options of a Node that listens on an address."""
+    return {"listen": f"{address}:0", "secret": SECRET, "transports": ["tcp"], **options}
+
+
+def start_far(
+    group: PeerGroup, hosts: Hosts, name: str = "far", **options: Any
+) -> tuple[Member, Any]:
+    """Starts a process with an Actor on the second host."""
+    options = {"name": name, **on(hosts[1].address), **options}
+    member = group.start(serve_actor_on, hosts[1].path, options, name=name)
+    return member, target_elsewhere(member)
+
+
+@contextlib.contextmanager
+def stage_on(hosts: Hosts, transport: str, place: str, **options: Any) -> Iterator[Stage]:
+    """As `tensorwire.testing.stage.stage`: near on the first host, the target on the second."""
+    near_options, far_options = ({**on(host.address), **options} for host in hosts)
+    with enter(hosts[0].path), PeerGroup() as group:
+        member = group.start(serve_target_on, hosts[1].path, far_options, name="target")
+        target = target_elsewhere(member)
+        with Node("near", **near_options) as near:
+            peer = near.connect(target.address())
+            yield Stage(transport, place, near, peer, target, member, near_options)
+
+
+@contextlib.contextmanager
+def pair_on(hosts: Hosts, transports: Iterable[str] | None, **options: Any) -> Iterator[Pair]:
+    """As `node_pair`: near on the first host, far on the second."""
+    near_host, far_host = hosts
+    options = {"transports": transports, **options}
+    with contextlib.ExitStack() as stack:
+        with enter(far_host.path):
+            far = stack.enter_context(Node("far", **{**on(far_host.address), **options}))
+        stack.enter_context(enter(near_host.path))
+        near = stack.enter_context(Node("near", **{**on(near_host.address), **options}))
+        yield Pair(near, far, near.connect(far.address), far.accept(timeout_s=10.0))
