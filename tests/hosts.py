@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CLONE_NEWNET = 0x40000000
 PREFIX = "10.213.87."
@@ -127,6 +127,13 @@ def restore(hosts: Hosts) -> None:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def move(host: Host, address: str) -> Host:
+    """Gives it another address; what was bound to the old one is not reachable any more."""
+    host.run("ip", "addr", "del", f"{host.address}/24", "dev", host.link)
+    host.run("ip", "addr", "add", f"{address}/24", "dev", host.link)
+    return replace(host, address=address)
 
 
 # ---- being there

@@ -1,13 +1,16 @@
 """Processes on two hosts, and Nodes on both; see tests/hosts.py."""
 
 import contextlib
+import hashlib
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from actor import serve_actor
+import numpy as np
+from actor import Actor, serve
 from hosts import Hosts, enter
 
-from tensorwire import Node
+from tensorwire import Node, PeerLostError
 from tensorwire.testing import Channel, Member, Pair, PeerGroup
 from tensorwire.testing.stage import Stage
 from tensorwire.testing.target import serve_target, target_elsewhere
@@ -21,10 +24,48 @@ def serve_target_on(channel: Channel, path: str, options: dict[str, Any]) -> Non
         serve_target(channel, options)
 
 
-def serve_actor_on(channel: Channel, path: str, options: dict[str, Any]) -> None:
-    """Process function: an Actor on a host."""
+class Far(Actor):
+    """An Actor that tells when and how it lost a peer, by the clock that all processes share."""
+
+    def await_loss(self, key: str, timeout_s: float) -> tuple[str, float]:
+        """Waits for a word that nobody raises; the peer is the one that `accept` took."""
+        try:
+            self._regions[key].word(0).wait_until(1 << 60, timeout_s, peer=self._peer)
+        except PeerLostError as error:
+            return str(error), time.monotonic()
+        raise AssertionError("somebody raised the word")
+
+    def use_accepted(self, name: str) -> None:
+        """`write_until_lost` writes to a region of the peer that `accept` took."""
+        assert self._peer is not None
+        self._remote = self._peer.region(name)
+
+    def write_until_lost(self, size_bytes: int) -> tuple[str, float]:
+        """Keeps two writes into the remote region on their way."""
+        local = np.ones(size_bytes, np.uint8)
+        before = self._remote.write(local)
+        try:
+            while True:
+                after = self._remote.write(local)
+                before.wait()
+                before = after
+        except PeerLostError as error:
+            return str(error), time.monotonic()
+
+    def digest(self, key: str) -> str:
+        """sha256 of a region."""
+        return digest(self._regions[key].array())
+
+
+def digest(data: Any) -> str:
+    """sha256 of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def serve_far(channel: Channel, path: str, options: dict[str, Any]) -> None:
+    """Process function: a Far on a host."""
     with enter(path):
-        serve_actor(channel, options)
+        serve(channel, Far(options))
 
 
 def on(address: str, **options: Any) -> dict[str, Any]:
@@ -35,9 +76,9 @@ def on(address: str, **options: Any) -> dict[str, Any]:
 def start_far(
     group: PeerGroup, hosts: Hosts, name: str = "far", **options: Any
 ) -> tuple[Member, Any]:
-    """Starts a process with an Actor on the second host."""
+    """Starts a process with a Far on the second host."""
     options = {"name": name, **on(hosts[1].address), **options}
-    member = group.start(serve_actor_on, hosts[1].path, options, name=name)
+    member = group.start(serve_far, hosts[1].path, options, name=name)
     return member, target_elsewhere(member)
 
 
