@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -51,6 +53,25 @@ class Far(Actor):
                 before = after
         except PeerLostError as error:
             return str(error), time.monotonic()
+
+    def listen_plainly(self, size_bytes: int) -> int:
+        """Takes a plain connection, answers each `size_bytes` with a byte; returns the port."""
+        listener = socket.create_server((self.address().partition(":")[0], 0))
+
+        def run() -> None:
+            with listener, listener.accept()[0] as plain:
+                room = memoryview(bytearray(size_bytes))
+                while True:
+                    left = room
+                    while len(left):
+                        count = plain.recv_into(left)
+                        if count == 0:
+                            return
+                        left = left[count:]
+                    plain.sendall(b"!")
+
+        threading.Thread(target=run, name="plain", daemon=True).start()
+        return listener.getsockname()[1]
 
     def digest(self, key: str) -> str:
         """sha256 of a region."""
