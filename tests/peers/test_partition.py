@@ -219,6 +219,12 @@ def test_a_long_partition(pair: Hosts, break_: Callable[[Hosts], None]) -> None:
     lose(pair, break_, timeout_s=TIMEOUT_S, partition_s=2 * TIMEOUT_S, peer_timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
+def test_a_partition_of_a_minute(pair: Hosts) -> None:
+    """The same with the default timeout."""
+    lose(pair, hosts.cut, timeout_s=10, partition_s=60)
+
+
 def near_to_far(pair: Hosts) -> None:
     hosts.cut_one_way(*pair)
 
