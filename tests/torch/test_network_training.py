@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import threading
@@ -21,13 +22,17 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import ctypes, hashlib, os, sys
+import ctypes, hashlib, os, sys, time
 ctypes.CDLL(None).prctl(1, 9)  # ends with torchrun, whatever ends that
 import torch
 from torch.utils.data import TensorDataset
 import tensorwire.torch as tw
 
 torch.set_num_threads(1)
+print("ready", os.getpid(), flush=True)
+if len(sys.argv) > 2:  # a file that lets it go on
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
 job = tw.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(30, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
@@ -127,6 +132,20 @@ class Job:
             for i, host in enumerate(self.pair)
         ]
 
+    def server(self, host: Host, secret: str) -> str:
+        """Starts the only server of two workers; its address."""
+        path = self.script.with_name("address")
+        command = [sys.executable, "-m", "tensorwire.torch.server", "--index=0", "--workers=2"]
+        command += [f"--listen={host.address}:0", "--address-fd=3"]
+        shell = f"exec {shlex.join(command)} 3>{shlex.quote(str(path))}"
+        process = self.start(host, ["sh", "-c", shell], TENSORWIRE_SECRET=secret)
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.read_text().endswith("\n")):
+            assert process.process.poll() is None, process.text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return path.read_text().strip()
+
     def alone(self, epochs: int, slices: int) -> str:
         """The digest of one process that computes all slices."""
         command = [sys.executable, str(self.script), str(epochs)]
@@ -183,9 +202,43 @@ def test_a_long_partition_ends_it_on_both_hosts(pair: Hosts, job: Job) -> None:
     since = time.monotonic()
     hosts.cut(pair)
     for here, agent in enumerate(agents):
-        lost = agent.line(r"Error: (worker|server) (\d) \(pid \d+.*\) was lost: .*silent")
-        print(lost.group(0))
+        lost = agent.line(r"Error: (worker|server) (\d) \(pid \d+ at (.*)\) was lost: .*silent")
         assert int(lost.group(2)) == 1 - here
+        assert lost.group(3) == pair[1 - here].address
         assert time.monotonic() - since < 3 + SOON_S
     for agent in agents:
         assert agent.end(30) == 1, agent.text()
+
+
+def test_a_worker_comes_back_at_another_address(pair: Hosts, job: Job, tmp_path: Path) -> None:
+    """Its host vanished without a word: the job ends before the silence is long enough."""
+    secret = secrets.token_hex(32)
+    environment = {
+        "TENSORWIRE_SERVERS": job.server(pair[0], secret),
+        "TENSORWIRE_WORKERS": "2",
+        "TENSORWIRE_SECRET": secret,
+    }
+    gate = tmp_path / "gate"
+    command = [sys.executable, str(job.script), "1000"]
+    stays, goes, returns = (
+        job.start(host, [*command, *more], TENSORWIRE_RANK=rank, **environment)
+        for host, more, rank in ((pair[0], [], "0"), (pair[1], [], "1"), (pair[1], [gate], "1"))
+    )
+    before, after = (process.line(r"^ready (\d+)").group(1) for process in (goes, returns))
+    for process in (stays, goes):
+        process.line("^training")
+    moved = hosts.move(pair[1], "10.213.87.3")
+    try:
+        since = time.monotonic()
+        gate.touch()
+        error = stays.line("^RuntimeError: (.*)").group(1)
+        assert error.startswith(
+            f"worker 1 (pid {before} at 10.213.87.2) was lost: it came back as another process, "
+            f"worker 1 (pid {after} at 10.213.87.3)"
+        )
+        returns.line(r"Error: .*server.0")
+        assert time.monotonic() - since < SOON_S
+    finally:
+        hosts.move(moved, pair[1].address)
+    for process in (stays, returns):
+        assert process.end() == 1
