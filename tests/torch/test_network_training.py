@@ -18,7 +18,7 @@ from hosts import Host, Hosts
 WHY_NOT = hosts.missing()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 
 SCRIPT = """
@@ -51,8 +51,9 @@ for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())
 print("done", job.rank, digest.hexdigest(), flush=True)
 """
-EPOCHS = 3  # of 300 steps with two slices
+EPOCHS = 2  # of 300 steps with two slices
 SOON_S = 5.0
+PATIENCE_S = 120.0  # for a busy machine, which imports torch slowly
 
 
 class Process:
@@ -82,7 +83,7 @@ class Process:
     def text(self) -> str:
         return "".join(self.lines)
 
-    def line(self, pattern: str, within_s: float = 60.0) -> re.Match[str]:
+    def line(self, pattern: str, within_s: float = PATIENCE_S) -> re.Match[str]:
         """The first line that has the pattern, when it is there."""
 
         def find() -> re.Match[str] | None:
@@ -94,7 +95,7 @@ class Process:
             assert found, f"no {pattern!r} within {within_s:g} s:\n{self.text()}"
             return found
 
-    def end(self, within_s: float = 60.0) -> int:
+    def end(self, within_s: float = PATIENCE_S) -> int:
         """The exit code."""
         code = self.process.wait(within_s)
         self._reader.join(within_s)
@@ -207,7 +208,7 @@ def test_a_long_partition_ends_it_on_both_hosts(pair: Hosts, job: Job) -> None:
         assert lost.group(3) == pair[1 - here].address
         assert time.monotonic() - since < 3 + SOON_S
     for agent in agents:
-        assert agent.end(30) == 1, agent.text()
+        assert agent.end() == 1, agent.text()
 
 
 def test_a_worker_comes_back_at_another_address(pair: Hosts, job: Job, tmp_path: Path) -> None:
