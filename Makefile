@@ -29,7 +29,7 @@ help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
-	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip
+	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip ?tc
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
@@ -39,7 +39,7 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 	  --report build/report.json --checkpoint build/digits.pt $(ARGS)
 
 test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
-	@$(NEED) ?ip
+	@$(NEED) ?ip ?tc
 	pytest $(ARGS)
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan

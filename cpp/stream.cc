@@ -38,30 +38,41 @@ Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, bool is_un
 
 void Stream::start() {
   progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
-  int seconds = 0;
-  socklen_t size = sizeof seconds;
-  if (!is_unix_ && ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPIDLE, &seconds, &size) == 0) {
-    watch_silence(seconds);
-  }
+  if (!is_unix_) watch_silence();
 }
 
-// Keep-alive finds a silent link that is idle. With data on its way the kernel would try for a
-// quarter of an hour: here the link is lost when nothing was acknowledged for four periods although
-// something was sent again or a probe for room stayed without an answer.
-void Stream::watch_silence(int seconds) {
-  progress_->after(seconds, [weak = weak_from_this(), seconds] {
+// The link is lost when nothing was heard for all but one period of the timeout and then, for half
+// a period more, something stays unanswered: data that was sent again, a question for room, a
+// keep-alive. A peer that is only stopped answers all but data. The kernel by itself would try to
+// send data for a quarter of an hour.
+void Stream::watch_silence() {
+  int period = 0, probes = 0;
+  socklen_t size = sizeof period;
+  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPINTVL, &period, &size);
+  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPCNT, &probes, &size);
+  if (period > 0 && probes > 1) look(0.5 * period, period * (probes - 1.0), false);
+}
+
+void Stream::look(double pause_s, double limit_s, bool suspected) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size);
+  bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_retransmits > 0) || info.tcpi_probes > 0;
+  double silent_s = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
+  bool silent = unanswered && silent_s >= limit_s;
+  if (silent && suspected) {
+    // A reset, since what is left to send would keep the end of the stream from a peer that still
+    // hears us.
+    linger abort{1, 0};
+    ::setsockopt(socket_.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof abort);
+    auto keep = owner_;
+    lose({Code::kPeerLost, "the link has been silent for too long (peer_timeout_s)"});
+    return;
+  }
+  double next_s = silent ? pause_s : std::max(pause_s, limit_s - silent_s);
+  progress_->after(next_s, [weak = weak_from_this(), pause_s, limit_s, silent] {
     auto self = weak.lock();
-    if (!self || self->closed_) return;
-    tcp_info info{};
-    socklen_t size = sizeof info;
-    ::getsockopt(self->socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size);
-    bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_retransmits > 0) || info.tcpi_probes > 1;
-    if (unanswered && info.tcpi_last_ack_recv > 4000u * static_cast<unsigned>(seconds)) {
-      auto keep = self->owner_;
-      self->lose({Code::kPeerLost, "the link has been silent for too long (peer_timeout_s)"});
-      return;
-    }
-    self->watch_silence(seconds);
+    if (self && !self->closed_) self->look(pause_s, limit_s, silent);
   });
 }
 

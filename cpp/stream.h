@@ -94,7 +94,8 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
   void lose(Status status);
-  void watch_silence(int seconds);
+  void watch_silence();
+  void look(double pause_s, double limit_s, bool suspected);
 
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;

@@ -21,6 +21,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     doctest) echo '#include <doctest/doctest.h>' | c++ -E -xc++ - ;;
     spin) command -v spin ;;
     ip) command -v ip ;;
+    tc) command -v tc ;;
     *) echo "need.sh: unknown need: $1" >&2; exit 2 ;;
   esac >/dev/null 2>&1
 }
@@ -37,7 +38,7 @@ packages() {
     clang-rt) echo "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ;;
     doctest) echo doctest-dev ;;
     spin) echo spin ;;
-    ip) echo iproute2 ;;
+    ip | tc) echo iproute2 ;;
   esac
 }
 

@@ -135,8 +135,8 @@ def test_giving_up_a_look_up_frees_nothing(transport: str) -> None:
 
 def test_frozen_for_long() -> None:
     """A process that only sleeps is not silent: its kernel still answers. Nothing is lost."""
-    with PeerGroup() as group, Node("awake", transports=["tcp"], peer_timeout_s=1) as node:
-        options = {"transports": ["tcp"], "peer_timeout_s": 1}
+    with PeerGroup() as group, Node("awake", transports=["tcp"], peer_timeout_s=3) as node:
+        options = {"transports": ["tcp"], "peer_timeout_s": 3}
         member, target = start_actor(group, "frozen", **options)
         peer = node.connect(target.address())
         idle = node.connect(target.address())
@@ -144,7 +144,7 @@ def test_frozen_for_long() -> None:
         member.stop()
         transfer = remote.write(np.ones(32 * MIB, np.uint8))
         with pytest.raises(TimeoutError):
-            transfer.wait(3)
+            transfer.wait(5)
         assert not idle.lost
         member.cont()
         transfer.wait(PATIENCE_S)

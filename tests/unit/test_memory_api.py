@@ -45,6 +45,17 @@ class TestNode:
             assert not node.closed
             del node
 
+    @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+    def test_the_timeout_of_peers_is_checked(
+        self, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TENSORWIRE_PEER_TIMEOUT", text)
+        with pytest.raises(ValueError, match="TENSORWIRE_PEER_TIMEOUT is"):
+            Node()
+        Node(peer_timeout_s=5).close()
+        with pytest.raises(ValueError, match="peer_timeout_s is -5 s"):
+            Node(peer_timeout_s=-5)
+
     def test_close_is_final_and_repeatable(self) -> None:
         node = Node()
         node.close()

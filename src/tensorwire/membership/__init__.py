@@ -1,7 +1,16 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
 from .collective import MAX_NUMBERS, Collective, CollectiveServer
-from .members import GOODBYE, Place, ServerMember, WorkerMember, server_name, why_lost, worker_name
+from .members import (
+    GOODBYE,
+    Place,
+    ServerMember,
+    WorkerMember,
+    called,
+    server_name,
+    why_lost,
+    worker_name,
+)
 
 __all__ = [
     "GOODBYE",
@@ -11,6 +20,7 @@ __all__ = [
     "Place",
     "ServerMember",
     "WorkerMember",
+    "called",
     "server_name",
     "why_lost",
     "worker_name",

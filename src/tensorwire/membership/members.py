@@ -5,6 +5,7 @@ The processes' side of the environment variables that a launcher sets; docs/laun
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -33,6 +34,14 @@ def why_lost(peer: Peer) -> str:
     if "closed by its user" in reason:
         return "it ended before the others; its own messages tell why"
     return reason
+
+
+def called(peer: Peer) -> str:
+    """For messages: "worker 1 (pid 77)", on another host "worker 1 (pid 77 at 10.0.0.2)"."""
+    host = peer.address.rpartition(":")[0]
+    here = peer.path.transport == "shm" or host.startswith("127.") or host in ("[::1]", "localhost")
+    where = "" if here else f" at {host}"
+    return f"{peer.name.replace('-', ' ')} (pid {peer.pid}{where})"
 
 
 def worker_name(rank: int) -> str:
@@ -199,16 +208,34 @@ class ServerMember:
                 self.check()
                 continue
             kind, _, number = peer.name.rpartition("-")
-            if kind == "worker" and number.isdigit() and int(number) < self.count:
-                self.workers[int(number)] = peer
+            if (rank := self._rank_of(peer)) is not None:
+                self.workers[rank] = peer
             elif kind == "server" and number.isdigit():
                 self.servers[int(number)] = peer
             else:
                 peer.close()
 
+    def _rank_of(self, peer: Peer) -> int | None:
+        kind, _, number = peer.name.rpartition("-")
+        known = kind == "worker" and number.isdigit() and int(number) < self.count
+        return int(number) if known else None
+
+    def returned(self) -> tuple[Peer, Peer] | None:
+        """A worker that came back while the job runs: as it was, and as it is. After `gather`.
+
+        It is another incarnation, which knows nothing of the job; the first one is gone, or cannot
+        be heard although it was not yet missed.
+        """
+        with contextlib.suppress(TimeoutError):
+            while True:
+                peer = self.node.accept(timeout_s=0)
+                if (rank := self._rank_of(peer)) is not None:
+                    return self.workers[rank], peer
+        return None
+
     def name_of(self, peer: Peer) -> str:
-        """For messages: "worker 1 (pid 77)"."""
-        return f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
+        """For messages; see `called`."""
+        return called(peer)
 
     def await_ends(self, timeout_s: float) -> None:
         """Waits until the processes of lost workers are gone, so that their end is seen first.

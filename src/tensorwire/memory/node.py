@@ -49,7 +49,8 @@ class Node:
         quota_bytes: how much all peers together may allocate here with `Peer.allocate`.
         max_peers: how many connections are held at a time.
         handshake_timeout_s: how long a new connection may take to prove itself.
-        peer_timeout_s: after how long a silent link counts as lost.
+        peer_timeout_s: a link that is silent for so long counts as lost, at least 3. Default:
+            TENSORWIRE_PEER_TIMEOUT, else 10.
 
     Attributes:
         name: the name that peers see.
@@ -57,8 +58,8 @@ class Node:
         incarnation: 64 random bits that identify this Node among all that ever lived.
 
     Raises:
-        ValueError: a malformed address, an unknown transport, a secret that is too short, or an
-            address other than loopback without a secret.
+        ValueError: a malformed address, an unknown transport, a secret that is too short, a
+            timeout that is no number above 0, or an address other than loopback without a secret.
         UnavailableError: a transport is known but not available here, or the address cannot be
             listened on.
         BusyError: a system limit is reached.
@@ -77,7 +78,7 @@ class Node:
         quota_bytes: int = 4 << 30,
         max_peers: int = 1024,
         handshake_timeout_s: float = 10.0,
-        peer_timeout_s: float = 10.0,
+        peer_timeout_s: float | None = None,
     ) -> None:
         host, port = split_address(listen)
         secret = _choose_secret(secret)
@@ -97,7 +98,7 @@ class Node:
             quota_bytes,
             max_peers,
             handshake_timeout_s,
-            peer_timeout_s,
+            _choose_peer_timeout(peer_timeout_s),
         )
         self.name = self._core.name
         self.address = join_address(advertised, self._core.port)
@@ -329,6 +330,20 @@ def _choose_transports(transports: Iterable[str] | None) -> list[str]:
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"transports names each transport at most once and one at least: {chosen}")
     return chosen
+
+
+def _choose_peer_timeout(timeout_s: float | None) -> float:
+    source = "peer_timeout_s"
+    if timeout_s is None:
+        source = "TENSORWIRE_PEER_TIMEOUT"
+        text = os.environ.get(source, "").strip() or "10"
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            raise ValueError(f"{source} is {text!r}, not a number of seconds") from None
+    if not timeout_s > 0:
+        raise ValueError(f"{source} is {timeout_s:g} s; a silent peer is given at least 3 s")
+    return timeout_s
 
 
 def _is_loopback(host: str) -> bool:

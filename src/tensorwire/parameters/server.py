@@ -107,12 +107,23 @@ class Server:
                 error = named
         self._failure = self._failure or error
 
+    def _check_returned(self) -> None:
+        if returned := self.member.returned():
+            before, after = returned
+            self._failure = self._failure or PeerLostError(
+                f"{self.member.name_of(before)} was lost: it came back as another process, "
+                f"{self.member.name_of(after)}, and nobody can join a job that runs"
+            )
+            before.close()  # nothing waits for it any more
+            raise self._failure
+
     def _wait_for(self, value: int) -> bool:
         """Until all workers want store number `value`; False when all have left instead."""
         while True:
             if self._failure:
                 raise self._failure
             self.member.check()
+            self._check_returned()
             words = [word.value for word in self.member.words]
             if all(word >= GOODBYE for word in words):
                 return False

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError
-from tensorwire.membership import WorkerMember, why_lost
+from tensorwire.membership import WorkerMember, called, why_lost
 from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
@@ -336,9 +336,8 @@ class RemoteStore:
         """What a server said before it was lost is worth more than that it was lost."""
         if reason := self.reason():
             return RuntimeError(reason)
-        name = f"{peer.name.replace('-', ' ')} (pid {peer.pid})"
         if isinstance(error, PeerLostError):
-            return PeerLostError(f"{name} was lost: {why_lost(peer) or error}")
+            return PeerLostError(f"{called(peer)} was lost: {why_lost(peer) or error}")
         return error
 
     def reason(self) -> str:

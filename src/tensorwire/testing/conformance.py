@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
 from .stage import PLACES, Stage, stage
 
 Check = Callable[[Stage], None]
+StageBuilder = Callable[..., AbstractContextManager[Stage]]
 
 _CHECKS: dict[str, Check] = {
     check.__name__: check for module in (data, words, grants, lifetime) for check in module.CHECKS
@@ -29,29 +31,36 @@ def check_names(place: str) -> list[str]:
     ]
 
 
-def run_check(name: str, transport: str, place: str) -> None:
+def run_check(name: str, transport: str, place: str, *, build: StageBuilder = stage) -> None:
     """Runs one check.
 
     Args:
         name: one of `check_names(place)`.
         transport: the only one that its Nodes may use.
         place: "one process" or "two processes".
+        build: makes the stage of a check, as `tensorwire.testing.stage.stage` does: called with
+            transport, place and options of both Nodes. Another one puts the target elsewhere, for
+            example on another host.
 
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
     """
     with assert_no_leak():
-        _run(name, transport, place)
+        _run(name, transport, place, build)
 
 
-def _run(name: str, transport: str, place: str) -> None:
+def _run(name: str, transport: str, place: str, build: StageBuilder) -> None:
     # A function of its own: its names keep Nodes alive.
-    with stage(transport, place, **grants.OPTIONS.get(name, {})) as scene:
+    with build(transport, place, **grants.OPTIONS.get(name, {})) as scene:
         _CHECKS[name](scene)
 
 
 def check_transport(
-    transport: str, *, places: Iterable[str] = PLACES, only: Iterable[str] | None = None
+    transport: str,
+    *,
+    places: Iterable[str] = PLACES,
+    only: Iterable[str] | None = None,
+    build: StageBuilder = stage,
 ) -> Iterator[tuple[str, str]]:
     """Runs the suite and yields (place, name) after each check that passed.
 
@@ -61,6 +70,7 @@ def check_transport(
         transport: name of the backend.
         places: where targets run.
         only: names of checks; None runs all.
+        build: where targets are within a place; see `run_check`.
 
     Raises:
         AssertionError: at the end, with every failure.
@@ -72,7 +82,7 @@ def check_transport(
             if chosen is not None and name not in chosen:
                 continue
             try:
-                run_check(name, transport, place)
+                run_check(name, transport, place, build=build)
             except Exception:
                 failures.append(f"{name} in {place}:\n{traceback.format_exc()}")
                 continue

@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tensorwire._core import FaultPlan
@@ -62,6 +63,7 @@ class Exchange:
 
 
 Script = Callable[[Exchange], None]
+PairBuilder = Callable[..., AbstractContextManager[Pair]]
 
 
 def for_every_n(
@@ -73,6 +75,7 @@ def for_every_n(
     timeout_s: float = 0.5,
     deadline_s: float = 30.0,
     limit: int = 1000,
+    build: PairBuilder = node_pair,
     **options: Any,
 ) -> int:
     """Runs a script with a fault at its first operation, its second, and so on to its last.
@@ -90,6 +93,7 @@ def for_every_n(
         timeout_s: `exchange.timeout_s`; with "drop" one run waits as long.
         deadline_s: a run that takes longer hangs.
         limit: a script with more operations is an error.
+        build: makes the pair, as `node_pair` does; for Nodes that are on different hosts.
         options: more arguments for both Nodes.
 
     Returns:
@@ -107,7 +111,7 @@ def for_every_n(
         where = f"{action} of operation {nth} on {chosen}"
         plan = FaultPlan(nth, action, delay_s)
         before = Footprint.now()
-        _run(script, plan, action, where, chosen, timeout_s, deadline_s, options)
+        _run(script, plan, action, where, build, chosen, timeout_s, deadline_s, options)
         check_no_growth(before)
         if not plan.hit:
             return nth - 1
@@ -119,13 +123,14 @@ def _run(
     plan: FaultPlan,
     action: str,
     where: str,
+    build: PairBuilder,
     transports: list[str] | None,
     timeout_s: float,
     deadline_s: float,
     options: dict[str, Any],
 ) -> None:
     errors: list[BaseException] = []
-    with node_pair(transports, **options) as pair:
+    with build(transports, **options) as pair:
         exchange = Exchange(pair, timeout_s)
         inject(pair.to_far, plan)
 
