@@ -62,3 +62,15 @@ def network_gb_per_s(address: str) -> float | None:
     except (OSError, ValueError):
         return None
     return megabits / 8e3 if megabits > 0 else None
+
+
+def rdma_gb_per_s(wire: str) -> float | None:
+    """What the RDMA port of "rc_mlx5/mlx5_0:1" promises; None for software devices."""
+    device, _, port = wire.partition("/")[2].partition(":")
+    if device.startswith(("rxe", "siw")):
+        return None
+    try:
+        rate = Path(f"/sys/class/infiniband/{device}/ports/{port}/rate").read_text()
+        return float(rate.split()[0]) / 8
+    except (OSError, ValueError, IndexError):
+        return None
