@@ -257,7 +257,8 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
   work->channel = shared_from_this();
   work->transfer = std::make_shared<Transfer>(fabric_->progress_, counters_, total);
   TransferPtr transfer = work->transfer;
-  if (signal.region != nullptr) {
+  // A word is a maximum and never below 0: raising it to 0 changes nothing.
+  if (signal.region != nullptr && signal.value > 0) {
     Header& header = work->word;
     header.type = FrameType::kSignal;
     header.flags = kLast;

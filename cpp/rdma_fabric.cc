@@ -82,7 +82,7 @@ void RdmaFabric::start(const std::string& device) {
   // Anything else would emulate one-sided access (docs/rdma.md); whoever sets UCX_TLS is obeyed,
   // and the path that results is checked when a peer connects.
   if (std::getenv("UCX_TLS") == nullptr) {
-    check(ucx_->ucp_config_modify(config, "TLS", "rc,dc,cuda"), "choosing UCX's transports");
+    check(ucx_->ucp_config_modify(config, "TLS", "rc"), "choosing UCX's transports");
   }
   if (std::getenv("UCX_NET_DEVICES") == nullptr) {
     std::string names;

@@ -205,7 +205,7 @@ class Node:
         host, port = split_address(address_or_handle)
         if port == 0:
             raise ValueError(f"{address_or_handle!r} has port 0; use the other Node's .address")
-        required = "" if require is None else _choose_transports([require])[0]
+        required = "" if require is None else _choose_transports([require])[0][0]
         return Peer(self, self._core.connect(host, port, timeout_s, required))
 
     def accept(self, timeout_s: float | None = None) -> Peer:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-from .stage import PLACES, Stage, stage
+from .stage import PLACES, Stage, stage, warm_up
 
 Check = Callable[[Stage], None]
 
@@ -40,6 +40,7 @@ def run_check(name: str, transport: str, place: str) -> None:
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
     """
+    warm_up(transport)
     with assert_no_leak():
         _run(name, transport, place)
 

@@ -6,6 +6,7 @@ Also the small words that checks are written in.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -57,6 +58,14 @@ class Stage:
         """One more Node, as the near one."""
         with Node("third", **self.options) as node:
             yield node
+
+
+@functools.cache
+def warm_up(transport: str) -> None:
+    """Uses a transport once, so that what its library keeps for the life of the process is there."""
+    if transport == "rdma":
+        with Node(transports=[transport]) as near, Node(transports=[transport]) as far:
+            near.connect(far.address)
 
 
 @contextlib.contextmanager
