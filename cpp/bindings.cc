@@ -723,9 +723,9 @@ void bind_node(nb::module_& m) {
 
   nb::class_<Node>(m, "Node")
       .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
-                       nb::bytes secret, const std::vector<std::string>& transports,
-                       bool try_rdma, const std::string& rdma_device, uint64_t quota_bytes,
-                       uint64_t max_peers, double handshake_timeout_s, double peer_timeout_s) {
+                       nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,
+                       const std::string& rdma_device, uint64_t quota_bytes, uint64_t max_peers,
+                       double handshake_timeout_s, double peer_timeout_s) {
              NodeOptions options;
              options.name = name;
              options.host = host;

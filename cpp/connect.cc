@@ -223,10 +223,10 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
     } catch (const Error& error) {
       // A socket that cannot be reached may be in another network namespace; one that was reached
       // and then hung up is dead.
-      bool fatal = error.code() == Code::kTimeout || error.code() == Code::kBusy ||
-                   (error.code() == Code::kPeerLost &&
-                    (reached ||
-                    line.hangs_up(common & wanted & (kTcpBit | kRdmaBit) ? 0 : kDyingMs)));
+      bool fatal =
+          error.code() == Code::kTimeout || error.code() == Code::kBusy ||
+          (error.code() == Code::kPeerLost &&
+           (reached || line.hangs_up(common & wanted & (kTcpBit | kRdmaBit) ? 0 : kDyingMs)));
       if (fatal) throw;
       no_shm = "same host, but its shared memory cannot be reached (" + std::string(error.what()) +
                "): another network namespace or user?";
@@ -235,20 +235,19 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
   if (no_rdma.empty() && !(common & kRdmaBit)) {
     // Worth a word only where somebody wanted it.
     if ((me.transports | trusted.server.transports) & kRdmaBit) {
-      no_rdma = std::string(me.transports & kRdmaBit ? "the peer" : "this Node") +
-                " does not offer rdma";
+      no_rdma =
+          std::string(me.transports & kRdmaBit ? "the peer" : "this Node") + " does not offer rdma";
     }
   }
   bool rdma = (common & wanted & kRdmaBit) && no_rdma.empty();
   if (!rdma && !(common & wanted & kTcpBit)) {
     std::string and_rdma = no_rdma.empty() ? "" : ", " + no_rdma;
-    std::string which = require == kShmBit   ? "shm is required, but " + no_shm
-                        : require == kTcpBit ? "tcp is required, but one side does not offer it"
-                        : require == kRdmaBit
-                            ? "rdma is required, but " +
-                                  (no_rdma.empty() ? "one side does not offer it" : no_rdma)
-                            : "no common transport: " + no_shm + and_rdma +
-                                  ", and one side does not offer tcp";
+    std::string which =
+        require == kShmBit   ? "shm is required, but " + no_shm
+        : require == kTcpBit ? "tcp is required, but one side does not offer it"
+        : require == kRdmaBit
+            ? "rdma is required, but " + (no_rdma.empty() ? "one side does not offer it" : no_rdma)
+            : "no common transport: " + no_shm + and_rdma + ", and one side does not offer tcp";
     throw Error(Code::kUnavailable, where + ": " + which);
   }
   std::array<uint8_t, kChoiceBytes> choice{};

@@ -19,10 +19,10 @@ struct Connection {
   std::string reason;  // why this path
 };
 
-// `me` offers transports; `require` is 0 or the only bit that will do. `no_rdma` says why rdma is not
-// taken although it may be offered ("" = it may be taken). Throws kPeerLost (cannot
-// reach, hung up), kPermission (secrets differ), kUnavailable (no common or required path),
-// kTimeout, kBusy (the other side is full).
+// `me` offers transports; `require` is 0 or the only bit that will do. `no_rdma` says why rdma is
+// not taken although it may be offered ("" = it may be taken). Throws kPeerLost (cannot reach, hung
+// up), kPermission (secrets differ), kUnavailable (no common or required path), kTimeout, kBusy
+// (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
                       uint32_t require, std::string no_rdma, double peer_timeout_s,
                       Deadline deadline, const std::function<void()>& interrupted);

@@ -205,8 +205,8 @@ PeerPtr Node::adopt(Descriptor socket, uint32_t transport, Hello remote, std::st
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
     uint64_t id = next_peer_++;
-    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address),
-                                  transport, std::move(reason));
+    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address), transport,
+                                  std::move(reason));
     peers_[id] = peer;
   }
   auto on_ready = [this, accepted](Peer& ready) {

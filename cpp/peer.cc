@@ -483,8 +483,8 @@ void Peer::start_rdma() {
     header.generation = generation;
     self->stream_->send(header);
   };
-  rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.counters, fabric_.traffic, next_id_,
-                                        std::move(events));
+  rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.progress, fabric_.counters,
+                                        fabric_.traffic, next_id_, std::move(events));
   channel_ = rdma_;
   service_.attach(
       [weak](const Header& header, std::string_view body) {

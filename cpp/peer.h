@@ -33,7 +33,7 @@ struct Fabric {
   uint64_t incarnation = 0;
   std::shared_ptr<Mapping> page;
   int doorbell = -1;
-  std::shared_ptr<RdmaFabric> rdma;  // null: not offered
+  std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
 

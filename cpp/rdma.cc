@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "rdma_link.h"
 #include "text.h"
 
 namespace tensorwire {
@@ -13,7 +12,7 @@ namespace {
 
 // Words that wait for an answer; more are held back here, so that a target that is not awake holds
 // up a bounded number of messages.
-constexpr size_t kWindow = 512;
+constexpr size_t kRdmaWindow = 512;
 // A peer that is lost usually says why, or ends its stream, just after its endpoint fails.
 constexpr double kGraceS = 0.2;
 
@@ -27,16 +26,31 @@ bool is_of_link(ucx::Status status) {
 
 }  // namespace
 
+// UCX holds a plain pointer to it while a request is under way; the channel's flying_ owns it.
+struct RdmaWork {
+  std::shared_ptr<RdmaChannel> channel;
+  TransferPtr transfer;
+  std::vector<RemoteRegionPtr> regions;  // one per piece
+  Header word;
+  bool has_word = false;
+  // Under the fabric's lock.
+  size_t left = 1;  // requests under way, and one while they are being posted
+  ucx::Status status = ucx::kOk;
+  bool refused = false;  // the failure came from this side's UCX, not from the wire
+  bool over = false;
+};
+
 struct RdmaChannel::Outgoing {
   std::shared_ptr<RdmaChannel> channel;
   std::string bytes;
 };
 
-RdmaChannel::RdmaChannel(std::shared_ptr<RdmaFabric> fabric,
+RdmaChannel::RdmaChannel(std::shared_ptr<RdmaFabric> fabric, std::shared_ptr<Progress> progress,
                          std::shared_ptr<Transfer::Counters> counters,
                          std::shared_ptr<Traffic> traffic, std::atomic<uint64_t>& next_id,
                          Events events)
     : fabric_(std::move(fabric)),
+      progress_(std::move(progress)),
       counters_(std::move(counters)),
       traffic_(std::move(traffic)),
       next_id_(next_id),
@@ -48,11 +62,11 @@ RdmaChannel::~RdmaChannel() = default;
 // ---- connecting
 
 uint64_t RdmaChannel::offer(bool accepting) {
-  std::lock_guard lock(fabric_->mutex_);
-  fabric_->channels_[token_] = weak_from_this();
+  std::lock_guard lock(fabric_->mutex());
+  fabric_->route(token_, weak_from_this());
   if (accepting) {
     expecting_ = true;
-    ++fabric_->expected_;
+    fabric_->expect(1);
   }
   return token_;
 }
@@ -60,11 +74,11 @@ uint64_t RdmaChannel::offer(bool accepting) {
 void RdmaChannel::unexpect() {
   if (!expecting_) return;
   expecting_ = false;
-  --fabric_->expected_;
+  fabric_->expect(-1);
 }
 
 bool RdmaChannel::attach(uint64_t token, std::string_view where, bool accepting) {
-  std::lock_guard lock(fabric_->mutex_);
+  std::lock_guard lock(fabric_->mutex());
   if (token == 0 || peer_token_ != 0) return false;
   peer_token_ = token;
   if (accepting) return where.empty();
@@ -112,42 +126,37 @@ void RdmaChannel::end(Code code, const std::string& why) {
   auto lose = [self = weak_from_this(), events, code, why] {
     if (self.lock()) events.on_lost({code, why});
   };
-  fabric_->progress_->after(ready_ ? kGraceS : 0, lose);
+  progress_->after(ready_ ? kGraceS : 0, lose);
 }
 
-void RdmaChannel::failed(const RdmaFabric::Failure& failure) {
-  std::lock_guard lock(fabric_->mutex_);
-  if (down_ || link_ == nullptr || link_->endpoint != failure.endpoint) return;
-  if (ready_) {
-    return end(Code::kPeerLost, "its RDMA connection broke: " + failure.text);
-  }
-  tried_ += " (" + failure.text + ")";
-  RdmaFabric::Link* broken = link_;
+void RdmaChannel::failed(ucx::Endpoint endpoint, const std::string& why) {
+  std::lock_guard lock(fabric_->mutex());
+  if (down_ || link_ == nullptr || link_->endpoint != endpoint) return;
+  if (ready_) return end(Code::kPeerLost, "its RDMA connection broke: " + why);
+  tried_ += " (" + why + ")";
+  RdmaLink* broken = link_;
   link_ = nullptr;
   fabric_->close(broken, [] { return true; });
-  if (!expecting_) dial_next();
+  dial_next();
 }
 
-void RdmaChannel::received(const RdmaFabric::Message& message) {
+void RdmaChannel::received(const RdmaMessage& message) {
   if (message.header.type != FrameType::kAttach) {
     bool word = message.header.type == FrameType::kSignal ||
                 message.header.type == FrameType::kFetchAdd ||
                 message.header.type == FrameType::kDone;
     if (!word || !events_.on_frame(message.header, message.body)) {
-      std::lock_guard lock(fabric_->mutex_);
+      std::lock_guard lock(fabric_->mutex());
       end(Code::kPeerLost, "it sent an RDMA message that no Node sends");
     }
     return;
   }
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     if (down_ || ready_ || peer_token_ == 0) return;
     if (expecting_) {
-      auto found = fabric_->links_.find(message.from);
-      if (found == fabric_->links_.end() || found->second->claimed) return;
-      link_ = found->second.get();
-      link_->claimed = true;
-      link_->channel = weak_from_this();
+      link_ = fabric_->claim(message.from, weak_from_this());
+      if (link_ == nullptr) return;
       unexpect();
       Header header;
       header.type = FrameType::kAttach;
@@ -167,13 +176,13 @@ void RdmaChannel::received(const RdmaFabric::Message& message) {
 
 // The transport and device of the first lane that UCX tells of, as "rc_verbs/rxe0:1".
 std::string RdmaChannel::wire() const {
-  std::lock_guard lock(fabric_->mutex_);
+  std::lock_guard lock(fabric_->mutex());
   if (link_ == nullptr) return "";
   char* text = nullptr;
   size_t size = 0;
   FILE* file = ::open_memstream(&text, &size);
   if (file == nullptr) return "";
-  fabric_->ucx_->ucp_ep_print_info(link_->endpoint, file);
+  fabric_->ucx().ucp_ep_print_info(link_->endpoint, file);
   std::fclose(file);
   std::string all(text, size);
   std::free(text);
@@ -189,21 +198,13 @@ std::string RdmaChannel::wire() const {
 // ---- keys
 
 std::shared_ptr<RemoteKey> RdmaChannel::unpack(const Header& header, std::string_view bytes) {
-  std::lock_guard lock(fabric_->mutex_);
+  std::lock_guard lock(fabric_->mutex());
   if (link_ == nullptr || down_ || bytes.empty()) return nullptr;
   std::erase_if(keys_, [](const auto& entry) { return entry.second.expired(); });
   auto found = keys_.find(header.generation);
   if (auto known = found == keys_.end() ? nullptr : found->second.lock()) return known;
-  auto key = std::make_shared<RemoteKey>();
-  key->fabric = fabric_;
-  key->address = header.value;
-  key->region = header.region;
-  key->generation = header.generation;
-  if (fabric_->ucx_->ucp_ep_rkey_unpack(link_->endpoint, bytes.data(), &key->key) != ucx::kOk) {
-    key->key = nullptr;
-    return nullptr;
-  }
-  fabric_->keys_.insert(key.get());
+  auto key = fabric_->unpack(*link_, header, bytes);
+  if (!key) return nullptr;
   keys_[header.generation] = key;
   return key;
 }
@@ -211,7 +212,7 @@ std::shared_ptr<RemoteKey> RdmaChannel::unpack(const Header& header, std::string
 void RdmaChannel::revoke(uint32_t region, uint64_t generation) {
   {
     // With the lock: whoever posts has looked at `revoked` and counted itself under it.
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     auto found = keys_.find(generation);
     if (auto key = found == keys_.end() ? nullptr : found->second.lock()) {
       key->revoked = true;
@@ -224,7 +225,7 @@ void RdmaChannel::revoke(uint32_t region, uint64_t generation) {
 void RdmaChannel::let_go(RdmaWork& work) {
   std::vector<RemoteRegionPtr> idle;
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     for (const auto& region : work.regions) {
       if (--region->key->in_flight == 0 && region->key->revoked) idle.push_back(region);
     }
@@ -238,14 +239,14 @@ void RdmaChannel::let_go(RdmaWork& work) {
 void RdmaChannel::on_done(void* request, ucx::Status status, void* argument) {
   auto* work = static_cast<RdmaWork*>(argument);
   RdmaFabric& fabric = *work->channel->fabric_;
-  std::lock_guard lock(fabric.mutex_);
-  fabric.ucx_->ucp_request_free(request);
+  std::lock_guard lock(fabric.mutex());
+  fabric.ucx().ucp_request_free(request);
   if (status != ucx::kOk && work->status == ucx::kOk) work->status = status;
   if (--work->left > 0) return;
   auto& flying = work->channel->flying_;
   auto found = flying.find(work);
   if (found == flying.end()) return;
-  fabric.finished_.push_back(std::move(found->second));
+  fabric.note_finished(work->channel, std::move(found->second));
   flying.erase(found);
 }
 
@@ -255,7 +256,7 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
   for (const Piece& piece : pieces) total += piece.length;
   auto work = std::make_shared<RdmaWork>();
   work->channel = shared_from_this();
-  work->transfer = std::make_shared<Transfer>(fabric_->progress_, counters_, total);
+  work->transfer = std::make_shared<Transfer>(progress_, counters_, total);
   TransferPtr transfer = work->transfer;
   // A word is a maximum and never below 0: raising it to 0 changes nothing.
   if (signal.region != nullptr && signal.value > 0) {
@@ -269,7 +270,7 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
     work->has_word = true;
   }
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     if (down_ || link_ == nullptr) {
       Status status = down_status_;
       transfer->complete(status.code, std::move(status.message));
@@ -282,7 +283,7 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
       transfer->complete(Code::kStaleHandle, kStale);
       return transfer;
     }
-    const ucx::Library& ucx = *fabric_->ucx_;
+    const ucx::Library& ucx = fabric_->ucx();
     ucx::RequestParams params{};
     params.mask = ucx::RequestParams::kCallback | ucx::RequestParams::kUserData;
     params.on_done = on_done;
@@ -302,10 +303,10 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
       ++key.in_flight;
       work->regions.push_back(piece.remote->shared_from_this());
       uint64_t address = key.address + piece.offset;
-      posted(is_read ? ucx.ucp_get_nbx(link_->endpoint, piece.local, piece.length, address,
-                                       key.key, &params)
-                     : ucx.ucp_put_nbx(link_->endpoint, piece.local, piece.length, address,
-                                       key.key, &params));
+      posted(is_read ? ucx.ucp_get_nbx(link_->endpoint, piece.local, piece.length, address, key.key,
+                                       &params)
+                     : ucx.ucp_put_nbx(link_->endpoint, piece.local, piece.length, address, key.key,
+                                       &params));
       if (work->status != ucx::kOk) break;
     }
     if (!is_read && total > 0) posted(ucx.ucp_ep_flush_nbx(link_->endpoint, &params));
@@ -314,7 +315,7 @@ TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& si
       return transfer;
     }
   }
-  finish(work);
+  finished(work);
   return transfer;
 }
 
@@ -323,7 +324,7 @@ bool RdmaChannel::ended_by_link(const RdmaWork& work) const {
 }
 
 // All requests of the work are over. Without the lock.
-void RdmaChannel::finish(const WorkPtr& work) {
+void RdmaChannel::finished(const WorkPtr& work) {
   if (work->over) return;
   work->over = true;
   let_go(*work);
@@ -332,9 +333,9 @@ void RdmaChannel::finish(const WorkPtr& work) {
     work->transfer->complete();
     return;
   }
-  std::string text = fabric_->ucx_->text(work->status);
+  std::string text = fabric_->ucx().text(work->status);
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     if (down_) {
       Status status = down_status_;
       work->transfer->complete(status.code, std::move(status.message));
@@ -370,7 +371,7 @@ TransferPtr RdmaChannel::read(std::span<const Piece> pieces, uint64_t) {
 // ---- words
 
 TransferPtr RdmaChannel::start(FrameType type, const SignalTo& word) {
-  auto transfer = std::make_shared<Transfer>(fabric_->progress_, counters_, 0);
+  auto transfer = std::make_shared<Transfer>(progress_, counters_, 0);
   Header header;
   header.type = type;
   header.flags = type == FrameType::kSignal ? kLast : 0;
@@ -394,7 +395,7 @@ TransferPtr RdmaChannel::fetch_add(const RemoteRegion& region, uint64_t offset, 
 void RdmaChannel::ask(const Header& header, TransferPtr transfer) {
   Status status;
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     if (!down_) {
       waiting_.push_back({header, std::move(transfer)});
       issue();
@@ -406,7 +407,7 @@ void RdmaChannel::ask(const Header& header, TransferPtr transfer) {
 }
 
 void RdmaChannel::issue() {
-  while (!waiting_.empty() && asked_.size() < kWindow) {
+  while (!waiting_.empty() && asked_.size() < kRdmaWindow) {
     Word word = std::move(waiting_.front());
     waiting_.pop_front();
     word.header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
@@ -418,7 +419,7 @@ void RdmaChannel::issue() {
 bool RdmaChannel::done(const Header& header, std::string_view message) {
   TransferPtr transfer;
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     auto found = asked_.find(header.transfer);
     if (found == asked_.end()) return false;
     transfer = std::move(found->second);
@@ -427,20 +428,20 @@ bool RdmaChannel::done(const Header& header, std::string_view message) {
   }
   std::string text = presentable(message) ? std::string(message) : "(unprintable)";
   transfer->complete(static_cast<Code>(header.status), std::move(text), header.value);
-  fabric_->progress_->changed();
+  progress_->changed();
   return true;
 }
 
 void RdmaChannel::on_sent(void* request, ucx::Status, void* argument) {
   auto* outgoing = static_cast<Outgoing*>(argument);
   RdmaFabric& fabric = *outgoing->channel->fabric_;
-  std::lock_guard lock(fabric.mutex_);
-  fabric.ucx_->ucp_request_free(request);
+  std::lock_guard lock(fabric.mutex());
+  fabric.ucx().ucp_request_free(request);
   delete outgoing;  // a failure is the endpoint's, which tells it by itself
 }
 
 void RdmaChannel::send(const Header& header, std::string_view body, bool first) {
-  std::lock_guard lock(fabric_->mutex_);
+  std::lock_guard lock(fabric_->mutex());
   if (down_ || link_ == nullptr) return;
   auto outgoing = std::make_unique<Outgoing>();
   outgoing->channel = shared_from_this();
@@ -450,17 +451,17 @@ void RdmaChannel::send(const Header& header, std::string_view body, bool first) 
   outgoing->bytes.assign(reinterpret_cast<const char*>(&frame), sizeof frame);
   outgoing->bytes.append(body);
   ucx::RequestParams params{};
-  params.mask = ucx::RequestParams::kCallback | ucx::RequestParams::kUserData |
-                ucx::RequestParams::kFlags;
+  params.mask =
+      ucx::RequestParams::kCallback | ucx::RequestParams::kUserData | ucx::RequestParams::kFlags;
   params.flags = ucx::RequestParams::kEager | (first ? ucx::RequestParams::kReply : 0);
   params.on_done = on_sent;
   params.user_data = outgoing.get();
   void* request =
-      fabric_->ucx_->ucp_am_send_nbx(link_->endpoint, kFrameMessage, nullptr, 0,
+      fabric_->ucx().ucp_am_send_nbx(link_->endpoint, kRdmaFrameMessage, nullptr, 0,
                                      outgoing->bytes.data(), outgoing->bytes.size(), &params);
   if (ucx::is_error(request)) {
     end(Code::kPeerLost,
-        "its RDMA connection broke: " + fabric_->ucx_->text(ucx::status_of(request)));
+        "its RDMA connection broke: " + fabric_->ucx().text(ucx::status_of(request)));
   } else if (request != nullptr) {
     outgoing.release();
   }
@@ -469,20 +470,16 @@ void RdmaChannel::send(const Header& header, std::string_view body, bool first) 
 // ---- the end
 
 void RdmaChannel::shutdown(const Status& status) {
-  std::vector<WorkPtr> works;
   std::vector<TransferPtr> transfers;
   {
-    std::lock_guard lock(fabric_->mutex_);
+    std::lock_guard lock(fabric_->mutex());
     down_ = true;
     down_status_ = status;
     unexpect();
-    fabric_->channels_.erase(token_);
+    fabric_->unroute(token_);
     // Afterwards the NIC does not touch the memory of transfers, here or there.
     if (link_ != nullptr) fabric_->close(link_, [this] { return flying_.empty(); });
     link_ = nullptr;
-    for (auto& work : fabric_->finished_) {
-      if (work->channel.get() == this) works.push_back(work);
-    }
     transfers.swap(broken_);
     for (auto& [pointer, work] : flying_) {
       transfers.push_back(work->transfer);
@@ -493,7 +490,6 @@ void RdmaChannel::shutdown(const Status& status) {
     for (Word& word : waiting_) transfers.push_back(std::move(word.transfer));
     waiting_.clear();
   }
-  for (const auto& work : works) finish(work);
   for (auto& transfer : transfers) transfer->complete(status.code, status.message);
 }
 

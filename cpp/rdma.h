@@ -18,139 +18,29 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <vector>
 
-#include "fork.h"
-#include "frame.h"
-#include "progress.h"
-#include "rdma_ports.h"
+#include "rdma_fabric.h"
 #include "service.h"
 #include "transport.h"
-#include "ucx.h"
 
 namespace tensorwire {
 
-class RdmaChannel;
-class RdmaFabric;
-struct RdmaWork;  // a write or read on its way
-
-// Memory of this Node as NICs see it.
-struct Exposed {
-  std::shared_ptr<RdmaFabric> fabric;
-  std::shared_ptr<Mapping> mapping;
-  ucx::Memory memory = nullptr;
-  uint64_t address = 0;
-  std::string key;  // packed, for peers
-  ~Exposed();
-};
-
-// A peer's memory as our NIC reaches it.
-struct RemoteKey {
-  std::shared_ptr<RdmaFabric> fabric;
-  ucx::Key key = nullptr;
-  uint64_t address = 0;
-  uint32_t region = 0;
-  uint64_t generation = 0;
-  // Under the fabric's lock.
-  bool revoked = false;  // the owner freed it
-  uint64_t in_flight = 0;
-  ~RemoteKey();
-};
-
-// UCX for one Node: a context, a worker that the Node's loop drives, a listener.
-class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric> {
- public:
-  // device: "" or what usable_ports() takes. Throws kUnavailable (no UCX, no device, no active
-  // port), kPermission, kNoMemory (locked memory), each with the remedy.
-  static std::shared_ptr<RdmaFabric> create(std::shared_ptr<Progress> progress,
-                                            const std::string& device);
-  ~RdmaFabric() override;
-
-  // "port address address ...": where endpoints are accepted.
-  const std::string& where() const { return where_; }
-  // Registers a region. Throws kNoMemory or kPermission. One registration per region.
-  std::shared_ptr<Exposed> expose(const Region& region);
-  // Ends everything; nothing of UCX is touched afterwards. Driving thread only.
-  void stop();
-
-  // Poller, driving thread only.
-  bool poll() override;
-  bool arm() override;
-  int descriptor() const override { return descriptor_; }
-
- private:
-  friend class RdmaChannel;
-  friend struct Exposed;
-  friend struct RemoteKey;
-  struct Link;
-  struct Message {
-    uint64_t token;
-    Header header;
-    std::string body;
-    ucx::Endpoint from;  // of the first message of a connection
-  };
-  struct Failure {
-    std::weak_ptr<RdmaChannel> channel;
-    std::string text;
-    ucx::Endpoint endpoint;
-  };
-
-  explicit RdmaFabric(std::shared_ptr<Progress> progress);
-  bool is_here() const { return epoch_ == fork::epoch(); }  // not in a forked child
-  void start(const std::string& device);
-  void listen(const std::vector<RdmaPort>& ports);
-  Link* dial(const std::string& host, uint16_t port, std::weak_ptr<RdmaChannel> channel,
-             std::string& failure);
-  Link* make_link(ucx::EndpointParams& params, std::weak_ptr<RdmaChannel> channel,
-                  ucx::Status& status);
-  // Locked. Cuts the endpoint; `gone` says when nothing of it is in flight.
-  void close(Link* link, const std::function<bool()>& gone);
-  void settle();
-  void drop_orphans();
-
-  static void on_connection(ucx::Connection connection, void* fabric);
-  static void on_error(void* link, ucx::Endpoint, ucx::Status status);
-  static ucx::Status on_message(void* fabric, const void* header, size_t header_size, void* data,
-                                size_t size, const ucx::MessageInfo* info);
-
-  std::shared_ptr<Progress> progress_;
-  const uint32_t epoch_;
-  const ucx::Library* ucx_ = nullptr;
-  std::string where_;
-  int descriptor_ = -1;  // the worker's
-
-  // UCX is called, and calls back, under this lock only; a callback may drop a key.
-  std::recursive_mutex mutex_;
-  ucx::Context context_ = nullptr;
-  ucx::Worker worker_ = nullptr;
-  ucx::Listener listener_ = nullptr;
-  std::map<ucx::Endpoint, std::unique_ptr<Link>> links_;
-  std::map<uint64_t, std::weak_ptr<RdmaChannel>> channels_;  // by the token that they gave out
-  size_t expected_ = 0;                                      // endpoints that peers will open
-  std::set<Exposed*> exposed_;
-  std::map<uint64_t, std::weak_ptr<Exposed>> by_generation_;
-  std::set<RemoteKey*> keys_;
-  // Seen by callbacks, dealt with by settle().
-  std::vector<std::shared_ptr<RdmaWork>> finished_;
-  std::vector<Message> messages_;
-  std::vector<Failure> failures_;
-};
-
-class RdmaChannel : public Channel, public std::enable_shared_from_this<RdmaChannel> {
+class RdmaChannel : public Channel,
+                    public RdmaUser,
+                    public std::enable_shared_from_this<RdmaChannel> {
  public:
   struct Events {  // driving thread
     std::function<void()> on_ready;
     std::function<void(Status)> on_lost;
-    std::function<bool(const Header&, std::string_view)> on_frame;  // false is a breach
+    std::function<bool(const Header&, std::string_view)> on_frame;      // false is a breach
     std::function<void(uint32_t region, uint64_t generation)> on_idle;  // a revoked one
   };
-  RdmaChannel(std::shared_ptr<RdmaFabric> fabric, std::shared_ptr<Transfer::Counters> counters,
-              std::shared_ptr<Traffic> traffic, std::atomic<uint64_t>& next_id, Events events);
+  RdmaChannel(std::shared_ptr<RdmaFabric> fabric, std::shared_ptr<Progress> progress,
+              std::shared_ptr<Transfer::Counters> counters, std::shared_ptr<Traffic> traffic,
+              std::atomic<uint64_t>& next_id, Events events);
   ~RdmaChannel() override;
 
   // The token that the peer must show. The accepting side expects an endpoint from then on.
@@ -160,7 +50,8 @@ class RdmaChannel : public Channel, public std::enable_shared_from_this<RdmaChan
   // "rc_verbs/rxe0:1" once it is ready.
   std::string wire() const;
 
-  // The key in a kKey frame; null if the bytes are none. One per region, however often it is granted.
+  // The key in a kKey frame; null if the bytes are none. One per region, however often it is
+  // granted.
   std::shared_ptr<RemoteKey> unpack(const Header& header, std::string_view key);
   // The owner freed the region; on_idle follows when nothing is in flight.
   void revoke(uint32_t region, uint64_t generation);
@@ -178,8 +69,11 @@ class RdmaChannel : public Channel, public std::enable_shared_from_this<RdmaChan
   // Sends a frame to the peer's service or as its answer. Any thread.
   void send(const Header& header, std::string_view body = {}, bool first = false);
 
+  void finished(const std::shared_ptr<RdmaWork>& work) override;
+  void received(const RdmaMessage& message) override;
+  void failed(ucx::Endpoint endpoint, const std::string& why) override;
+
  private:
-  friend class RdmaFabric;
   struct Outgoing;
   struct Word {
     Header header;
@@ -191,18 +85,16 @@ class RdmaChannel : public Channel, public std::enable_shared_from_this<RdmaChan
   static void on_sent(void* request, ucx::Status status, void* outgoing);
   TransferPtr start(std::span<const Piece> pieces, const SignalTo& signal, bool is_read);
   TransferPtr start(FrameType type, const SignalTo& word);
-  void finish(const WorkPtr& work);
   bool ended_by_link(const RdmaWork& work) const;  // locked
   void let_go(RdmaWork& work);
   void ask(const Header& header, TransferPtr transfer);
   void issue();  // locked
-  void received(const RdmaFabric::Message& message);
-  void failed(const RdmaFabric::Failure& failure);
   void dial_next();
   void unexpect();  // locked
   void end(Code code, const std::string& why);
 
   std::shared_ptr<RdmaFabric> fabric_;
+  std::shared_ptr<Progress> progress_;
   std::shared_ptr<Transfer::Counters> counters_;
   std::shared_ptr<Traffic> traffic_;
   std::atomic<uint64_t>& next_id_;
@@ -211,7 +103,7 @@ class RdmaChannel : public Channel, public std::enable_shared_from_this<RdmaChan
 
   // All under the fabric's lock.
   uint64_t peer_token_ = 0;
-  RdmaFabric::Link* link_ = nullptr;
+  RdmaLink* link_ = nullptr;
   bool expecting_ = false, ready_ = false, down_ = false, ending_ = false;
   Status down_status_;
   std::deque<std::string> candidates_;

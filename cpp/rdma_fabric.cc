@@ -1,3 +1,5 @@
+#include "rdma_fabric.h"
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -7,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "rdma_link.h"
+#include "error.h"
 
 namespace tensorwire {
 namespace {
@@ -69,16 +71,16 @@ void RdmaFabric::start(const std::string& device) {
     std::string why = what + " failed: " + ucx_->text(status) + " (UCX " + ucx_->version + ")";
     if (status == ucx::kNoMemory) throw Error(Code::kNoMemory, why + locked_limit());
     if (status == ucx::kNoDevice) {
-      why += "; is /dev/infiniband/uverbs* there and readable, and are rdma-core's providers "
-             "installed (Debian: ibverbs-providers)?";
+      why +=
+          "; is /dev/infiniband/uverbs* there and readable, and are rdma-core's providers "
+          "installed (Debian: ibverbs-providers)?";
     }
     throw Error(Code::kUnavailable, why + locked_limit());
   };
 
   ucx::Config config = nullptr;
   check(ucx_->ucp_config_read(nullptr, nullptr, &config), "reading UCX's configuration");
-  std::unique_ptr<ucx::ConfigOpaque, void (*)(ucx::Config)> owner(config,
-                                                                  ucx_->ucp_config_release);
+  std::unique_ptr<ucx::ConfigOpaque, void (*)(ucx::Config)> owner(config, ucx_->ucp_config_release);
   // Anything else would emulate one-sided access (docs/rdma.md); whoever sets UCX_TLS is obeyed,
   // and the path that results is checked when a peer connects.
   if (std::getenv("UCX_TLS") == nullptr) {
@@ -105,7 +107,7 @@ void RdmaFabric::start(const std::string& device) {
   ucx::HandlerParams handler{};
   handler.mask =
       ucx::HandlerParams::kId | ucx::HandlerParams::kCall | ucx::HandlerParams::kArgument;
-  handler.id = kFrameMessage;
+  handler.id = kRdmaFrameMessage;
   handler.call = on_message;
   handler.argument = this;
   check(ucx_->ucp_worker_set_am_recv_handler(worker_, &handler), "setting the message handler");
@@ -131,10 +133,14 @@ void RdmaFabric::start(const std::string& device) {
 }
 
 void RdmaFabric::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    if (listener_ != nullptr) ucx_->ucp_listener_destroy(listener_);
+    listener_ = nullptr;
+    while (!links_.empty()) close(links_.begin()->second.get(), [] { return true; });
+  }
+  settle();  // whoever was cut off is told
   std::lock_guard lock(mutex_);
-  if (listener_ != nullptr) ucx_->ucp_listener_destroy(listener_);
-  listener_ = nullptr;
-  while (!links_.empty()) close(links_.begin()->second.get(), [] { return true; });
   for (RemoteKey* key : keys_) {
     ucx_->ucp_rkey_destroy(key->key);
     key->key = nullptr;
@@ -184,23 +190,23 @@ std::shared_ptr<Exposed> RdmaFabric::expose(const Region& region) {
 
 // ---- endpoints
 
-RdmaFabric::Link* RdmaFabric::make_link(ucx::EndpointParams& params,
-                                        std::weak_ptr<RdmaChannel> channel, ucx::Status& status) {
-  auto link = std::make_unique<Link>();
+RdmaLink* RdmaFabric::make_link(ucx::EndpointParams& params, std::weak_ptr<RdmaUser> user,
+                                ucx::Status& status) {
+  auto link = std::make_unique<RdmaLink>();
   link->fabric = this;
-  link->channel = std::move(channel);
+  link->user = std::move(user);
   params.mask |= ucx::EndpointParams::kErrorMode | ucx::EndpointParams::kOnError;
   params.error_mode = ucx::EndpointParams::kPeerErrors;
   params.on_error = {on_error, link.get()};
   status = ucx_->ucp_ep_create(worker_, &params, &link->endpoint);
   if (status != ucx::kOk) return nullptr;
-  Link* made = link.get();
+  RdmaLink* made = link.get();
   links_[made->endpoint] = std::move(link);
   return made;
 }
 
-RdmaFabric::Link* RdmaFabric::dial(const std::string& host, uint16_t port,
-                                   std::weak_ptr<RdmaChannel> channel, std::string& failure) {
+RdmaLink* RdmaFabric::dial(const std::string& host, uint16_t port, std::weak_ptr<RdmaUser> user,
+                           std::string& failure) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
   hints.ai_socktype = SOCK_STREAM;
@@ -214,16 +220,42 @@ RdmaFabric::Link* RdmaFabric::dial(const std::string& host, uint16_t port,
   params.flags = ucx::EndpointParams::kClientServer;
   params.address = {found->ai_addr, found->ai_addrlen};
   ucx::Status status = ucx::kOk;
-  Link* link = make_link(params, std::move(channel), status);
-  if (link == nullptr) {
-    failure = ucx_->text(status);
-  } else {
-    link->claimed = true;
-  }
+  RdmaLink* link = make_link(params, std::move(user), status);
+  if (link == nullptr) failure = ucx_->text(status);
   return link;
 }
 
-void RdmaFabric::close(Link* link, const std::function<bool()>& gone) {
+RdmaLink* RdmaFabric::claim(ucx::Endpoint endpoint, std::weak_ptr<RdmaUser> user) {
+  auto found = links_.find(endpoint);
+  if (found == links_.end() || found->second->failed || found->second->user.lock()) return nullptr;
+  found->second->user = std::move(user);
+  return found->second.get();
+}
+
+void RdmaFabric::route(uint64_t token, std::weak_ptr<RdmaUser> user) {
+  users_[token] = std::move(user);
+}
+
+std::shared_ptr<RemoteKey> RdmaFabric::unpack(RdmaLink& link, const Header& header,
+                                              std::string_view bytes) {
+  auto key = std::make_shared<RemoteKey>();
+  key->fabric = shared_from_this();
+  key->address = header.value;
+  key->region = header.region;
+  key->generation = header.generation;
+  if (ucx_->ucp_ep_rkey_unpack(link.endpoint, bytes.data(), &key->key) != ucx::kOk) {
+    key->key = nullptr;
+    return nullptr;
+  }
+  keys_.insert(key.get());
+  return key;
+}
+
+void RdmaFabric::note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work) {
+  finished_.push_back({std::move(user), std::move(work)});
+}
+
+void RdmaFabric::close(RdmaLink* link, const std::function<bool()>& gone) {
   ucx::RequestParams params{};
   params.mask = ucx::RequestParams::kFlags;
   params.flags = ucx::RequestParams::kForce;
@@ -231,8 +263,7 @@ void RdmaFabric::close(Link* link, const std::function<bool()>& gone) {
   if (ucx::is_error(request)) request = nullptr;
   auto end = Clock::now() + kClosePatience;
   auto closing = [&] {
-    return request != nullptr &&
-           ucx_->ucp_request_check_status(request) == ucx::kInProgress;
+    return request != nullptr && ucx_->ucp_request_check_status(request) == ucx::kInProgress;
   };
   while ((closing() || !gone()) && Clock::now() < end) {
     while (ucx_->ucp_worker_progress(worker_) != 0) {
@@ -240,8 +271,8 @@ void RdmaFabric::close(Link* link, const std::function<bool()>& gone) {
   }
   if (request != nullptr) ucx_->ucp_request_free(request);
   // What callbacks noted of it must not be looked at any more.
-  std::erase_if(messages_, [&](const Message& message) { return message.from == link->endpoint; });
-  std::erase_if(failures_, [&](const Failure& failure) { return failure.endpoint == link->endpoint; });
+  std::erase_if(arrived_, [&](const Arrived& one) { return one.message.from == link->endpoint; });
+  std::erase_if(failed_, [&](const Failed& one) { return one.endpoint == link->endpoint; });
   links_.erase(link->endpoint);
 }
 
@@ -249,7 +280,7 @@ void RdmaFabric::on_connection(ucx::Connection connection, void* argument) {
   auto* fabric = static_cast<RdmaFabric*>(argument);
   std::lock_guard lock(fabric->mutex_);
   size_t orphans = 0;
-  for (const auto& [endpoint, link] : fabric->links_) orphans += link->claimed ? 0 : 1;
+  for (const auto& [endpoint, link] : fabric->links_) orphans += link->user.lock() ? 0 : 1;
   // Only peers that were told to come, and one at a time each.
   if (orphans >= fabric->expected_) {
     fabric->ucx_->ucp_listener_reject(fabric->listener_, connection);
@@ -263,12 +294,12 @@ void RdmaFabric::on_connection(ucx::Connection connection, void* argument) {
 }
 
 void RdmaFabric::on_error(void* argument, ucx::Endpoint, ucx::Status status) {
-  auto* link = static_cast<Link*>(argument);
+  auto* link = static_cast<RdmaLink*>(argument);
   RdmaFabric* fabric = link->fabric;
   std::lock_guard lock(fabric->mutex_);
   if (link->failed) return;
   link->failed = true;
-  fabric->failures_.push_back({link->channel, fabric->ucx_->text(status), link->endpoint});
+  fabric->failed_.push_back({link->user, link->endpoint, fabric->ucx_->text(status)});
 }
 
 ucx::Status RdmaFabric::on_message(void* argument, const void*, size_t, void* data, size_t size,
@@ -278,16 +309,18 @@ ucx::Status RdmaFabric::on_message(void* argument, const void*, size_t, void* da
   if (size < sizeof(RdmaFrame) || size > sizeof(RdmaFrame) + kMaxBodyBytes) return ucx::kOk;
   RdmaFrame frame;
   std::memcpy(&frame, data, sizeof frame);
-  Message message{frame.token, frame.header, {}, nullptr};
+  RdmaMessage message{frame.header, {}, nullptr};
   message.body.assign(static_cast<const char*>(data) + sizeof frame, size - sizeof frame);
-  if ((info->mask & ucx::MessageInfo::kReplyTo) != 0) {
-    message.from = info->reply_to;
-  }
-  fabric->messages_.push_back(std::move(message));
+  if ((info->mask & ucx::MessageInfo::kReplyTo) != 0) message.from = info->reply_to;
+  fabric->arrived_.push_back({frame.token, std::move(message)});
   return ucx::kOk;
 }
 
 // ---- driving
+
+bool RdmaFabric::has_notes() const {
+  return !finished_.empty() || !arrived_.empty() || !failed_.empty();
+}
 
 bool RdmaFabric::poll() {
   bool any = false;
@@ -295,7 +328,7 @@ bool RdmaFabric::poll() {
     std::lock_guard lock(mutex_);
     if (worker_ == nullptr) return false;
     for (int i = 0; i < kRoundsPerPoll && ucx_->ucp_worker_progress(worker_) != 0; ++i) any = true;
-    any = any || !finished_.empty() || !messages_.empty() || !failures_.empty();
+    any = any || has_notes();
   }
   if (any) settle();
   return any;
@@ -304,52 +337,47 @@ bool RdmaFabric::poll() {
 bool RdmaFabric::arm() {
   std::lock_guard lock(mutex_);
   if (worker_ == nullptr) return true;
-  if (!finished_.empty() || !messages_.empty() || !failures_.empty()) return false;
-  return ucx_->ucp_worker_arm(worker_) != ucx::kBusy;
+  return !has_notes() && ucx_->ucp_worker_arm(worker_) != ucx::kBusy;
 }
 
-// What callbacks noted, in the driving thread and without the lock. Frames before failures: a peer
-// that answers and goes has answered.
+// Frames before failures: a peer that answers and goes has answered.
 void RdmaFabric::settle() {
   for (;;) {
-    std::vector<std::shared_ptr<RdmaWork>> finished;
-    std::vector<Message> messages;
-    std::vector<std::shared_ptr<RdmaChannel>> receivers;
-    std::vector<Failure> failures;
+    std::vector<Finished> finished;
+    std::vector<std::pair<std::shared_ptr<RdmaUser>, RdmaMessage>> arrived;
+    std::vector<Failed> failed;
     {
       std::lock_guard lock(mutex_);
+      if (!has_notes()) break;
       finished.swap(finished_);
-      messages.swap(messages_);
-      failures.swap(failures_);
-      for (const Message& message : messages) {
-        auto found = channels_.find(message.token);
-        receivers.push_back(found == channels_.end() ? nullptr : found->second.lock());
+      failed.swap(failed_);
+      for (Arrived& one : arrived_) {
+        auto found = users_.find(one.token);
+        auto user = found == users_.end() ? nullptr : found->second.lock();
+        if (user) arrived.emplace_back(std::move(user), std::move(one.message));
       }
-      if (finished.empty() && messages.empty() && failures.empty()) break;
+      arrived_.clear();
     }
-    for (auto& work : finished) work->channel->finish(work);
-    for (size_t i = 0; i < messages.size(); ++i) {
-      if (receivers[i]) receivers[i]->received(messages[i]);
-    }
-    for (const Failure& failure : failures) {
-      if (auto channel = failure.channel.lock()) channel->failed(failure);
+    for (const Finished& one : finished) one.user->finished(one.work);
+    for (const auto& [user, message] : arrived) user->received(message);
+    for (const Failed& one : failed) {
+      if (auto user = one.user.lock()) user->failed(one.endpoint, one.why);
     }
   }
   drop_orphans();
 }
 
-// Endpoints that nobody claims: strangers, and peers that were lost while they connected.
+// Endpoints that nobody has: of strangers, and of peers that were lost while they connected.
 void RdmaFabric::drop_orphans() {
   std::lock_guard lock(mutex_);
-  auto now = Clock::now();
-  for (bool again = true; again;) {
-    again = false;
-    for (const auto& [endpoint, link] : links_) {
-      if (link->claimed || (!link->failed && now - link->since < kOrphanLife)) continue;
-      close(link.get(), [] { return true; });
-      again = true;
-      break;
-    }
+  auto is_orphan = [now = Clock::now()](const auto& entry) {
+    const RdmaLink& link = *entry.second;
+    return !link.user.lock() && (link.failed || now - link.since > kOrphanLife);
+  };
+  for (auto found = links_.begin(); found != links_.end();) {
+    found = std::find_if(found, links_.end(), is_orphan);
+    if (found == links_.end()) break;
+    close((found++)->second.get(), [] { return true; });
   }
 }
 

@@ -8,7 +8,7 @@
 namespace tensorwire {
 
 struct RdmaPort {
-  std::string device;                  // "mlx5_0"
+  std::string device;  // "mlx5_0"
   int port = 1;
   bool active = false;
   std::string state;                   // "4: ACTIVE"

@@ -256,8 +256,7 @@ bool Service::allocate(const Header& header, std::string_view name) {
   }
   try {
     Access access{(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
-    auto region =
-        regions_.allocate(header.total, std::string(name), access, shareable_, peer_);
+    auto region = regions_.allocate(header.total, std::string(name), access, shareable_, peer_);
     try {
       grant(header, region);
     } catch (const Error&) {

@@ -36,8 +36,8 @@ std::unique_ptr<Library> load() {
   void* handle = ::dlopen(file, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     throw Error(Code::kUnavailable,
-                "rdma needs UCX 1.13 or newer, and " + std::string(file) +
-                    " cannot be loaded (" + last_failure() +
+                "rdma needs UCX 1.13 or newer, and " + std::string(file) + " cannot be loaded (" +
+                    last_failure() +
                     "); on Debian and Ubuntu: apt-get install libucx0; elsewhere name the file in "
                     "TENSORWIRE_UCX");
   }

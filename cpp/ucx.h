@@ -20,11 +20,11 @@ inline constexpr Status kNoMemory = -4;
 inline constexpr Status kUnreachable = -6;
 inline constexpr Status kNoDevice = -14;
 inline constexpr Status kBusy = -15;
-inline constexpr Status kLast = -100;
+inline constexpr Status kLastError = -100;
 
 // A call that may go on returns null (done), a status below zero, or a request.
 inline bool is_error(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) >= static_cast<uintptr_t>(intptr_t{kLast});
+  return reinterpret_cast<uintptr_t>(pointer) >= static_cast<uintptr_t>(intptr_t{kLastError});
 }
 inline Status status_of(const void* pointer) {
   return static_cast<Status>(reinterpret_cast<intptr_t>(pointer));

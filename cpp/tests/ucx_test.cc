@@ -11,11 +11,12 @@
 
 namespace ours = tensorwire::ucx;
 
-#define SAME(mine, theirs, my_field, their_field)                                  \
-  static_assert(offsetof(mine, my_field) == offsetof(theirs, their_field) &&       \
+#define SAME(mine, theirs, my_field, their_field)                            \
+  static_assert(offsetof(mine, my_field) == offsetof(theirs, their_field) && \
                 sizeof(mine::my_field) == sizeof(theirs::their_field))
 
-#define EQUAL(mine, theirs) static_assert(static_cast<int64_t>(mine) == static_cast<int64_t>(theirs))
+#define EQUAL(mine, theirs) \
+  static_assert(static_cast<int64_t>(mine) == static_cast<int64_t>(theirs))
 
 SAME(ours::ContextParams, ucp_params_t, mask, field_mask);
 SAME(ours::ContextParams, ucp_params_t, features, features);
@@ -91,7 +92,7 @@ EQUAL(ours::kNoMemory, UCS_ERR_NO_MEMORY);
 EQUAL(ours::kUnreachable, UCS_ERR_UNREACHABLE);
 EQUAL(ours::kNoDevice, UCS_ERR_NO_DEVICE);
 EQUAL(ours::kBusy, UCS_ERR_BUSY);
-EQUAL(ours::kLast, UCS_ERR_LAST);
+EQUAL(ours::kLastError, UCS_ERR_LAST);
 
 TEST_CASE("ucx: what is declared here is what the header declares") {
   void* failed = reinterpret_cast<void*>(intptr_t{UCS_ERR_IO_ERROR});

@@ -62,7 +62,7 @@ class Stage:
 
 @functools.cache
 def warm_up(transport: str) -> None:
-    """Uses a transport once, so that what its library keeps for the life of the process is there."""
+    """Uses a transport once: what its library keeps as long as the process lives is then there."""
     if transport == "rdma":
         with Node(transports=[transport]) as near, Node(transports=[transport]) as far:
             near.connect(far.address)
