@@ -16,6 +16,7 @@ import numpy as np
 
 from tensorwire._core import drivers
 
+from .devices import interface
 from .handle import split_address
 
 _SIOCGIFADDR = 0x8915
@@ -37,8 +38,15 @@ def interface_of(host: str) -> str | None:
         with socket.socket(entry[0], socket.SOCK_DGRAM) as probe:
             probe.connect(entry[4])  # chooses a route; sends nothing
             local = str(probe.getsockname()[0]).partition("%")[0]
+            if local == str(probe.getpeername()[0]).partition("%")[0]:
+                return "lo"  # an address of this host, whichever interface has it
     except OSError:
         return None
+    return interface_with(local)
+
+
+def interface_with(local: str) -> str | None:
+    """The name of the interface that has this address, None if none of this host has."""
     if ":" in local:
         packed = socket.inet_pton(socket.AF_INET6, local).hex()
         lines = Path("/proc/net/if_inet6").read_text().split("\n")
@@ -57,8 +65,5 @@ def interface_of(host: str) -> str | None:
 def network_gb_per_s(address: str) -> float | None:
     """What the NIC towards "host:port" promises; None for loopback and virtual interfaces."""
     name = interface_of(split_address(address)[0])
-    try:
-        megabits = int(Path(f"/sys/class/net/{name}/speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return megabits / 8e3 if megabits > 0 else None
+    found = interface(name) if name is not None else None
+    return found.promised_gb_per_s if found is not None else None
