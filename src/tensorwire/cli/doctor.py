@@ -105,7 +105,7 @@ def _examine(address: str | None, seconds: float | None, json_path: Path | None)
 
     try:
         found = _with_bar(run, console)
-    except (ValueError, TensorwireError) as error:
+    except (ValueError, MemoryError, TensorwireError) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
     if json_path is not None:
@@ -146,6 +146,8 @@ def _serve(listen: str) -> None:
         raise SystemExit(2) from error
     try:
         click.echo(f"at the other end: tensorwire doctor {doctor.address}")
+        if listen == DEFAULT_LISTEN:
+            click.echo("from this host only; for others --listen HOST:PORT and a secret (--help)")
         click.echo("Ctrl-C ends this")
         doctor.run()
     except KeyboardInterrupt:

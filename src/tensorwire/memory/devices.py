@@ -125,8 +125,10 @@ class RdmaPort:
 
     @property
     def promised_gb_per_s(self) -> float | None:
-        """What it promises in one direction."""
-        return None if self.gigabits_per_s is None else self.gigabits_per_s / 8
+        """What it promises in one direction; None for a device made of software."""
+        if self.gigabits_per_s is None or self.device.startswith(("rxe", "siw")):
+            return None
+        return self.gigabits_per_s / 8
 
 
 def rdma_ports(root: Path = _ROOT) -> list[RdmaPort]:

@@ -31,17 +31,25 @@ def memory_gb_per_s() -> float:
     return _PROBE_BYTES / statistics.median(seconds) / 1e9
 
 
-def interface_of(host: str) -> str | None:
-    """The name of the interface by which packets to `host` leave, None if it is not known."""
+def source_address(host: str) -> str | None:
+    """The address of this host from which packets to `host` leave, None if there is no route."""
     try:
         entry = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(entry[0], socket.SOCK_DGRAM) as probe:
             probe.connect(entry[4])  # chooses a route; sends nothing
-            local = str(probe.getsockname()[0]).partition("%")[0]
-            if local == str(probe.getpeername()[0]).partition("%")[0]:
-                return "lo"  # an address of this host, whichever interface has it
+            return str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
         return None
+
+
+def interface_of(host: str) -> str | None:
+    """The name of the interface by which packets to `host` leave, None if it is not known."""
+    local = source_address(host)
+    if local is None:
+        return None
+    there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]
+    if local == str(there).partition("%")[0]:
+        return "lo"  # an address of this host, whichever interface has it
     return interface_with(local)
 
 

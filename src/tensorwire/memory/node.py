@@ -70,7 +70,6 @@ class Node:
         "_closer",
         "_core",
         "_free_choice",
-        "_offered",
         "_owner_pid",
         "address",
         "incarnation",
@@ -101,13 +100,12 @@ class Node:
         advertised = advertise or _reachable_host(host)
         # Who restricts the paths knows that others would be faster.
         self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
-        self._offered = _choose_transports(transports)
         self._core = _core.Node(
             name_text(name or _default_name(), "Node"),
             host,
             port,
             secret,
-            self._offered,
+            _choose_transports(transports),
             quota_bytes,
             max_peers,
             handshake_timeout_s,
@@ -217,7 +215,7 @@ class Node:
         if require is None and self._free_choice:
             core = peer._core
             try:
-                warn_if_slower(core.address, core.name, core.transport, core.reason, self._offered)
+                warn_if_slower(core.address, core.name, core.transport, core.reason)
             except BaseException:
                 peer.close()  # the warning is an error here, so the caller gets no peer
                 raise

@@ -36,7 +36,6 @@ def why_slower(
     reason: str,
     ports: Sequence[RdmaPort],
     ucx: bool,
-    offered_here: Collection[str],
     offered_there: Collection[str],
 ) -> Slower | None:
     """Judges a path that was chosen freely.
@@ -46,15 +45,12 @@ def why_slower(
         reason: as in `Path`.
         ports: RDMA ports of this host.
         ucx: whether the library that rdma needs is installed here.
-        offered_here: transports of this Node.
-        offered_there: of the other one; empty when not known.
+        offered_there: transports that the peer offers; empty when not known.
 
     Returns:
         None if the path is the best that both ends have, as far as can be told from here.
     """
-    if transport == "shm":
-        return None
-    if reason.startswith("same host"):
+    if transport == "tcp" and reason.startswith("same host"):
         return Slower(
             reason,
             "run both processes as one user and in one network namespace (docker: "
@@ -63,20 +59,13 @@ def why_slower(
     active = [port for port in ports if port.active]
     if transport != "tcp" or not active or "rdma" not in offered_there:
         return None
-    device = active[0].device
+    both = f"both ends have RDMA ({active[0].device} here)"
     if not ucx:
-        return Slower(
-            f"both ends have RDMA ({device} here), but {UCX_LIBRARY} is not installed here",
-            UCX_REMEDY,
-        )
-    if "rdma" not in offered_here:
-        return Slower(
-            f"both ends have RDMA ({device} here), but this Node does not offer rdma",
-            "install the same tensorwire on both sides; 'tensorwire info' tells what is missing",
-        )
+        return Slower(f"{both}, but {UCX_LIBRARY} is not installed here", UCX_REMEDY)
     return Slower(
-        f"both ends offer rdma ({device} here), but it was not chosen: {reason}",
-        "'tensorwire doctor ADDRESS' measures both and tells more",
+        f"{both}, but it is not used: {reason}",
+        "listen where other hosts reach this Node, or name rdma in transports=; "
+        "'tensorwire doctor' tells what is missing",
     )
 
 
@@ -84,9 +73,7 @@ _warned: set[str] = set()
 _lock = threading.Lock()
 
 
-def warn_if_slower(
-    address: str, name: str, transport: str, reason: str, offered_here: Collection[str]
-) -> None:
+def warn_if_slower(address: str, name: str, transport: str, reason: str) -> None:
     """Warns, with the caller's caller as the place, if `why_slower` finds a reason.
 
     The peer is asked what it offers only if this host has an active RDMA port.
@@ -99,10 +86,8 @@ def warn_if_slower(
         _warned.add(address)
     ports = rdma_ports()
     offer = offered_by(address) if any(port.active for port in ports) else None
-    slower = why_slower(
-        transport, reason, ports, bool(ports) and has_ucx(), offered_here,
-        offer.transports if offer else (),
-    )  # fmt: skip
+    there = offer.transports if offer is not None else frozenset()
+    slower = why_slower(transport, reason, ports, bool(ports) and has_ucx(), there)
     if slower is not None:
         warnings.warn(
             f"peer {name!r} at {address} is reached by {transport}: {slower.reason}. "

@@ -8,7 +8,7 @@ reader should know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tensorwire.bench.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
 from tensorwire.bench.doctor.measure import LARGE_BYTES, OWN, RAW
@@ -32,6 +32,9 @@ LOCKED_BYTES = 1 << 30
 DEV_SHM_BYTES = 1 << 30
 ONE_CORE_GB_PER_S = 2.0
 """About where one stream is bound by the core that serves it."""
+
+_FOR_ALL = ("cores", "load", "transports")
+"""Subjects of notes that matter on any path."""
 
 _CONTROLS = ("cubic", "bbr", "dctcp", "htcp", "reno")
 
@@ -74,6 +77,7 @@ class Link:
 
     Attributes:
         address: of the peer.
+        alone: the peer was started only to look at this machine, which is judged apart.
         loopback: nothing leaves this machine.
         chosen, reason: the path that is taken when nothing is restricted, and why.
         routes: all paths that were tried.
@@ -87,6 +91,7 @@ class Link:
     loopback: bool
     chosen: str
     reason: str
+    alone: bool = False
     routes: tuple[Route, ...] = ()
     here: Facts | None = None
     there: Facts | None = None
@@ -335,22 +340,32 @@ def _has_ip_gid(gids: Iterable[str]) -> bool:
 def about_link(link: Link) -> list[Finding]:
     """What can be said of the way to a peer, with what was measured on it."""
     return [
+        *about_ends(link),
         *about_choice(link),
         *about_unused_rdma(link),
         *about_versions(link),
         *about_mtu(link),
         *about_network(link),
+        *about_rdma_speed(link),
         *about_limits(link),
     ]
 
 
+def about_ends(link: Link) -> Iterator[Finding]:
+    """What is wrong with either machine, and what disturbs figures. Nothing for this one alone."""
+    if link.alone:
+        return
+    ends = [("here", link.here), ("there", None if link.loopback else link.there)]
+    for where, facts in ends:
+        for finding in about_machine(facts) if facts is not None else ():
+            if finding.level == WARNING or (finding.level == NOTE and finding.subject in _FOR_ALL):
+                yield replace(finding, subject=f"{finding.subject} {where}")
+
+
 def about_choice(link: Link) -> Iterator[Finding]:
     """Why this path, and whether it is the fastest."""
-    active = link.here.rdma.ports if link.here is not None else ()
-    slower = why_slower(
-        link.chosen, link.reason, active, bool(link.here and link.here.rdma.ucx),
-        link.here.transports if link.here else (), link.offered_there,
-    )  # fmt: skip
+    rdma = link.here.rdma if link.here is not None else Rdma()
+    slower = why_slower(link.chosen, link.reason, rdma.ports, bool(rdma.ucx), link.offered_there)
     why = f"{link.chosen}: {link.reason or 'chosen'}"
     if slower is not None:
         yield Finding(WARNING, "path", f"{link.chosen}: {slower.reason}", slower.remedy)
@@ -381,6 +396,8 @@ def about_unused_rdma(link: Link) -> Iterator[Finding]:
     here, there = link.here, link.there
     tried = next((route for route in link.routes if route.name == "rdma"), None)
     if here is None or there is None or link.loopback or tried is None or tried.reached:
+        return
+    if link.chosen == "shm":
         return
     if not here.rdma.active or not there.rdma.active:
         return
@@ -445,7 +462,8 @@ def about_network(link: Link) -> Iterator[Finding]:
         yield Finding(OK, "network", text)
         return
     cause, remedy = _why_slow(link, row, raw, promised)
-    yield Finding(WARNING, "network", f"{text}; {cause}", remedy)
+    level = WARNING if link.chosen == "tcp" else NOTE
+    yield Finding(level, "network", f"{text}; {cause}", remedy)
 
 
 def _why_slow(link: Link, row: Row, raw: Row | None, promised: float) -> tuple[str, str]:
@@ -483,6 +501,23 @@ def _why_slow(link: Link, row: Row, raw: Row | None, promised: float) -> tuple[s
         f"{same}: the network, not tensorwire",
         f"other traffic? a limit? ethtool {name}, tc -s qdisc show dev {name}, the switch between",
     )
+
+
+def about_rdma_speed(link: Link) -> Iterator[Finding]:
+    """What RDMA reached of what the ports promise."""
+    row, promised = link.find("rdma.write"), link.promised_gb_per_s("rdma")
+    if row is None or row.gb_per_s is None or row.bytes < LARGE_BYTES or promised is None:
+        return
+    share = row.gb_per_s / promised
+    text = f"rdma reached {row.gb_per_s * 8:.3g} Gbit/s with {format_size(row.bytes)}, {share:.0%} "
+    text += f"of the {promised * 8:.3g} Gbit/s that the ports promise"
+    if share >= PROMISE_SHARE:
+        yield Finding(OK, "rdma speed", text)
+        return
+    yield Finding(
+        WARNING, "rdma speed", text,
+        "ib_write_bw between the hosts tells what the devices give; lspci -vv their PCIe width",
+    )  # fmt: skip
 
 
 def about_limits(link: Link) -> Iterator[Finding]:

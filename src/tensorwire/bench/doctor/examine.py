@@ -28,11 +28,11 @@ from tensorwire.bench.doctor.advice import (
 from tensorwire.bench.doctor.facts import Facts
 from tensorwire.bench.doctor.measure import BENCH, Effort, Session, plan
 from tensorwire.bench.rows import Report, Row, format_size
-from tensorwire.errors import PeerLostError, TimeoutError, UnavailableError
+from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.devices import interface
-from tensorwire.memory.expect import interface_of
-from tensorwire.memory.handle import split_address
+from tensorwire.memory.expect import interface_of, source_address
+from tensorwire.memory.handle import join_address, split_address
 from tensorwire.memory.offer import offered_by
 from tensorwire.memory.slower import PathWarning
 
@@ -197,7 +197,7 @@ class _Look:
         try:
             self._connect()
             self._measure()
-        except (PeerLostError, TimeoutError, PermissionError, UnavailableError) as error:
+        except (TensorwireError, PermissionError) as error:
             found.failure = str(error)
         except KeyboardInterrupt:
             found.interrupted = True
@@ -230,6 +230,7 @@ class _Look:
         self._found.there = there
         self._found.link = Link(
             address=self._address,
+            alone=not self._found.address,
             loopback=name == "lo",
             chosen=chosen,
             reason=reason,
@@ -253,10 +254,25 @@ class _Look:
 
     def _choose(self) -> tuple[str, str]:
         """What a plain `connect` takes, and why."""
-        with warnings.catch_warnings(), Node(f"doctor-{os.getpid()}", secret=self._secret) as node:
+        name, listen = f"doctor-{os.getpid()}", self._listen()
+        with (
+            warnings.catch_warnings(),
+            Node(name, listen=listen, secret=self._secret) as node,
+        ):
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
             core = node.connect(self._address)._core
             return core.transport, core.reason
+
+    def _listen(self) -> str:
+        """Where a Node of a job would listen: where the peer reaches it, if there is a secret.
+
+        A Node on loopback is not expected to have peers elsewhere, and chooses accordingly.
+        """
+        source = source_address(split_address(self._address)[0])
+        secret = any(os.environ.get(f"TENSORWIRE_SECRET{end}") for end in ("", "_FILE"))
+        if self._secret is not None or not secret or source is None:
+            return "127.0.0.1:0"
+        return join_address(source, 0)
 
     def _measure(self) -> None:
         share = 1 / max(1, len(self._sessions))
@@ -267,8 +283,14 @@ class _Look:
             def show(done: int, text: str, index: int = index, cases: int = cases) -> None:
                 self._progress(0.1 + 0.9 * share * (index + done / cases), text)
 
-            for row in session.measure(effort, effort.seconds * share, show):
-                self._found.rows.append(row)
+            try:
+                for row in session.measure(effort, effort.seconds * share, show):
+                    self._found.rows.append(row)
+            except PeerLostError as error:
+                # A raw socket may be the first to see it, and knows less about why.
+                reason = session.peer.lost_reason or str(error)
+                text = f"lost while {session.transport} was measured: {reason}"
+                raise PeerLostError(text) from error
             session.close()
 
 

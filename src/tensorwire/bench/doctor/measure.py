@@ -6,6 +6,8 @@ disturbs both.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +67,9 @@ class Effort:
         """For a Node that has work of its own."""
         return replace(
             self,
-            seconds=min(self.seconds, 3.0),
+            seconds=min(self.seconds, 1.0),
             sizes=tuple(size for size in self.sizes if size <= 1 << 20),
-            case_bytes=32 << 20,
+            case_bytes=16 << 20,
         )
 
 
@@ -106,13 +108,13 @@ class Session:
         PeerLostError, TimeoutError, PermissionError, ValueError: as for `Node.connect`.
     """
 
-    def __init__(self, address: str, path: str | None, secret: bytes | None = None) -> None:
+    def __init__(self, address: str, path: str, secret: bytes | None = None) -> None:
         self.facts: Facts | None = None
         self.facts_fault = ""
         self._address = address
         self._signals = 0
         self._raw: RawClient | None = None
-        self.node = Node(f"doctor-{time.monotonic_ns() % 10**9}", secret=secret)
+        self.node = Node(f"doctor-{os.getpid()}-{path}", secret=secret, transports=[path])
         try:
             mine = self.node.allocate(AREA_BYTES, name=CLIENT_REGION)
             self.peer = self.node.connect(address, require=path)
@@ -142,10 +144,10 @@ class Session:
         """The peer's interface that has the address by which it was reached."""
         if not self.helped:
             return None
-        host = self.peer._core.address.rpartition(":")[0].strip("[]")
         try:
+            host = socket.getaddrinfo(split_address(self._address)[0], None)[0][4][0]
             name = self._box.ask({"do": "interface", "host": host}).get("name")
-        except ValueError:
+        except (socket.gaierror, ValueError):
             return None
         return name if isinstance(name, str) else None
 
@@ -236,7 +238,7 @@ class Session:
             host, port = split_address(self._address)[0], int(made["port"])
             memory = np.ones(case.size_bytes, np.uint8)
             self._raw = RawClient(host, port, str(made["token"]), mode, memory)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             if isinstance(error, PeerLostError):
                 raise
             return None, f"no raw socket beside it: {error}"

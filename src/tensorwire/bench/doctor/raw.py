@@ -114,9 +114,10 @@ class RawClient:
             "fetch": _drivers.socket_fetch,
             "echo": _drivers.socket_ping_pong,
         }[mode]
+        proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)
         _tune(self._stream)
-        self._stream.sendall(bytes.fromhex(token))
+        self._stream.sendall(proof)
 
     def run(self, count: int) -> Sequence[float]:
         """Seconds of each of `count` operations.

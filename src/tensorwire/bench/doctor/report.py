@@ -145,8 +145,8 @@ def summary(found: Examination) -> Text:
         f"{count} {level}{'s' if count != 1 else ''}" for level, count in counts.items() if count
     ]
     if found.failure:
-        return Text(f"no examination of {found.address or 'this machine'}: {found.failure}",
-                    style="bold red")  # fmt: skip
+        where = found.address or "this machine"
+        return Text(f"{where} was not examined: {found.failure}", style="bold red")
     if counts[WARNING]:
         return Text(", ".join(said), style="bold red")
     return Text(", ".join(["nothing is wrong", *said]), style="green")

@@ -7,6 +7,7 @@ makes itself known by a region in its own Node; each connection gets a mailbox a
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -170,6 +171,7 @@ def main() -> None:
 
     Prints the address as its first line.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends it in order
     doctor = Doctor()
     print(doctor.address, flush=True)
 
