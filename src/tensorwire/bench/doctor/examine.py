@@ -26,7 +26,7 @@ from tensorwire.bench.doctor.advice import (
     worst,
 )
 from tensorwire.bench.doctor.facts import Facts
-from tensorwire.bench.doctor.measure import BENCH, Effort, Session, plan
+from tensorwire.bench.doctor.measure import BENCH, OWN, Effort, Session, plan
 from tensorwire.bench.rows import Report, Row, format_size
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node
@@ -207,7 +207,7 @@ class _Look:
         if found.link is not None:
             found.link = dataclasses.replace(found.link, rows=found.rows)
             found.findings += about_link(found.link)
-            found.findings += [_explain(row) for row in found.rows if not row.measured]
+            found.findings += _explain(found.rows)
         self._progress(1.0, "done")
 
     def _connect(self) -> None:
@@ -294,5 +294,10 @@ class _Look:
             session.close()
 
 
-def _explain(row: Row) -> Finding:
-    return Finding(NOTE, f"{row.case} {format_size(row.bytes)}", row.note)
+def _explain(rows: list[Row]) -> Iterator[Finding]:
+    """What is missing in the figures, each reason once."""
+    told = set()
+    for row in rows:
+        if row.system == OWN and row.note and row.note not in told:
+            told.add(row.note)
+            yield Finding(NOTE, f"{row.case} {format_size(row.bytes)}", row.note)

@@ -184,7 +184,7 @@ class Session:
             budget = seconds * case.share
             expected = per_byte * case.size_bytes
             # At least four operations: each system once to warm up and once to count.
-            if case.size_bytes > LARGE_BYTES and 4 * expected > max(1.5 * budget, 0.1):
+            if case.size_bytes > LARGE_BYTES and 4 * expected > max(2 * budget, 0.1):
                 note = f"left out: each takes about {format_seconds(expected)}; give more --seconds"
                 yield Row(BENCH, name, OWN, case.size_bytes, note=note)
                 continue

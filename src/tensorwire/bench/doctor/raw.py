@@ -86,6 +86,8 @@ class RawServer:
     def close(self) -> None:
         """Stops listening; a connection that is served ends with its client."""
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
             self._listener.close()
             self._listener = None
 
@@ -116,8 +118,12 @@ class RawClient:
         }[mode]
         proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)
-        _tune(self._stream)
-        self._stream.sendall(proof)
+        try:
+            _tune(self._stream)
+            self._stream.sendall(proof)
+        except OSError:
+            self._stream.close()
+            raise
 
     def run(self, count: int) -> Sequence[float]:
         """Seconds of each of `count` operations.

@@ -12,7 +12,7 @@ from rich.text import Text
 from tensorwire.bench.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
 from tensorwire.bench.doctor.examine import Examination
 from tensorwire.bench.doctor.facts import Facts
-from tensorwire.bench.doctor.measure import LARGE_BYTES, OWN
+from tensorwire.bench.doctor.measure import LARGE_BYTES, OWN, RAW
 from tensorwire.bench.rows import Row, format_seconds, format_size
 
 _STYLES = {OK: "green", NOTE: "yellow", WARNING: "bold red"}
@@ -76,7 +76,12 @@ def figures_table(rows: Sequence[Row], link: Link | None) -> Table:
     table = _table("measured")
     table.add_column("path", no_wrap=True)
     table.add_column("case", no_wrap=True)
-    for heading in ("size", "median", "p99", "GB/s", "limit", "of limit", "of promise"):
+    headings = ["size", "median", "p99", "GB/s", "limit", "of limit"]
+    paths = {row.case.partition(".")[0] for row in rows}
+    promised = {path: link.promised_gb_per_s(path) if link else None for path in paths}
+    if any(promised.values()):
+        headings.append("of promise")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -90,17 +95,18 @@ def figures_table(rows: Sequence[Row], link: Link | None) -> Table:
             None,
         )
         large = row.bytes >= LARGE_BYTES
-        table.add_row(
+        cells = [
             path if path != previous else "",
-            {"signal": "signal, there and back"}.get(action, action),
+            {"signal": "round trip"}.get(action, action),
             format_size(row.bytes),
             format_seconds(row.seconds_median),
             format_seconds(row.seconds_p99),
             _bandwidth(row) if large else "–",
             _limit(beside, large),
             f"{row.ratio_to_limit:.2f}" if row.ratio_to_limit is not None else "–",
-            _of_promise(row, link.promised_gb_per_s(path) if link and large else None),
-        )
+            _of_promise(row, promised[path] if large else None),
+        ]
+        table.add_row(*cells[: len(headings) + 2])
         previous = path
     return table
 
@@ -112,13 +118,14 @@ def _bandwidth(row: Row) -> str:
 def _limit(row: Row | None, large: bool) -> str:
     if row is None:
         return "–"
-    return f"{row.system} {_bandwidth(row) if large else format_seconds(row.seconds_median)}"
+    name = {RAW: "socket"}.get(row.system, row.system)
+    return f"{name} {_bandwidth(row) if large else format_seconds(row.seconds_median)}"
 
 
 def _of_promise(row: Row, promised: float | None) -> str:
     if promised is None or row.gb_per_s is None:
         return "–"
-    return f"{row.gb_per_s / promised:.0%} of {promised * 8:.3g} Gbit/s"
+    return f"{row.gb_per_s / promised:.0%}"
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
