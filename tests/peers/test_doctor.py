@@ -494,7 +494,7 @@ def test_clients_that_lie_do_not_end_the_doctor() -> None:
                 box.send(message)
                 with pytest.raises(tw.PeerLostError):
                     box.receive()
-        for raw in (b"[1, 2]", b"no json", b"\xff"):
+        for raw in (b"[1, 2]", b"no json", b"\xff", b"[" * 100_000):
             with tw.Node("babbles") as node:
                 box = introduce(node, address)
                 assert box.theirs is not None

@@ -64,7 +64,10 @@ class Mailbox:
         if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a message of {size} bytes")
         start = _TEXT_OFFSET - _SIZE_OFFSET
-        message = json.loads(bytes(data[start : start + size]))
+        try:
+            message = json.loads(bytes(data[start : start + size]))
+        except RecursionError as error:
+            raise ValueError("a message that is nested too deeply") from error
         if not isinstance(message, dict):
             raise ValueError("a message that is no object")
         return message
