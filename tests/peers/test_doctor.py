@@ -369,30 +369,43 @@ def inside(host: hosts.Host) -> list[str]:
     return ["ip", "netns", "exec", host.name]
 
 
-@needs_hosts
-@pytest.mark.slow
-def test_a_network_of_one_gigabit(pair: tuple[hosts.Host, hosts.Host], tmp_path: Path) -> None:
-    path = tmp_path / "doctor.json"
+@contextlib.contextmanager
+def shaped(pair: tuple[hosts.Host, hosts.Host], rate: str, burst: str) -> Iterator[None]:
+    """Each end sends only so fast."""
     for host in pair:
-        shaped = subprocess.run(
-            [*inside(host), "tc", "qdisc", "add", "dev", f"{host.name}v", "root", "tbf",
-             "rate", "1gbit", "burst", "256kb", "latency", "50ms"],
+        made = subprocess.run(
+            [*inside(host), "tc", "qdisc", "replace", "dev", f"{host.name}v", "root", "tbf",
+             "rate", rate, "burst", burst, "latency", "50ms"],
             capture_output=True, text=True,
         )  # fmt: skip
-        if shaped.returncode != 0:
-            pytest.skip(f"tc tbf is not permitted here: {shaped.stderr.strip()}")
-    here, there = pair
-    options = {"TENSORWIRE_SECRET": SECRET}
-    listen = f"{there.address}:0"
+        if made.returncode != 0:
+            pytest.skip(f"tc tbf is not permitted here: {made.stderr.strip()}")
     try:
-        with serving("--listen", listen, prefix=inside(there), **options) as (_, address):
-            arguments = [address, "--seconds", "14", "--json", str(path)]
-            done = run(*arguments, prefix=inside(here), **options)
+        yield
     finally:
         for host in pair:
             host.run("tc", "qdisc", "del", "dev", f"{host.name}v", "root")
+
+
+def examine_between(
+    pair: tuple[hosts.Host, hosts.Host], path: Path, seconds: float
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    here, there = pair
+    options = {"TENSORWIRE_SECRET": SECRET}
+    listen = ["--listen", f"{there.address}:0"]
+    with serving(*listen, prefix=inside(there), **options) as (_, address):
+        arguments = [address, "--seconds", str(seconds), "--json", str(path)]
+        done = run(*arguments, prefix=inside(here), **options)
     data = json.loads(path.read_text())
     check_json(data, path)
+    return done, data
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_network_of_one_gigabit(pair: tuple[hosts.Host, hosts.Host], tmp_path: Path) -> None:
+    with shaped(pair, "1gbit", "256kb"):
+        done, data = examine_between(pair, tmp_path / "doctor.json", 14)
     assert data["chosen"] == "tcp"
     rows = {
         row["system"]: row["gb_per_s"]
@@ -407,6 +420,21 @@ def test_a_network_of_one_gigabit(pair: tuple[hosts.Host, hosts.Host], tmp_path:
     assert "same host, but its shared memory cannot be reached" in done.stdout
     assert "--network=host" in done.stdout
     assert "Gbit/s with 64 MiB" in done.stdout
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_slow_network_is_not_waited_for(
+    pair: tuple[hosts.Host, hosts.Host], tmp_path: Path
+) -> None:
+    """64 MiB would take half a minute each: they are left out, and a note says so."""
+    with shaped(pair, "20mbit", "32kb"):
+        begin = time.monotonic()
+        done, data = examine_between(pair, tmp_path / "doctor.json", 8)
+        assert time.monotonic() - begin < 25
+    sizes = {row["bytes"] for row in data["rows"] if row["seconds_median"]}
+    assert sizes == {8, 1 << 20}
+    assert "left out: each takes about" in done.stdout
 
 
 @needs_hosts

@@ -28,7 +28,7 @@ from tensorwire.bench.doctor.raw import RawClient
 from tensorwire.bench.harness import Ratio, median, paired_ratio, percentile, time_each
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.errors import BusyError, PeerLostError
-from tensorwire.memory import Handle, Node
+from tensorwire.memory import Handle, Node, RemoteRegion
 from tensorwire.memory.handle import split_address
 
 BENCH = "doctor"
@@ -93,6 +93,18 @@ def plan(effort: Effort, helped: bool) -> list[Case]:
             found.append(Case("signal", 8, 1.0))
     whole = sum(case.share for case in found)
     return [replace(case, share=case.share / whole) for case in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one operation takes: a start, and a time for each byte. For estimates only."""
+
+    start_s: float
+    per_byte_s: float
+
+    def of(self, size_bytes: int) -> float:
+        """Seconds of one operation of this size."""
+        return self.start_s + self.per_byte_s * size_bytes
 
 
 class Session:
@@ -174,24 +186,29 @@ class Session:
             return
         local = self.node.allocate(largest, access="none").array()
         local[:] = 1
-        per_byte = 0.0
+        end = time.perf_counter() + seconds
+        cost: Cost | None = None
         for index, case in enumerate(plan(effort, self.helped)):
-            if case.size_bytes > LARGE_BYTES and per_byte == 0.0:
-                per_byte = _once(lambda: remote.write(local[:LARGE_BYTES]).wait(_PATIENCE_S))
-                per_byte /= LARGE_BYTES
+            if case.size_bytes > LARGE_BYTES and cost is None:
+                small = _once(_writing(remote, local[:8]))
+                large = _once(_writing(remote, local[:LARGE_BYTES]))
+                cost = Cost(small, max(0.0, large - small) / LARGE_BYTES)
             name = f"{self.transport}.{case.action}"
             progress(index, f"{name} {format_size(case.size_bytes)}")
             budget = seconds * case.share
-            expected = per_byte * case.size_bytes
-            # At least four operations: each system once to warm up and once to count.
-            if case.size_bytes > LARGE_BYTES and 4 * expected > max(2 * budget, 0.1):
+            expected = 0.0 if cost is None else cost.of(case.size_bytes)
+            # At least four operations: each system once to warm up and once to count. Time that
+            # other cases did not need may go into it.
+            left = end - time.perf_counter()
+            if 4 * expected > max(2 * budget, left / 2, 0.1):
                 note = f"left out: each takes about {format_seconds(expected)}; give more --seconds"
                 yield Row(BENCH, name, OWN, case.size_bytes, note=note)
                 continue
             made = self._measure(case, name, local, remote, budget, effort.case_bytes)
             yield from made
-            if case.size_bytes > LARGE_BYTES and made[0].seconds_median:
-                per_byte = max(made[0].seconds_median / case.size_bytes, 1e-15)
+            if cost is not None and made[0].seconds_median:
+                spent = max(0.0, made[0].seconds_median - cost.start_s)
+                cost = replace(cost, per_byte_s=spent / case.size_bytes)
         remote.free()
 
     def _measure(
@@ -258,6 +275,10 @@ class Session:
             mine.wait_until(value, _PATIENCE_S, peer=self.peer)
             samples.append(clock() - begin)
         return samples[1:]
+
+
+def _writing(remote: RemoteRegion, source: Any) -> Callable[[], object]:
+    return lambda: remote.write(source).wait(_PATIENCE_S)
 
 
 def _once(operation: Callable[[], object]) -> float:
