@@ -29,6 +29,7 @@ from rich.text import Text
 from tensorwire.bench import machine
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node
+from tensorwire.memory.devices import rdma_ports
 
 OK, PART, MISSING = "yes", "partly", "no"
 _STYLES = {OK: "green", PART: "yellow", MISSING: "red"}
@@ -102,25 +103,13 @@ def check_tcp() -> Finding:
 
 def check_rdma() -> Finding:
     """A Node that offers it: the device, its port, UCX and locked memory at once."""
-    devices = ", ".join(_rdma_devices()) or "no device"
+    ports = (f"{port.device}:{port.port} ({port.state})" for port in rdma_ports())
+    devices = ", ".join(ports) or "no device"
     try:
         with Node("info", transports=["rdma"]):
             return Finding("rdma", OK, devices)
     except (TensorwireError, MemoryError) as error:
         return Finding("rdma", MISSING, devices, str(error))
-
-
-def _rdma_devices() -> list[str]:
-    """Names with the state of the first port, for example "mlx5_0 (ACTIVE)"."""
-    found = []
-    try:
-        names = sorted(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return []
-    for name in names:
-        state = machine.read_text(f"/sys/class/infiniband/{name}/ports/1/state") or "unknown"
-        found.append(f"{name} ({state.rpartition(' ')[2]})")
-    return found
 
 
 # --- packages -----------------------------------------------------------------------------------

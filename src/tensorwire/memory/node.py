@@ -22,6 +22,7 @@ from .arguments import byte_count, name_text
 from .handle import Handle, access_flags, join_address, split_address
 from .peer import Peer
 from .region import Region, Word, adoptable
+from .slower import warn_if_slower
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 MIN_SECRET_BYTES = 16
@@ -68,7 +69,16 @@ class Node:
         BusyError: a system limit is reached.
     """
 
-    __slots__ = ("__weakref__", "_closer", "_core", "_owner_pid", "address", "incarnation", "name")
+    __slots__ = (
+        "__weakref__",
+        "_closer",
+        "_core",
+        "_free_choice",
+        "_owner_pid",
+        "address",
+        "incarnation",
+        "name",
+    )
 
     def __init__(
         self,
@@ -97,6 +107,8 @@ class Node:
         device = rdma_device or os.environ.get("TENSORWIRE_RDMA_DEVICE", "")
         if device and try_rdma:
             chosen, try_rdma = [*chosen, "rdma"], False
+        # Who restricts the paths knows that others would be faster.
+        self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
         self._core = _core.Node(
             name_text(name or _default_name(), "Node"),
             host,
@@ -192,6 +204,10 @@ class Node:
             timeout_s: for connecting and the mutual proof of the secret.
             require: a transport, to fail rather than fall back to a slower one.
 
+        Warns:
+            PathWarning: both ends could have a faster path; once per address and process, and not
+                if `transports`, TENSORWIRE_TRANSPORTS or `require` restrict the choice.
+
         Raises:
             PeerLostError: nobody listens there, or the other side hung up.
             TimeoutError: no answer in time.
@@ -206,7 +222,15 @@ class Node:
         if port == 0:
             raise ValueError(f"{address_or_handle!r} has port 0; use the other Node's .address")
         required = "" if require is None else _choose_transports([require])[0][0]
-        return Peer(self, self._core.connect(host, port, timeout_s, required))
+        peer = Peer(self, self._core.connect(host, port, timeout_s, required))
+        if require is None and self._free_choice:
+            core = peer._core
+            try:
+                warn_if_slower(core.address, core.name, core.transport, core.reason)
+            except BaseException:
+                peer.close()  # the warning is an error here, so the caller gets no peer
+                raise
+        return peer
 
     def accept(self, timeout_s: float | None = None) -> Peer:
         """Waits for the next peer that connects here; each is returned once.
