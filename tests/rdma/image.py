@@ -28,7 +28,7 @@ INIT = """#!/bin/busybox sh
 bb=/bin/busybox
 $bb mkdir -p /proc /host /layer /root
 $bb mount -t proc proc /proc
-while read -r module; do $bb insmod "/modules/$module" || echo "not loaded: $module"; done </modules/order
+while read -r name; do $bb insmod "/modules/$name" || echo "not loaded: $name"; done </modules/order
 $bb mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose,ro host /host
 $bb mount -t tmpfs -o size=75% layer /layer
 $bb mkdir /layer/upper /layer/work

@@ -36,6 +36,8 @@ QEMU = "qemu-system-x86_64"
 MTU = 9000  # room for 4096, the most that an RDMA packet carries
 MEMORY_MIB = 2048  # taken as it is touched
 BOOT_S = 90.0
+# Without no_timer_check the kernel panics when this host is too busy to deliver timers in time.
+BOOT_OPTIONS = "console=ttyS0 quiet panic=-1 no_timer_check mitigations=off random.trust_cpu=on"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -478,9 +480,10 @@ class Machine:
                        "LANG": "C.UTF-8", **(env or {})}  # fmt: skip
         with self.changed:
             self._ids += 1
-            process = self.processes[self._ids] = Process(self, self._ids, list(argv))
+            process = Process(self, self._ids, list(argv))
             fields = {"argv": process.argv, "env": environment, "cwd": str(cwd)}
             self.order("start", id=self._ids, channel=channel, **fields)
+            self.processes[self._ids] = process
         process._wait_for(lambda: process.pid or process._failure, 30.0, "it did not start")
         if process._failure:
             del self.processes[process._id]
@@ -494,7 +497,7 @@ class Machine:
             "-nodefaults", "-display", "none", "-no-reboot",
             "-machine", "pc", "-accel", "tcg", "-cpu", "max", "-m", str(self.rig.memory_mib),
             "-kernel", str(self.rig.image.kernel), "-initrd", str(self.rig.image.initramfs),
-            "-append", "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on",
+            "-append", BOOT_OPTIONS,
             "-serial", f"file:{self.log}",
             "-virtfs", f"local,path=/,mount_tag=host,readonly=on,{files}",
             "-virtfs", f"local,path={self.rig.share},mount_tag=share,{files}",

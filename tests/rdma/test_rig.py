@@ -105,45 +105,52 @@ def test_perftest(machines: Machines, tool: str, wiring: list[str]) -> None:
     first, second = machines
     command = [tool, "-d", first.device, "-n", "50", "-F", *wiring]
     with second.start(command) as server:
-        server.wait_for(r"Waiting for client")
+        wait_listening(second, 18515, by_rdmacm=bool(wiring))
         out = first.run([*command, second.address])
         assert server.wait() == 0
     row = out.strip().splitlines()[-2].split()
-    size, turns, figure = int(row[0]), int(row[1]), float(row[3])
-    assert (size, turns) == ((65536, 50) if tool == "ib_write_bw" else (2, 50))
-    assert figure > 0
+    assert row[:2] == (["65536", "50"] if tool == "ib_write_bw" else ["2", "50"])
+    assert float(row[3]) > 0
 
 
 def test_ucx_puts(machines: Machines) -> None:
-    """The transport that UCX would use, below its wire-up.
+    """UCX's transport rc_verbs below its wire-up.
 
-    `ucx_perftest` of UCP exchanges worker addresses, which needs an auxiliary UD transport; UCX
-    finds none that works on soft-RoCE.
+    `ucx_perftest` of UCP exchanges worker addresses, which needs an auxiliary transport over UD;
+    none works on soft-RoCE.
     """
     first, second = machines
     common = ["-x", "rc_verbs", "-d", f"{first.device}:1"]
-    told = first.run(["ucx_info", "-d"])
-    assert "Transport: rc_verbs" in told
-    assert f"Device: {first.device}:1" in told
     with second.start(["ucx_perftest", *common]) as server:
-        server.wait_for("Waiting for connection")
-        out = first.run(["ucx_perftest", second.address, *common, "-t", "put_lat", "-D", "zcopy",
-                         "-s", "4096", "-n", "50", "-f"])  # fmt: skip
-        server.wait()
-    assert any(
-        line.split()[:1] == ["Final:"] or line.strip().startswith("50") for line in out.splitlines()
-    ), out
+        wait_listening(second, 13337)
+        test = ["-t", "put_lat", "-D", "zcopy", "-s", "4096", "-n", "50", "-f"]
+        out = first.run(["ucx_perftest", second.address, *common, *test])
+        assert server.wait() == 0
+    row = out.strip().splitlines()[-1].split()
+    assert row[0] == "50"
+    assert float(row[1]) > 0
 
 
 def test_ucx_connects_by_its_listener(machines: Machines) -> None:
-    """UCP over rc_verbs, wired up by rdmacm: the way that our transport takes."""
+    """UCP on rc_verbs alone, wired up by rdmacm: the way that needs no UD."""
     first, second = machines
-    environment = {"UCX_TLS": "rc_verbs", "UCX_NET_DEVICES": f"{first.device}:1"}
-    with second.start(["io_demo", "-p", "7000"], env=environment) as server:
-        server.wait_for("(?i)listen|start")
-        out = first.run(["io_demo", "-p", "7000", "-i", "20", "-o", "read,write", "-d", "4096:65536",
-                         second.address], env=environment)  # fmt: skip
-    print(out)
+    environment = {"UCX_TLS": "rc_verbs", "UCX_NET_DEVICES": f"{first.device}:1",
+                   "UCX_LOG_LEVEL": "info"}  # fmt: skip
+    command = ["io_demo", "-p", "7000", "-d", "65536"]
+    with second.start(command, env=environment) as server:
+        server.wait_for("started listener")
+        work = ["-i", "20", "-o", "read,write", second.address]
+        with first.start([*command, *work], env=environment) as client:
+            assert client.wait() == 0, client.output
+    assert f"rc_verbs/{first.device}:1" in client.output
+    assert "detected error" not in client.output
+
+
+def wait_listening(machine: Machine, port: int, by_rdmacm: bool = False) -> None:
+    """Waits until somebody there listens; what programs print of it lies in their buffers."""
+    listing = "rdma resource show cm_id state LISTEN" if by_rdmacm else f"ss -Hltn sport = :{port}"
+    until = f'until [ -n "$({listing})" ]; do sleep 0.05; done'
+    machine.run(["sh", "-c", until], timeout_s=20.0)
 
 
 def test_the_link_goes_down_and_up(machines: Machines) -> None:
