@@ -1,7 +1,7 @@
 """Python functions in the machines of the rig, talked to as `PeerGroup` talks to processes here.
 
-`MachineGroup.start_on` starts one; what it gives is a `Member`. `start_actor_on` starts an `Actor`
-of tests/peers. Arguments and results can be pickled.
+`MachineGroup.start_on` starts one; what it gives is a `Member`. `start_actor_on` starts an
+`Actor` of tests/peers. Arguments and results can be pickled.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from actor import serve_actor
+from actor import PATIENCE_S, Actor, serve
 from rig import Machine, MachineOffError, Process, RigError, python_environment
 
-from tensorwire.testing import Member, PeerGroup
+from tensorwire.testing import Channel, Member, PeerGroup
 from tensorwire.testing.target import target_elsewhere
 
 SECRET = b"the secret of the tests between machines"
@@ -26,6 +26,20 @@ SECRET = b"the secret of the tests between machines"
 def node_options(machine: Machine, **options: Any) -> dict[str, Any]:
     """Options of a Node that the other machine can reach."""
     return {"listen": f"{machine.address}:0", "secret": SECRET, **options}
+
+
+class MachineActor(Actor):
+    """An Actor that also writes a piece when it is told."""
+
+    def write(self, offset: int, data: bytes, word: int, value: int) -> None:
+        """Writes into the remote region, raises a word behind it and waits for both."""
+        signal_to = self._remote.word(word), value
+        self._remote[offset:].write(data, signal=signal_to).wait(PATIENCE_S)
+
+
+def serve_machine_actor(channel: Channel, options: dict[str, Any]) -> None:
+    """Process function: a MachineActor that is told what to do until the channel ends."""
+    serve(channel, MachineActor(options))
 
 
 class MachineMember(Member):
@@ -116,7 +130,7 @@ class MachineGroup(PeerGroup):
 def start_actor_on(
     group: MachineGroup, machine: Machine, name: str, **options: Any
 ) -> tuple[MachineMember, Any]:
-    """Starts a process with an Actor, whose Node has this name, in a machine."""
+    """Starts a process with a MachineActor, whose Node has this name."""
     options = {"name": name, **node_options(machine), **options}
-    member = group.start_on(machine, serve_actor, options, name=name)
+    member = group.start_on(machine, serve_machine_actor, options, name=name)
     return member, target_elsewhere(member)

@@ -9,7 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "peers"))  # its actors run in machines, too
 
 from actors import MachineGroup
-from rig import Machine, Rig
+from rig import POWERED_OFF, Machine, Rig
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,10 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def machines(rig: Rig) -> Iterator[tuple[Machine, Machine]]:
-    """Both machines, on and joined. What the test leaves running there is killed."""
+    """Both machines, on and joined. What the test leaves running there is killed.
+
+    A machine that ends by itself fails the test, unless the test then powers it off.
+    """
     rig.boot()
     first, second = rig.machines
     before = {machine: set(machine.processes) for machine in rig.machines}
@@ -31,6 +34,7 @@ def machines(rig: Rig) -> Iterator[tuple[Machine, Machine]]:
             machine.link(True)
             for id_ in set(machine.processes) - before[machine]:
                 machine.processes[id_].kill()
+        assert machine.is_on or machine.why_off == POWERED_OFF, machine.why_off
 
 
 @pytest.fixture

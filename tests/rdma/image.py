@@ -6,6 +6,8 @@ loads the modules, lays a writable layer over the host's root and hands over to 
 
 import fcntl
 import lzma
+import os
+import platform
 import shlex
 import shutil
 import struct
@@ -68,6 +70,8 @@ def image() -> Image:
     Raises:
         ImageError: a tool or the kernel cannot be had.
     """
+    if platform.machine() != "x86_64":
+        raise ImageError("the rig needs an x86-64 host: its machines run this host's programs")
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,12 +91,22 @@ def _older(path: Path, sources: list[Path]) -> bool:
 
 def _download() -> Path:
     """Fetches the newest kernel that Debian has; nothing of it is installed here."""
+    try:
+        return _fetch()
+    except ImageError:
+        if os.geteuid() != 0:
+            raise
+        _output("apt-get", "update", "-qq")  # the lists are missing or old
+        return _fetch()
+
+
+def _fetch() -> Path:
     found = _output("apt-cache", "depends", "linux-image-amd64").split()
     names = [word for word in found if word.startswith("linux-image-") and word[12].isdigit()]
     if not names:
         raise ImageError(
             "apt knows no kernel; with Debian's sources, as root: apt-get update. The rig boots "
-            f"linux-image-amd64; a package linux-image-VERSION-amd64*.deb put into {BUILD} does too"
+            f"what linux-image-amd64 depends on; that package as a .deb in {BUILD} does, too"
         )
     _output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", names[0])
     return next(BUILD.glob("linux-image-*.deb"))

@@ -36,8 +36,14 @@ QEMU = "qemu-system-x86_64"
 MTU = 9000  # room for 4096, the most that an RDMA packet carries
 MEMORY_MIB = 2048  # taken as it is touched
 BOOT_S = 90.0
-# Without no_timer_check the kernel panics when this host is too busy to deliver timers in time.
-BOOT_OPTIONS = "console=ttyS0 quiet panic=-1 no_timer_check mitigations=off random.trust_cpu=on"
+# On a busy host an emulated machine gets its timers late. The kernel must not panic for it
+# (no_timer_check), nor measure its clocks against each other and then run several times too fast
+# (hpet, nolapic_timer: clocks whose frequency is known).
+BOOT_OPTIONS = (
+    "console=ttyS0 quiet panic=-1 no_timer_check clocksource=hpet nolapic_timer mitigations=off "
+    "random.trust_cpu=on"
+)
+POWERED_OFF = "it was powered off"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -80,7 +86,6 @@ class Process:
         self.argv = argv
         self.pid = 0
         self.returncode: int | None = None
-        self.channel: socket.socket | None = None
         self._id = id_
         self._written = {"out": bytearray(), "err": bytearray(), "all": bytearray()}
         self._ended = {"out": False, "err": False}
@@ -257,29 +262,29 @@ class Process:
     def open_channel(self) -> socket.socket:
         """Joins a socket of this process to the one that the command was given."""
         ours, relay = socket.socketpair()
-        self.channel = relay
 
         def outward() -> None:
-            while True:
-                try:
-                    data = relay.recv(1 << 16)
-                except OSError:
-                    data = b""
-                try:
-                    self.machine.order("channel", id=self._id, data=base64.b64encode(data).decode())
-                except MachineOffError:
-                    return
-                if not data:
-                    return
+            with contextlib.suppress(MachineOffError):
+                while True:
+                    try:
+                        data = relay.recv(1 << 16)
+                    except OSError:
+                        data = b""
+                    encoded = base64.b64encode(data).decode()
+                    self.machine.order("channel", id=self._id, data=encoded)
+                    if not data:
+                        break
 
         def inward() -> None:
-            with contextlib.suppress(OSError):
+            outgoing = threading.Thread(target=outward, name="rig channel out", daemon=True)
+            outgoing.start()
+            with relay, contextlib.suppress(OSError):
                 while data := self._to_channel.get():
                     relay.sendall(data)
                 relay.shutdown(socket.SHUT_WR)
+                outgoing.join()
 
-        for function in (outward, inward):
-            threading.Thread(target=function, name="rig channel", daemon=True).start()
+        threading.Thread(target=inward, name="rig channel in", daemon=True).start()
         return ours
 
 
@@ -441,7 +446,8 @@ class Machine:
 
     def power_off(self) -> None:
         """Takes the power away: the machine is gone at once and says nothing to anybody."""
-        self._end("it was powered off")
+        self._end()
+        self.why_off = POWERED_OFF
 
     def link(self, up: bool) -> None:
         """Pulls the network cable out, or plugs it in."""
@@ -539,11 +545,11 @@ class Machine:
             return
         getattr(process, f"on_{event['event']}")(event)
 
-    def _end(self, why: str) -> None:
+    def _end(self) -> None:
         if self._qemu is None:
             return
         with self.changed:
-            self.why_off = self.why_off or why
+            self.why_off = self.why_off or POWERED_OFF
         self._qemu.kill()
         self._qemu.wait()
         assert self._agent is not None

@@ -1,5 +1,4 @@
-"""Where a check takes place: a near Node here, a Target here, in another process, or on another
-host, connected.
+"""Where a check takes place: a near Node here, connected to a Target, wherever that is.
 
 Also the small words that checks are written in.
 """
