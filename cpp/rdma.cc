@@ -470,6 +470,7 @@ void RdmaChannel::send(const Header& header, std::string_view body, bool first) 
 // ---- the end
 
 void RdmaChannel::shutdown(const Status& status) {
+  std::vector<WorkPtr> works;
   std::vector<TransferPtr> transfers;
   {
     std::lock_guard lock(fabric_->mutex());
@@ -480,6 +481,7 @@ void RdmaChannel::shutdown(const Status& status) {
     // Afterwards the NIC does not touch the memory of transfers, here or there.
     if (link_ != nullptr) fabric_->close(link_, [this] { return flying_.empty(); });
     link_ = nullptr;
+    works = fabric_->take_finished(*this);
     transfers.swap(broken_);
     for (auto& [pointer, work] : flying_) {
       transfers.push_back(work->transfer);
@@ -490,6 +492,7 @@ void RdmaChannel::shutdown(const Status& status) {
     for (Word& word : waiting_) transfers.push_back(std::move(word.transfer));
     waiting_.clear();
   }
+  for (const auto& work : works) finished(work);
   for (auto& transfer : transfers) transfer->complete(status.code, status.message);
 }
 

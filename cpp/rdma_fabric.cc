@@ -255,6 +255,16 @@ void RdmaFabric::note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<R
   finished_.push_back({std::move(user), std::move(work)});
 }
 
+std::vector<std::shared_ptr<RdmaWork>> RdmaFabric::take_finished(const RdmaUser& user) {
+  std::vector<std::shared_ptr<RdmaWork>> taken;
+  std::erase_if(finished_, [&](Finished& one) {
+    if (one.user.get() != &user) return false;
+    taken.push_back(std::move(one.work));
+    return true;
+  });
+  return taken;
+}
+
 void RdmaFabric::close(RdmaLink* link, const std::function<bool()>& gone) {
   ucx::RequestParams params{};
   params.mask = ucx::RequestParams::kFlags;

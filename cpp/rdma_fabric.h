@@ -123,6 +123,8 @@ class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric
   std::shared_ptr<RemoteKey> unpack(RdmaLink& link, const Header& header, std::string_view bytes);
   // Takes note of what a callback saw; the user is told by the driving thread.
   void note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work);
+  // Those of one user that it was not told of yet: it will not be.
+  std::vector<std::shared_ptr<RdmaWork>> take_finished(const RdmaUser& user);
 
  private:
   friend struct Exposed;

@@ -24,7 +24,7 @@ def checks(rig: Rig) -> Iterator[MachineMember]:
 
 
 @pytest.mark.parametrize("name", check_names("two processes"))
-@pytest.mark.parametrize("transport", ["tcp"])
+@pytest.mark.parametrize("transport", ["tcp", "rdma"])
 def test_conformance(checks: MachineMember, transport: str, name: str) -> None:
     checks.send((name, transport))
     failure = checks.recv(timeout_s=100.0)
