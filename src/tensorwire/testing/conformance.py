@@ -1,7 +1,8 @@
 """The conformance suite: what every transport must do, as a list of named checks.
 
 A new backend is done when `check_transport` passes. Each check runs alone, on fresh Nodes, with the
-target in the same process and again in another one, and must leave nothing behind.
+target in the same process and again in another one, and must leave nothing behind. `Elsewhere` puts
+the target on another host.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-from .stage import PLACES, Stage, stage
+from .stage import PLACES, Elsewhere, Stage, stage
 
 Check = Callable[[Stage], None]
 
@@ -29,13 +30,14 @@ def check_names(place: str) -> list[str]:
     ]
 
 
-def run_check(name: str, transport: str, place: str) -> None:
+def run_check(name: str, transport: str, place: str | Elsewhere) -> None:
     """Runs one check.
 
     Args:
         name: one of `check_names(place)`.
         transport: the only one that its Nodes may use.
-        place: "one process" or "two processes".
+        place: "one process", "two processes", or where else the target runs; there the checks of
+            two processes can run.
 
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
@@ -44,7 +46,7 @@ def run_check(name: str, transport: str, place: str) -> None:
         _run(name, transport, place)
 
 
-def _run(name: str, transport: str, place: str) -> None:
+def _run(name: str, transport: str, place: str | Elsewhere) -> None:
     # A function of its own: its names keep Nodes alive.
     with stage(transport, place, **grants.OPTIONS.get(name, {})) as scene:
         _CHECKS[name](scene)
