@@ -2,6 +2,7 @@
 
 The machines see the file system of this host at the same paths and write into a layer of their own,
 in memory. Commands run there through `agent.py`. Nothing here needs root, a NIC or KVM.
+<<<<<<< HEAD
 
     python tests/rdma/rig.py                 a prompt for both machines
     python tests/rdma/rig.py 'ibv_devinfo'   one command in each
@@ -9,13 +10,20 @@ in memory. Commands run there through `agent.py`. Nothing here needs root, a NIC
 
 import argparse
 import base64
+=======
+"""
+
+>>>>>>> rig
 import contextlib
 import ctypes
 import fcntl
 import json
 import os
+<<<<<<< HEAD
 import queue
 import re
+=======
+>>>>>>> rig
 import shlex
 import shutil
 import signal
@@ -24,18 +32,30 @@ import subprocess
 import sys
 import threading
 import time
+<<<<<<< HEAD
 from collections.abc import Callable, Iterator, Mapping
+=======
+from collections.abc import Mapping
+>>>>>>> rig
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import image
+<<<<<<< HEAD
+=======
+from commands import MachineOffError, Process, RigError
+>>>>>>> rig
 
 ROOT = image.ROOT
 QEMU = "qemu-system-x86_64"
 MTU = 9000  # room for 4096, the most that an RDMA packet carries
 MEMORY_MIB = 2048  # taken as it is touched
+<<<<<<< HEAD
 BOOT_S = 90.0
+=======
+BOOT_S = 100.0
+>>>>>>> rig
 # On a busy host an emulated machine gets its timers late. The kernel must not panic for it
 # (no_timer_check), nor measure its clocks against each other and then run several times too fast
 # (hpet, nolapic_timer: clocks whose frequency is known).
@@ -61,6 +81,7 @@ until rdma link show rxe0/1 | grep -q 'state ACTIVE'; do sleep 0.05; done
 """
 
 
+<<<<<<< HEAD
 class RigError(Exception):
     """The rig, a machine or a command in it failed; the message has what it wrote last."""
 
@@ -288,6 +309,8 @@ class Process:
         return ours
 
 
+=======
+>>>>>>> rig
 class Machine:
     """One machine. It can be powered off and booted again; what it wrote to its root is then gone.
 
@@ -593,6 +616,10 @@ class Rig:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+<<<<<<< HEAD
+=======
+            self._lock.close()
+>>>>>>> rig
             raise RigError(f"a rig named {name!r} runs already in this tree") from None
         shutil.rmtree(self.share, ignore_errors=True)
         self.share.mkdir()
@@ -651,6 +678,7 @@ class Rig:
 def python_environment() -> dict[str, str]:
     """What Python in a machine needs to import what this process can."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+<<<<<<< HEAD
 
 
 def main() -> None:
@@ -702,3 +730,5 @@ def show(machine: Machine, command: str) -> None:
 
 if __name__ == "__main__":
     main()
+=======
+>>>>>>> rig

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from actor import eventually, exists
-from rig import Machine, MachineOffError, Rig, RigError
+from commands import MachineOffError, RigError
+from rig import Machine, Rig
 
 Machines = tuple[Machine, Machine]
 
