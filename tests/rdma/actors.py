@@ -15,12 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from actor import PATIENCE_S, Actor, serve
-<<<<<<< HEAD
-from rig import Machine, MachineOffError, Process, RigError, python_environment
-=======
 from commands import MachineOffError, Process, RigError
 from rig import Machine, python_environment
->>>>>>> rig
 
 from tensorwire.testing import Channel, Member, PeerGroup
 from tensorwire.testing.target import target_elsewhere

@@ -12,8 +12,6 @@ from actors import MachineGroup
 from rig import POWERED_OFF, Machine, Rig
 
 
-<<<<<<< HEAD
-=======
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Emulated machines boot and import slowly where this host is busy."""
     for item in items:
@@ -21,7 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(170))
 
 
->>>>>>> rig
 @pytest.fixture(scope="session")
 def rig() -> Iterator[Rig]:
     """Two machines. A test that uses `machines` finds them on and joined."""

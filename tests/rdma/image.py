@@ -149,11 +149,8 @@ def _uncompressed(kernel: bytes) -> bytes:
     sectors = kernel[0x1F1] or 4
     offset, length = struct.unpack_from("<II", kernel, 0x248)
     start = (sectors + 1) * 512 + offset
-<<<<<<< HEAD
-=======
     if kernel[start : start + 6] != b"\xfd7zXZ\0":
         return kernel  # QEMU boots it as it is, only later
->>>>>>> rig
     # xz may be followed by the size; the decompressor stops at the end of the stream.
     return lzma.LZMADecompressor().decompress(kernel[start : start + length])
 

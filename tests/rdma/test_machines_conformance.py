@@ -24,15 +24,8 @@ def checks(rig: Rig) -> Iterator[MachineMember]:
 
 
 @pytest.mark.parametrize("name", check_names("two processes"))
-<<<<<<< HEAD
 @pytest.mark.parametrize("transport", ["tcp", "rdma"])
 def test_conformance(checks: MachineMember, transport: str, name: str) -> None:
     checks.send((name, transport))
-    failure = checks.recv(timeout_s=100.0)
-=======
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_conformance(checks: MachineMember, transport: str, name: str) -> None:
-    checks.send((name, transport))
     failure = checks.recv(timeout_s=120.0)
->>>>>>> rig
     assert failure is None, failure
