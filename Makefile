@@ -48,11 +48,7 @@ test-rdma: build ## run the tests between two emulated machines with soft-RoCE
 
 rig-shell: $(VENV)/bin/python ## a prompt for two such machines
 	@$(NEED) rig
-<<<<<<< HEAD
-	@python tests/rdma/rig.py
-=======
 	@python tests/rdma/shell.py
->>>>>>> rig
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan
 

@@ -9,11 +9,7 @@ from .faults import Exchange, FaultPlan, for_every_n, inject
 from .group import Channel, Member, MemberError, PeerGroup
 from .leaks import Footprint, assert_no_leak
 from .pair import Pair, node_pair
-<<<<<<< HEAD
 from .stage import Elsewhere, warm_up
-=======
-from .stage import Elsewhere
->>>>>>> rig
 
 __all__ = [
     "Channel",

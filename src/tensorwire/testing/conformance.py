@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-<<<<<<< HEAD
 from .stage import PLACES, Elsewhere, Stage, stage, warm_up
-=======
-from .stage import PLACES, Elsewhere, Stage, stage
->>>>>>> rig
 
 Check = Callable[[Stage], None]
 

@@ -6,10 +6,7 @@ Also the small words that checks are written in.
 from __future__ import annotations
 
 import contextlib
-<<<<<<< HEAD
 import functools
-=======
->>>>>>> rig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
