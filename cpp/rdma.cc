@@ -11,8 +11,9 @@ namespace tensorwire {
 namespace {
 
 // Words that wait for an answer; more are held back here, so that a target that is not awake holds
-// up a bounded number of messages.
-constexpr size_t kRdmaWindow = 512;
+// up a bounded number of messages: few enough that UCX's own flow control of messages (a window of
+// 512 that it wants renewed at half) does not hold up writes and reads behind them.
+constexpr size_t kRdmaWindow = 128;
 // A peer that is lost usually says why, or ends its stream, just after its endpoint fails.
 constexpr double kGraceS = 0.2;
 
