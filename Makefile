@@ -23,13 +23,13 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
-	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip ?tc
+	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip ?tc rig
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
@@ -41,6 +41,14 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
 	@$(NEED) ?ip ?tc
 	pytest $(ARGS)
+
+test-rdma: build ## run the tests between two emulated machines with soft-RoCE
+	@$(NEED) rig
+	pytest tests/rdma $(ARGS)
+
+rig-shell: $(VENV)/bin/python ## a prompt for two such machines
+	@$(NEED) rig
+	@python tests/rdma/shell.py
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan
 

@@ -590,6 +590,7 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("pid", &Peer::pid)
       .def_prop_ro("transport", &Peer::transport)
       .def_prop_ro("reason", &Peer::reason)
+      .def_prop_ro("wire", &Peer::wire)
       .def_prop_ro("lost", &Peer::lost)
       .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
       .def(
@@ -722,9 +723,9 @@ void bind_node(nb::module_& m) {
 
   nb::class_<Node>(m, "Node")
       .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
-                       nb::bytes secret, const std::vector<std::string>& transports,
-                       uint64_t quota_bytes, uint64_t max_peers, double handshake_timeout_s,
-                       double peer_timeout_s) {
+                       nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,
+                       const std::string& rdma_device, uint64_t quota_bytes, uint64_t max_peers,
+                       double handshake_timeout_s, double peer_timeout_s) {
              NodeOptions options;
              options.name = name;
              options.host = host;
@@ -732,6 +733,8 @@ void bind_node(nb::module_& m) {
              auto* bytes = reinterpret_cast<const uint8_t*>(secret.c_str());
              options.secret.assign(bytes, bytes + secret.size());
              options.transports = transport_bits(transports);
+             options.try_rdma = try_rdma;
+             options.rdma_device = rdma_device;
              options.quota_bytes = quota_bytes;
              options.max_peers = max_peers;
              options.handshake_timeout_s = handshake_timeout_s;
@@ -739,8 +742,9 @@ void bind_node(nb::module_& m) {
              WithoutGil release;
              return Node::create(std::move(options));
            }),
-           "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "quota_bytes"_a, "max_peers"_a,
-           "handshake_timeout_s"_a, "peer_timeout_s"_a)
+           "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "try_rdma"_a, "rdma_device"_a,
+           "quota_bytes"_a, "max_peers"_a, "handshake_timeout_s"_a, "peer_timeout_s"_a)
+      .def_prop_ro("no_rdma", &Node::no_rdma)
       .def_prop_ro("name", &Node::name)
       .def_prop_ro("host", &Node::host)
       .def_prop_ro("port", &Node::port)

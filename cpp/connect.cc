@@ -177,8 +177,8 @@ Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
 }  // namespace
 
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, double peer_timeout_s, Deadline deadline,
-                      const std::function<void()>& interrupted) {
+                      uint32_t require, std::string no_rdma, double peer_timeout_s,
+                      Deadline deadline, const std::function<void()>& interrupted) {
   std::string where =
       (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
   me.kind = HelloKind::kSession;
@@ -191,7 +191,7 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
   result.server = trusted.server;
   result.address = where;
   uint32_t common = me.transports & trusted.server.transports;
-  uint32_t wanted = require != 0 ? require : (kShmBit | kTcpBit);
+  uint32_t wanted = require != 0 ? require : (kShmBit | kRdmaBit | kTcpBit);
   std::string no_shm;
   if (!(common & kShmBit)) {
     no_shm = "one side does not offer shm";
@@ -217,33 +217,49 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
       again.session = trusted.session;
       shake_hands(second, again, trusted.key, where);
       result.socket = std::move(second.socket());
-      result.is_unix = true;
+      result.transport = kShmBit;
       result.reason = "the peer is on this host";
       return result;
     } catch (const Error& error) {
       // A socket that cannot be reached may be in another network namespace; one that was reached
       // and then hung up is dead.
-      bool fatal = error.code() == Code::kTimeout || error.code() == Code::kBusy ||
-                   (error.code() == Code::kPeerLost &&
-                    (reached || line.hangs_up(common & wanted & kTcpBit ? 0 : kDyingMs)));
+      bool fatal =
+          error.code() == Code::kTimeout || error.code() == Code::kBusy ||
+          (error.code() == Code::kPeerLost &&
+           (reached || line.hangs_up(common & wanted & (kTcpBit | kRdmaBit) ? 0 : kDyingMs)));
       if (fatal) throw;
       no_shm = "same host, but its shared memory cannot be reached (" + std::string(error.what()) +
                "): another network namespace or user?";
     }
   }
-  if (!(common & wanted & kTcpBit)) {
-    std::string which = require == kShmBit   ? "shm is required, but " + no_shm
-                        : require == kTcpBit ? "tcp is required, but one side does not offer it"
-                                             : "no common transport: " + no_shm +
-                                                   ", and one side does not offer tcp";
+  if (no_rdma.empty() && !(common & kRdmaBit)) {
+    // Worth a word only where somebody wanted it.
+    if ((me.transports | trusted.server.transports) & kRdmaBit) {
+      no_rdma =
+          std::string(me.transports & kRdmaBit ? "the peer" : "this Node") + " does not offer rdma";
+    }
+  }
+  bool rdma = (common & wanted & kRdmaBit) && no_rdma.empty();
+  if (!rdma && !(common & wanted & kTcpBit)) {
+    std::string and_rdma = no_rdma.empty() ? "" : ", " + no_rdma;
+    std::string which =
+        require == kShmBit   ? "shm is required, but " + no_shm
+        : require == kTcpBit ? "tcp is required, but one side does not offer it"
+        : require == kRdmaBit
+            ? "rdma is required, but " + (no_rdma.empty() ? "one side does not offer it" : no_rdma)
+            : "no common transport: " + no_shm + and_rdma + ", and one side does not offer tcp";
     throw Error(Code::kUnavailable, where + ": " + which);
   }
   std::array<uint8_t, kChoiceBytes> choice{};
-  uint32_t bit = kTcpBit;
-  std::memcpy(choice.data(), &bit, sizeof bit);
+  result.transport = rdma ? kRdmaBit : kTcpBit;
+  std::memcpy(choice.data(), &result.transport, sizeof result.transport);
   line.send(choice.data(), choice.size());
   result.socket = std::move(line.socket());
-  result.reason = require == kTcpBit ? "tcp was required" : no_shm;
+  if (require != 0) {
+    result.reason = std::string(rdma ? "rdma" : "tcp") + " was required";
+  } else {
+    result.reason = no_shm + (rdma || no_rdma.empty() ? "" : "; " + no_rdma);
+  }
   return result;
 }
 

@@ -13,17 +13,18 @@ namespace tensorwire {
 
 struct Connection {
   Descriptor socket;
-  bool is_unix = false;
+  uint32_t transport = kTcpBit;
   Hello server;
   std::string address;
   std::string reason;  // why this path
 };
 
-// `me` offers transports; `require` is 0 or the only bit that will do. Throws kPeerLost (cannot
-// reach, hung up), kPermission (secrets differ), kUnavailable (no common or required path),
-// kTimeout, kBusy (the other side is full).
+// `me` offers transports; `require` is 0 or the only bit that will do. `no_rdma` says why rdma is
+// not taken although it may be offered ("" = it may be taken). Throws kPeerLost (cannot reach, hung
+// up), kPermission (secrets differ), kUnavailable (no common or required path), kTimeout, kBusy
+// (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, double peer_timeout_s, Deadline deadline,
-                      const std::function<void()>& interrupted);
+                      uint32_t require, std::string no_rdma, double peer_timeout_s,
+                      Deadline deadline, const std::function<void()>& interrupted);
 
 }  // namespace tensorwire

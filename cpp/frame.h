@@ -24,10 +24,13 @@ enum class FrameType : uint8_t {
   kLookup = 8,    // asks for a grant by name (body) or by id and generation (no body)
   kFree = 9,      // gives a region back
   kGrant = 10,    // answers kAllocate and kLookup; on one host carries the memory's descriptor
-  kAttach = 11,   // first frame on a unix stream: the Node's page and doorbell (two descriptors)
+  kAttach = 11,   // first frame on a unix stream: the Node's page and doorbell (two descriptors);
+                  // of an rdma peer: its token (value) and where it listens (body)
   kGoodbye = 12,  // the sender closes; the body says why
+  kKey = 13,      // rdma: address (value) and key (body) of the region of the kGrant that follows
+  kRevoke = 14,   // rdma: a region was freed; with kLast: nothing is under way to it any more
 };
-inline constexpr uint8_t kLastFrameType = 12;
+inline constexpr uint8_t kLastFrameType = 14;
 
 // Flags.
 inline constexpr uint8_t kLast = 1;      // ends the transfer (kWrite, kSignal) or answer (kData)

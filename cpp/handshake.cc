@@ -142,8 +142,9 @@ ServerHandshake::State ServerHandshake::feed(std::span<const uint8_t> bytes,
       break;
     case Step::kChoice: {
       chosen_ = get<uint32_t>(received_.data());
-      // This stream can carry tcp only; shm is chosen by attaching on the unix socket.
-      if (chosen_ != kTcpBit || (chosen_ & context_.me.transports & client_.transports) == 0 ||
+      // shm is chosen by attaching on the unix socket.
+      if ((chosen_ != kTcpBit && chosen_ != kRdmaBit) ||
+          (chosen_ & context_.me.transports & client_.transports) == 0 ||
           get<uint32_t>(received_.data() + 4) != 0) {
         failure_ = {Code::kInvalid, "a transport was chosen that was not offered"};
         state = State::kFailed;

@@ -160,7 +160,7 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     progress_->unwatch(socket_.get());
     Arrival arrival;
     arrival.socket = std::move(socket_);
-    arrival.is_unix = is_unix_;
+    arrival.transport = handshake_.chosen();
     arrival.client = handshake_.client();
     arrival.address = host_ + ":" + std::to_string(arrival.client.port);
     auto keep = shared_from_this();

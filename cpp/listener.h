@@ -30,7 +30,7 @@ class Listener : public std::enable_shared_from_this<Listener> {
  public:
   struct Arrival {
     Descriptor socket;
-    bool is_unix = false;
+    uint32_t transport = kTcpBit;
     Hello client;
     std::string address;  // host:port where the client itself listens
   };

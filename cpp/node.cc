@@ -11,6 +11,8 @@
 namespace tensorwire {
 namespace {
 
+constexpr double kRevokeS = 1;
+
 // Equal for all processes of one booted system, and for no other.
 std::array<uint8_t, 16> host_id() {
   char text[64] = {};
@@ -48,9 +50,10 @@ uint32_t transport_bits(const std::vector<std::string>& names) {
     } else if (name == "tcp") {
       bits |= kTcpBit;
     } else if (name == "rdma") {
-      throw Error(Code::kUnavailable, "this version of tensorwire has no rdma transport yet");
+      bits |= kRdmaBit;
     } else {
-      throw Error(Code::kInvalid, "unknown transport '" + name + "'; there are 'shm' and 'tcp'");
+      throw Error(Code::kInvalid,
+                  "unknown transport '" + name + "'; there are 'shm', 'rdma' and 'tcp'");
     }
   }
   if (bits == 0) throw Error(Code::kInvalid, "a Node needs at least one transport");
@@ -93,7 +96,22 @@ std::shared_ptr<Node> Node::create(NodeOptions options) {
   return node;
 }
 
+// The fabric is driven by the loop from here on; a peer may connect as soon as the doors open.
+void Node::start_rdma() {
+  bool asked = (options_.transports & kRdmaBit) != 0;
+  if (!asked && !options_.try_rdma) return;
+  try {
+    fabric_.rdma = RdmaFabric::create(fabric_.progress, options_.rdma_device);
+    fabric_.progress->run([this] { fabric_.progress->drive(fabric_.rdma); });
+    options_.transports |= kRdmaBit;
+  } catch (const Error& error) {
+    if (asked) throw;
+    no_rdma_ = error.what();
+  }
+}
+
 void Node::start() {
+  start_rdma();
   listener_ = std::make_shared<Listener>(fabric_.progress, options_.host, options_.port);
   port_ = listener_->port();
   Listener::Options doors;
@@ -109,7 +127,7 @@ void Node::start() {
   };
   doors.on_arrival = [this](Listener::Arrival arrival) {
     try {
-      adopt(std::move(arrival.socket), arrival.is_unix, std::move(arrival.client),
+      adopt(std::move(arrival.socket), arrival.transport, std::move(arrival.client),
             std::move(arrival.address), "the peer connected this way", true);
     } catch (const Error&) {
       // No descriptors left: the caller sees its connection end.
@@ -160,6 +178,17 @@ std::shared_ptr<Region> Node::region(const std::string& name) const {
 void Node::free(const std::shared_ptr<Region>& region) {
   check_open();
   fabric_.progress->run([&] { free_here(region); });
+  if (!fabric_.rdma) return;
+  // Peers on rdma say when nothing of theirs is under way; one that is not awake is not waited for
+  // long: its bytes land in memory that nobody else gets.
+  fabric_.progress->wait(
+      [&] {
+        for (const auto& peer : all_peers()) {
+          if (peer->revoking(region->generation)) return false;
+        }
+        return true;
+      },
+      Deadline::after(kRevokeS));
 }
 
 void Node::free_here(const std::shared_ptr<Region>& region) {
@@ -169,15 +198,15 @@ void Node::free_here(const std::shared_ptr<Region>& region) {
 
 // ---- peers
 
-PeerPtr Node::adopt(Descriptor socket, bool is_unix, Hello remote, std::string address,
+PeerPtr Node::adopt(Descriptor socket, uint32_t transport, Hello remote, std::string address,
                     std::string reason, bool accepted) {
   PeerPtr peer;
   {
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
     uint64_t id = next_peer_++;
-    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address),
-                                  is_unix ? "shm" : "tcp", std::move(reason));
+    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address), transport,
+                                  std::move(reason));
     peers_[id] = peer;
   }
   auto on_ready = [this, accepted](Peer& ready) {
@@ -188,7 +217,7 @@ PeerPtr Node::adopt(Descriptor socket, bool is_unix, Hello remote, std::string a
     fabric_.progress->changed();
   };
   try {
-    peer->start(std::move(socket), is_unix, on_ready, [this](Peer& lost) { forget(lost); });
+    peer->start(std::move(socket), accepted, on_ready, [this](Peer& lost) { forget(lost); });
   } catch (const Error& error) {
     peer->lose({error.code(), error.what()});
     throw;
@@ -222,15 +251,33 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
                                    std::to_string(options_.max_peers) + " peers (max_peers)");
     }
   }
-  Connection made = connect_to(host, port, hello(), options_.secret, bit, options_.peer_timeout_s,
-                               deadline, interrupted);
+  uint32_t transport = 0;
+  try {
+    return connect_once(host, port, deadline, bit, "", interrupted, transport);
+  } catch (const Error& error) {
+    // Both sides offer rdma, but their NICs do not reach each other: another path may do.
+    if (transport != kRdmaBit || bit != 0 || error.code() != Code::kUnavailable ||
+        (options_.transports & kTcpBit) == 0) {
+      throw;
+    }
+    return connect_once(host, port, deadline, bit, "rdma failed: " + std::string(error.what()),
+                        interrupted, transport);
+  }
+}
+
+PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline deadline,
+                           uint32_t require, const std::string& no_rdma,
+                           const std::function<void()>& interrupted, uint32_t& transport) {
+  Connection made = connect_to(host, port, hello(), options_.secret, require, no_rdma,
+                               options_.peer_timeout_s, deadline, interrupted);
+  transport = made.transport;
   PeerPtr peer;
   // In the driving thread, like every arrival: frames may come at once.
   std::string failure;
   Code code = Code::kOk;
   fabric_.progress->run([&] {
     try {
-      peer = adopt(std::move(made.socket), made.is_unix, std::move(made.server),
+      peer = adopt(std::move(made.socket), made.transport, std::move(made.server),
                    std::move(made.address), std::move(made.reason), false);
     } catch (const Error& error) {
       code = error.code();
@@ -322,6 +369,10 @@ void Node::close() {
     if (listener_) listener_->close();
     for (const auto& peer : all_peers()) {
       peer->lose({Code::kClosed, "this Node was closed"}, true);
+    }
+    if (fabric_.rdma) {
+      fabric_.progress->drive(nullptr);
+      fabric_.rdma->stop();
     }
   });
   fabric_.progress->stop();

@@ -25,6 +25,10 @@ struct NodeOptions {
   uint16_t port = 0;  // 0 = any free one
   Secret secret;      // empty = none
   uint32_t transports = kShmBit | kTcpBit;
+  // rdma is taken up where it can be had; otherwise no_rdma() says why not. Asked for among
+  // `transports`, it is an error not to have it.
+  bool try_rdma = false;
+  std::string rdma_device;  // which NIC and port, see usable_ports(); "" = any active one
   uint64_t quota_bytes = uint64_t{4} << 30;
   size_t max_peers = 1024;
   double handshake_timeout_s = 10;
@@ -48,6 +52,8 @@ class Node : public std::enable_shared_from_this<Node> {
   bool closed() const { return closed_ || epoch_ != fork::epoch(); }
   const std::shared_ptr<Progress>& progress() const { return fabric_.progress; }
   const Traffic& traffic() const { return *fabric_.traffic; }
+  uint32_t transports() const { return options_.transports; }
+  const std::string& no_rdma() const { return no_rdma_; }
   const Transfer::Counters& transfers() const { return *fabric_.counters; }
 
   // Throws kClosed unless this process made the Node and has not closed it.
@@ -84,8 +90,12 @@ class Node : public std::enable_shared_from_this<Node> {
   explicit Node(NodeOptions options);
   void start();
   Hello hello() const;
-  PeerPtr adopt(Descriptor socket, bool is_unix, Hello remote, std::string address,
+  PeerPtr adopt(Descriptor socket, uint32_t transport, Hello remote, std::string address,
                 std::string reason, bool accepted);
+  PeerPtr connect_once(const std::string& host, uint16_t port, Deadline deadline, uint32_t require,
+                       const std::string& no_rdma, const std::function<void()>& interrupted,
+                       uint32_t& transport);
+  void start_rdma();
   std::vector<PeerPtr> all_peers() const;  // also those that are not ready yet
   void forget(Peer& peer);
   void free_here(const std::shared_ptr<Region>& region);  // driving thread
@@ -94,6 +104,7 @@ class Node : public std::enable_shared_from_this<Node> {
   const uint32_t epoch_;
   const uint64_t incarnation_;
   uint16_t port_ = 0;
+  std::string no_rdma_;
   Fabric fabric_;
   std::unique_ptr<RegionTable> regions_;
   std::shared_ptr<Listener> listener_;

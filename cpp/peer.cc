@@ -14,24 +14,30 @@ Status out_of_descriptors() {
 
 }  // namespace
 
-Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
+const char* Peer::name_of(uint32_t transport_bit) {
+  return transport_bit == kShmBit ? "shm" : transport_bit == kRdmaBit ? "rdma" : "tcp";
+}
+
+Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32_t transport,
            std::string reason)
     : fabric_(std::move(fabric)),
       id_(id),
       remote_(std::move(remote)),
       address_(std::move(address)),
-      transport_(std::move(transport)),
       reason_(std::move(reason)),
+      transport_(transport),
       epoch_(fork::epoch()),
       service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.limits,
                fabric_.shareable, id, fabric_.free_region) {}
 
 Peer::~Peer() = default;
 
-void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_ready,
+void Peer::start(Descriptor socket, bool accepting, std::function<void(Peer&)> on_ready,
                  std::function<void(Peer&)> on_lost) {
   on_ready_ = std::move(on_ready);
   on_lost_ = std::move(on_lost);
+  accepting_ = accepting;
+  bool is_unix = transport_ == kShmBit;
   // The stream keeps the peer until lose() closes it.
   stream_ = std::make_shared<Stream>(
       fabric_.progress, std::move(socket), is_unix, *this,
@@ -40,6 +46,8 @@ void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_
   if (is_unix) {
     shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
     channel_ = shm_;
+  } else if (transport_ == kRdmaBit) {
+    start_rdma();
   } else {
     tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.counters, fabric_.traffic,
                                         stream_, next_id_);
@@ -53,6 +61,13 @@ void Peer::start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_
     header.generation = fabric_.incarnation;
     int descriptors[] = {fabric_.page->descriptor(), fabric_.doorbell};
     stream_->send(header, {}, true, descriptors, fabric_.progress);
+  } else if (rdma_) {
+    Header header;
+    header.type = FrameType::kAttach;
+    header.value = rdma_->offer(accepting);
+    std::string where = accepting ? fabric_.rdma->where() : "";
+    header.length = where.size();
+    stream_->send(header, where);
   }
   if (ready_) on_ready_(*this);
 }
@@ -383,6 +398,13 @@ bool Peer::granted(const Header& header, std::string_view body) {
       if (status.ok()) known_[region->generation] = region;
       std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
     }
+    if (rdma_ && (region->access.read || region->access.write)) {
+      bool told = key_header_.transfer == header.transfer && !key_.empty() &&
+                  key_header_.generation == header.generation;
+      region->key = told ? rdma_->unpack(key_header_, key_) : nullptr;
+      if (!region->key) well_formed = false;
+      key_.clear();
+    }
     if (header.total == 0 || header.generation == 0 || !presentable(body)) well_formed = false;
     bool unwanted;
     {
@@ -426,9 +448,110 @@ bool Peer::attached() {
   } catch (const Error&) {
     return false;
   }
+  became_ready();
+  return true;
+}
+
+void Peer::became_ready() {
   ready_.store(true, std::memory_order_release);
   on_ready_(*this);
   fabric_.progress->changed();
+}
+
+// ---- rdma
+
+void Peer::start_rdma() {
+  auto weak = weak_from_this();
+  RdmaChannel::Events events;
+  events.on_ready = [weak] {
+    if (auto self = weak.lock(); self && !self->lost()) self->became_ready();
+  };
+  events.on_lost = [weak](Status status) {
+    if (auto self = weak.lock()) self->lose(std::move(status));
+  };
+  events.on_frame = [weak](const Header& header, std::string_view body) {
+    auto self = weak.lock();
+    return !self || self->lost() || self->control(header, body);
+  };
+  events.on_idle = [weak](uint32_t region, uint64_t generation) {
+    auto self = weak.lock();
+    if (!self || self->lost()) return;
+    Header header;
+    header.type = FrameType::kRevoke;
+    header.flags = kLast;
+    header.region = region;
+    header.generation = generation;
+    self->stream_->send(header);
+  };
+  rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.progress, fabric_.counters,
+                                        fabric_.traffic, next_id_, std::move(events));
+  channel_ = rdma_;
+  service_.attach(
+      [weak](const Header& header, std::string_view body) {
+        if (auto self = weak.lock()) self->rdma_->send(header, body);
+      },
+      [weak](const Header& request, const std::shared_ptr<Region>& region) {
+        if (auto self = weak.lock()) self->expose(request, region);
+      });
+}
+
+bool Peer::attached_rdma(const Header& header, std::string_view body) {
+  return !ready_ && rdma_->attach(header.value, body, accepting_);
+}
+
+void Peer::expose(const Header& request, const std::shared_ptr<Region>& region) {
+  auto exposed = fabric_.rdma->expose(*region);
+  if (exposed->key.size() > kMaxBodyBytes) {
+    throw Error(Code::kUnavailable, "the key of registered memory has " +
+                                        std::to_string(exposed->key.size()) +
+                                        " bytes; let UCX use fewer devices (UCX_NET_DEVICES)");
+  }
+  Header header;
+  header.type = FrameType::kKey;
+  header.transfer = request.transfer;
+  header.region = region->id;
+  header.generation = region->generation;
+  header.value = exposed->address;
+  header.length = exposed->key.size();
+  stream_->send(header, exposed->key, false);
+  std::lock_guard lock(mutex_);
+  exposed_[region->generation] = std::move(exposed);
+}
+
+void Peer::revoke(const Region& region) {
+  service_.revoke(region);
+  if (!rdma_) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (lost_ || !exposed_.contains(region.generation)) return;
+    if (!revoking_.insert(region.generation).second) return;
+  }
+  Header header;
+  header.type = FrameType::kRevoke;
+  header.region = region.id;
+  header.generation = region.generation;
+  stream_->send(header);
+}
+
+bool Peer::revoking(uint64_t generation) const {
+  std::lock_guard lock(mutex_);
+  return revoking_.contains(generation);
+}
+
+// Of a region here, by a peer that has nothing under way to it any more; or of a region there.
+bool Peer::revoked(const Header& header) {
+  if (!rdma_) return false;
+  if (header.flags & kLast) {
+    std::shared_ptr<Exposed> gone;  // unregistered without the lock
+    std::lock_guard lock(mutex_);
+    if (revoking_.erase(header.generation) == 0) return false;
+    auto found = exposed_.find(header.generation);
+    gone = std::move(found->second);
+    exposed_.erase(found);
+    fabric_.progress->changed();
+    return true;
+  }
+  rdma_->revoke(header.region, header.generation);
   return true;
 }
 
@@ -442,7 +565,8 @@ bool Peer::control(const Header& header, std::string_view body) {
         mine = found != asked_.end();
         if (mine && found->second->wants_region) return false;
       }
-      return mine ? granted(header, body) : tcp_ && tcp_->done(header, body);
+      if (mine) return granted(header, body);
+      return tcp_ ? tcp_->done(header, body) : rdma_ && rdma_->done(header, body);
     }
     case FrameType::kGrant: {
       {
@@ -453,7 +577,14 @@ bool Peer::control(const Header& header, std::string_view body) {
       return granted(header, body);
     }
     case FrameType::kAttach:
-      return attached();
+      return rdma_ ? attached_rdma(header, body) : attached();
+    case FrameType::kKey:
+      if (!rdma_) return false;
+      key_header_ = header;
+      key_ = body;
+      return true;
+    case FrameType::kRevoke:
+      return revoked(header);
     case FrameType::kGoodbye:
       lose({Code::kPeerLost,
             "it said goodbye: " + (presentable(body) ? std::string(body) : "(unprintable)")});
@@ -490,6 +621,13 @@ void Peer::lose(Status status, bool say_goodbye) {
   stream_->close();
   service_.close();
   channel_->shutdown(status);
+  {
+    // No endpoint, so nobody reaches this memory any more.
+    std::unordered_map<uint64_t, std::shared_ptr<Exposed>> exposed;
+    std::lock_guard lock(mutex_);
+    exposed.swap(exposed_);
+    revoking_.clear();
+  }
   for (auto& [id, question] : asked) question->transfer->complete(status.code, status.message);
   for (auto& transfer : dropped) transfer->complete(status.code, status.message);
   if (on_lost_) on_lost_(*this);

@@ -13,6 +13,7 @@
 
 #include "fault.h"
 #include "handshake.h"
+#include "rdma.h"
 #include "service.h"
 #include "shm.h"
 #include "stream.h"
@@ -32,6 +33,7 @@ struct Fabric {
   uint64_t incarnation = 0;
   std::shared_ptr<Mapping> page;
   int doorbell = -1;
+  std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
 
@@ -49,19 +51,23 @@ using AskedPtr = std::shared_ptr<Asked>;
 class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
  public:
   // `id` is this Node's own number for the connection.
-  Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, std::string transport,
+  Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32_t transport,
        std::string reason);
   ~Peer() override;
 
-  // Takes over the connected socket; the peer works from then on (on shm: once ready()).
-  void start(Descriptor socket, bool is_unix, std::function<void(Peer&)> on_ready,
+  // Takes over the connected socket; the peer works once it is ready(), on tcp at once. accepting:
+  // the other side connected.
+  void start(Descriptor socket, bool accepting, std::function<void(Peer&)> on_ready,
              std::function<void(Peer&)> on_lost);
 
   const std::string& name() const { return remote_.name; }
   const std::string& address() const { return address_; }
   uint64_t incarnation() const { return remote_.incarnation; }
   uint32_t pid() const { return remote_.pid; }
-  const std::string& transport() const { return transport_; }
+  std::string transport() const { return name_of(transport_); }
+  static const char* name_of(uint32_t transport_bit);
+  // What carries the bytes below the transport: "rc_verbs/rxe0:1"; "" where the name says it all.
+  std::string wire() const { return rdma_ ? rdma_->wire() : ""; }
   const std::string& reason() const { return reason_; }
   uint64_t id() const { return id_; }
   bool ready() const { return ready_.load(std::memory_order_acquire); }
@@ -90,7 +96,9 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
 
   // Driving thread only. Idempotent; the first status stays.
   void lose(Status status, bool say_goodbye = false);
-  void revoke(const Region& region) { service_.revoke(region); }
+  void revoke(const Region& region);
+  // The peer may still have writes under way to the memory of a region that was freed. Any thread.
+  bool revoking(uint64_t generation) const;
 
   // FrameSink, driving thread.
   bool begin_payload(const Header& header, std::byte** target) override;
@@ -105,6 +113,11 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   bool granted(const Header& header, std::string_view body);
   void give_back(const RemoteRegion& region);
   bool attached();
+  bool attached_rdma(const Header& header, std::string_view body);
+  void became_ready();
+  void start_rdma();
+  void expose(const Header& request, const std::shared_ptr<Region>& region);
+  bool revoked(const Header& header);
   TransferPtr finished(const Status& status, uint64_t bytes = 0);
   // Runs the operation, or what the fault plan makes of it.
   TransferPtr guarded(uint64_t bytes, const std::function<TransferPtr()>& operation);
@@ -113,23 +126,30 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   const Fabric fabric_;
   const uint64_t id_;
   const Hello remote_;
-  const std::string address_, transport_, reason_;
+  const std::string address_, reason_;
+  const uint32_t transport_;
+  bool accepting_ = false;
   const uint32_t epoch_;
   std::atomic<uint64_t> next_id_{1};
   std::shared_ptr<Stream> stream_;
   std::shared_ptr<ShmChannel> shm_;
   std::shared_ptr<TcpChannel> tcp_;
+  std::shared_ptr<RdmaChannel> rdma_;
   std::shared_ptr<Channel> channel_;
   Service service_;
   std::function<void(Peer&)> on_ready_, on_lost_;
   // By generation. Driving thread only.
   std::unordered_map<uint64_t, std::weak_ptr<const RemoteRegion>> known_;
+  Header key_header_;  // of the kGrant that follows it
+  std::string key_;
   std::atomic<bool> ready_{false}, lost_{false};
 
   mutable std::mutex mutex_;
   Status lost_status_;
   std::unordered_map<uint64_t, AskedPtr> asked_;
   std::vector<TransferPtr> dropped_;
+  std::unordered_map<uint64_t, std::shared_ptr<Exposed>> exposed_;  // by generation
+  std::set<uint64_t> revoking_;                                     // of them, freed here
   std::shared_ptr<FaultPlan> plan_;
   std::atomic<bool> has_plan_{false};
 };

@@ -227,6 +227,16 @@ void Progress::flush_later(std::shared_ptr<Handler> handler) {
   to_flush_.push_back(std::move(handler));
 }
 
+void Progress::drive(std::shared_ptr<Poller> poller) {
+  class Nothing : public Handler {  // a ready descriptor ends the sleep; polling does the work
+    void on_ready(uint32_t) override {}
+  };
+  if (poller_) unwatch(poller_->descriptor());
+  poller_ = nullptr;
+  if (poller) watch(poller->descriptor(), EPOLLIN, std::make_shared<Nothing>());
+  poller_ = std::move(poller);
+}
+
 void Progress::flush() {
   while (!to_flush_.empty()) {
     auto handlers = std::move(to_flush_);
@@ -409,6 +419,7 @@ void Progress::release_drive() {
 void Progress::drive_once(int timeout_ms) {
   counters_.rounds.fetch_add(1, std::memory_order_relaxed);
   urgent_.store(false);
+  if (auto poller = poller_; poller && poller->poll()) changed_ = true;
   bool more = run_jobs();
   run_timers();
   flush();
@@ -417,8 +428,10 @@ void Progress::drive_once(int timeout_ms) {
     wake();
     timeout_ms = 0;  // the driver's own condition may hold now
   }
+  timeout_ms = more ? 0 : bounded(timeout_ms);
+  if (timeout_ms != 0 && poller_ && !poller_->arm()) timeout_ms = 0;
   epoll_event events[kMaxEvents];
-  int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, more ? 0 : bounded(timeout_ms));
+  int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, timeout_ms);
   if (count < 0 && errno == EINTR) interrupted_ = true;
   for (int i = 0; i < count; ++i) {
     int fd = events[i].data.fd;

@@ -38,6 +38,18 @@ class Handler {
   virtual void on_flush() {}
 };
 
+// A device that is driven by looking at it. Driving thread only.
+class Poller {
+ public:
+  virtual ~Poller() = default;
+  // Does what there is to do; true if anything happened.
+  virtual bool poll() = 0;
+  // Before the loop sleeps: true if the descriptor becomes readable at the next event, false if
+  // there is one already.
+  virtual bool arm() = 0;
+  virtual int descriptor() const = 0;
+};
+
 // An eventfd for an event loop that cannot block in wait(): readable after any change while armed.
 class Notifier {
  public:
@@ -67,6 +79,8 @@ class Progress {
   void change(int fd, uint32_t events);
   void unwatch(int fd);
   void flush_later(std::shared_ptr<Handler> handler);  // driving thread only
+  // At most one; null takes it away. Driving thread only.
+  void drive(std::shared_ptr<Poller> poller);
 
   // Jobs run in the driving thread. post: later, again while it returns true. run: now, and waits;
   // must not be called by a handler.
@@ -149,6 +163,7 @@ class Progress {
   std::mutex handlers_mutex_;
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;
   std::vector<std::shared_ptr<Handler>> to_flush_;  // driving thread only
+  std::shared_ptr<Poller> poller_;                  // driving thread only
 
   std::mutex jobs_mutex_;
   std::deque<std::function<bool()>> jobs_;

@@ -103,7 +103,10 @@ void Service::done(const Header& header, const Status& status, bool now, uint64_
   answer.transfer = header.transfer;
   answer.value = value;
   answer.length = std::min(status.message.size(), kMaxBodyBytes);
-  stream_->send(answer, std::string_view(status.message).substr(0, kMaxBodyBytes), now);
+  auto text = std::string_view(status.message).substr(0, kMaxBodyBytes);
+  bool word = header.type == FrameType::kSignal || header.type == FrameType::kFetchAdd;
+  if (answer_ && word) return answer_(answer, text);
+  stream_->send(answer, text, now);
 }
 
 // The peer asks for more than an honest one may without taking the answers.
@@ -207,6 +210,7 @@ bool Service::request(const Header& header, std::string_view body) {
 }
 
 void Service::grant(const Header& header, const std::shared_ptr<Region>& region) {
+  if (expose_ && (region->access.read || region->access.write)) expose_(header, region);
   grants_[region->id] = region;
   Header answer;
   answer.type = FrameType::kGrant;
@@ -252,7 +256,13 @@ bool Service::allocate(const Header& header, std::string_view name) {
   }
   try {
     Access access{(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
-    grant(header, regions_.allocate(header.total, std::string(name), access, shareable_, peer_));
+    auto region = regions_.allocate(header.total, std::string(name), access, shareable_, peer_);
+    try {
+      grant(header, region);
+    } catch (const Error&) {
+      free_region_(region);
+      throw;
+    }
   } catch (const Error& error) {
     refuse(header, {error.code(), error.what()});
   }
@@ -263,7 +273,11 @@ bool Service::lookup(const Header& header, std::string_view name) {
   auto region = name.empty() ? regions_.find(header.region, header.generation)
                              : regions_.find(std::string(name));
   if (region) {
-    grant(header, region);
+    try {
+      grant(header, region);
+    } catch (const Error& error) {
+      refuse(header, {error.code(), error.what()});
+    }
   } else if (name.empty()) {
     refuse(header,
            {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"});

@@ -36,6 +36,13 @@ class Service {
           std::function<void(const std::shared_ptr<Region>&)> free_region);
 
   void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
+  // For a transport on which answers to words go another way than the stream, and on which a grant
+  // is preceded by a key; expose may throw.
+  void attach(std::function<void(const Header&, std::string_view)> answer,
+              std::function<void(const Header&, const std::shared_ptr<Region>&)> expose) {
+    answer_ = std::move(answer);
+    expose_ = std::move(expose);
+  }
 
   // For kWrite. False is a breach.
   bool begin_write(const Header& header, std::byte** target);
@@ -76,6 +83,8 @@ class Service {
   const uint64_t peer_;
   std::function<void(const std::shared_ptr<Region>&)> free_region_;
   std::shared_ptr<Stream> stream_;
+  std::function<void(const Header&, std::string_view)> answer_;
+  std::function<void(const Header&, const std::shared_ptr<Region>&)> expose_;
 
   std::unordered_map<uint32_t, std::shared_ptr<Region>> grants_;
   std::unordered_map<uint64_t, OpenWrite> open_;    // transfers of several frames

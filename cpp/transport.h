@@ -26,6 +26,8 @@
 
 namespace tensorwire {
 
+struct RemoteKey;  // rdma.h
+
 // A region of a peer, as this Node may use it.
 struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   uint32_t id = 0;
@@ -35,6 +37,7 @@ struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   Access access;
   std::string name;
   std::shared_ptr<Mapping> mapping;  // on one host: its memory
+  std::shared_ptr<RemoteKey> key;    // on rdma: what reaches it
 
   bool contains(uint64_t offset, uint64_t length) const {
     return offset <= size && length <= size - offset;

@@ -21,6 +21,15 @@ def missing_fuse() -> str:
     return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "no access to /dev/fuse"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport",
+        action="append",
+        choices=["shm", "tcp", "rdma"],
+        help="what the tests of tests/peers use; default: shm and tcp, which every machine has",
+    )
+
+
 MISSING = {"rdma": missing_rdma, "gpu": missing_gpu, "fuse": missing_fuse}
 
 

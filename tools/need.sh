@@ -22,6 +22,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     spin) command -v spin ;;
     ip) command -v ip ;;
     tc) command -v tc ;;
+    rig) [[ ! $(missing_of_rig) ]] ;;
     *) echo "need.sh: unknown need: $1" >&2; exit 2 ;;
   esac >/dev/null 2>&1
 }
@@ -39,7 +40,22 @@ packages() {
     doctest) echo doctest-dev ;;
     spin) echo spin ;;
     ip | tc) echo iproute2 ;;
+    rig) missing_of_rig ;;
   esac
+}
+
+# Packages for the two machines of tests/rdma that are not here. What they boot has to be static.
+missing_of_rig() {
+  local PATH=$PATH:/usr/sbin:/sbin busybox
+  command -v qemu-system-x86_64 >/dev/null || echo qemu-system-x86
+  { busybox=$(command -v busybox) && ! ldd "$busybox" >/dev/null 2>&1; } || echo busybox-static
+  command -v cpio >/dev/null || echo cpio
+  command -v depmod >/dev/null || echo kmod
+  command -v rdma >/dev/null || echo iproute2
+  [[ -e /etc/libibverbs.d/rxe.driver ]] || echo ibverbs-providers
+  command -v ibv_devinfo >/dev/null || echo ibverbs-utils
+  command -v ib_write_bw >/dev/null || echo perftest
+  command -v ucx_perftest >/dev/null || echo ucx-utils
 }
 
 updated=
@@ -48,7 +64,7 @@ for need in "$@"; do
   [[ $need != '?'* ]] || essential=
   need=${need#'?'}
   has "$need" && continue
-  read -ra wanted <<<"$(packages "$need")"
+  mapfile -t wanted < <(packages "$need" | tr ' ' '\n')
   if [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
     echo "Installing ${wanted[*]}"
     [[ $updated ]] || apt-get update -qq || true

@@ -4,14 +4,23 @@ from collections.abc import Generator
 
 import pytest
 
-from tensorwire.testing import assert_no_leak
+from tensorwire.testing import assert_no_leak, warm_up
 
 FAILED = pytest.StashKey[bool]()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "transport" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--transport") or ["shm", "tcp"]
+        metafunc.parametrize("transport", chosen, indirect=True)
+
+
+@pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
+    """One run per transport."""
+    name: str = request.param
+    warm_up(name)
+    return name
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,9 +14,9 @@ from tensorwire.testing import FaultPlan, Footprint, Pair, assert_no_leak, injec
 LATE_S = 0.2
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with node_pair([request.param]) as pair:
+@pytest.fixture
+def pair(transport: str) -> Iterator[Pair]:
+    with node_pair([transport]) as pair:
         yield pair
 
 

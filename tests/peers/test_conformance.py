@@ -5,7 +5,6 @@ import pytest
 from tensorwire.testing import check_names, check_transport, run_check
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(
     ("place", "name"),
     [(place, name) for place in ("one process", "two processes") for name in check_names(place)],

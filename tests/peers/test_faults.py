@@ -48,7 +48,6 @@ def everything(exchange: Exchange) -> None:
     leased.free(wait)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("action", ["fail", "drop", "delay", "cut"])
 def test_every_operation(action: str, transport: str) -> None:
     count = for_every_n(everything, action, transports=[transport], timeout_s=0.25, delay_s=0.03)
@@ -68,7 +67,6 @@ def large_and_waiting(exchange: Exchange) -> None:
     assert region.word(8).value == 9
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("action", ["fail", "cut"])
 def test_others_on_their_way(action: str, transport: str) -> None:
     assert for_every_n(large_and_waiting, action, transports=[transport]) == 6

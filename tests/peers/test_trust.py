@@ -7,7 +7,7 @@ import pytest
 from actor import PATIENCE_S, eventually, start_actor
 from trusted import knock, nobody, read_secret
 
-from tensorwire import Node, PeerLostError, UnavailableError
+from tensorwire import Node, PathWarning, PeerLostError, UnavailableError
 from tensorwire.testing import PeerGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -156,7 +156,8 @@ def test_another_user_gets_no_shared_memory() -> None:
         node.allocate(64, name="r")
         _, other = start_actor(group, "nobody", nobody)
         other.allocate("r", 64, "rw", "r")
-        peer = node.connect(other.address())
+        with pytest.warns(PathWarning, match="another user"):
+            peer = node.connect(other.address())
         assert peer.path.transport == "tcp"
         assert "user" in peer.path.reason
         peer.region("r").write(b"hello").wait(PATIENCE_S)

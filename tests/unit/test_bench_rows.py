@@ -128,6 +128,7 @@ def test_formats() -> None:
     assert [format_seconds(s) for s in (None, 1.85e-6, 4e-9, 2.5, 0.0015)] == [
         "–", "1.85 µs", "4 ns", "2.5 s", "1.5 ms",
     ]  # fmt: skip
+    assert [format_seconds(s) for s in (999.4e-6, 999.7e-6)] == ["999 µs", "1 ms"]
 
 
 def test_all_bars_met() -> None:

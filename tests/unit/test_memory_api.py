@@ -92,7 +92,7 @@ class TestNode:
             ({"listen": "no-such-host.invalid:0"}, ValueError, "no-such-host.invalid"),
             ({"secret": b"short"}, ValueError, "16"),
             ({"secret": "text" * 8}, TypeError, "bytes"),
-            ({"transports": ["ipx"]}, ValueError, "known are shm, tcp"),
+            ({"transports": ["ipx"]}, ValueError, "known are shm, rdma, tcp"),
             ({"transports": []}, ValueError, "one at least"),
             ({"transports": ["shm", "shm"]}, ValueError, "at most once"),
             ({"transports": "shm"}, TypeError, r"\['shm'\]"),

@@ -7,6 +7,7 @@ import importlib.metadata
 import click
 
 from tensorwire.cli.bench import bench as bench_commands
+from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.run import run as run_command
 
@@ -31,11 +32,16 @@ def main() -> None:
         tensorwire info
 
     \b
+    Whether it is as fast as it should be, alone or towards a peer:
+        tensorwire doctor
+
+    \b
     Then what a transfer costs here, beside memcpy and other libraries:
         tensorwire bench memory --quick
     """  # noqa: D301 (\b is what click reads)
 
 
 main.add_command(info_command)
+main.add_command(doctor_command)
 main.add_command(bench_commands)
 main.add_command(run_command)

@@ -5,7 +5,6 @@ Each check is a function that returns one Finding and never raises; the command 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import fcntl
 import importlib
@@ -28,14 +27,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench import machine
+from tensorwire.errors import TensorwireError
+from tensorwire.memory import Node
+from tensorwire.memory.devices import rdma_ports
 
 OK, PART, MISSING = "yes", "partly", "no"
 _STYLES = {OK: "green", PART: "yellow", MISSING: "red"}
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 16)
-_UCX_LIBRARY = "libucp.so.0"
-_UCX_REMEDY = "apt install libucx0 ibverbs-providers (Debian, Ubuntu) or dnf install ucx ucx-ib"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +102,14 @@ def check_tcp() -> Finding:
 
 
 def check_rdma() -> Finding:
-    """Devices and the library; the backend itself is not part of this version."""
-    devices = _rdma_devices()
+    """A Node that offers it: the device, its port, UCX and locked memory at once."""
+    ports = (f"{port.device}:{port.port} ({port.state})" for port in rdma_ports())
+    devices = ", ".join(ports) or "no device"
     try:
-        ctypes.CDLL(_UCX_LIBRARY)
-        library, remedy = f"{_UCX_LIBRARY} found", ""
-    except OSError:
-        library, remedy = f"{_UCX_LIBRARY} not found", _UCX_REMEDY
-    if not devices:
-        remedy = "needs an InfiniBand or RoCE device"
-    detail = f"not built in this version; {library}; devices: {', '.join(devices) or 'none'}"
-    return Finding("rdma", MISSING, detail, remedy)
-
-
-def _rdma_devices() -> list[str]:
-    """Names with the state of the first port, for example "mlx5_0 (ACTIVE)"."""
-    found = []
-    try:
-        names = sorted(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return []
-    for name in names:
-        state = machine.read_text(f"/sys/class/infiniband/{name}/ports/1/state") or "unknown"
-        found.append(f"{name} ({state.rpartition(' ')[2]})")
-    return found
+        with Node("info", transports=["rdma"]):
+            return Finding("rdma", OK, devices)
+    except (TensorwireError, MemoryError) as error:
+        return Finding("rdma", MISSING, devices, str(error))
 
 
 # --- packages -----------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ from .node import Node, wait_all
 from .peer import Path, Peer, Prepared
 from .region import Region, Word
 from .remote import RemoteRegion, RemoteWord
+from .slower import PathWarning
 
 __all__ = [
     "Handle",
     "Node",
     "Path",
+    "PathWarning",
     "Peer",
     "Prepared",
     "Region",

@@ -16,6 +16,7 @@ import numpy as np
 
 from tensorwire._core import drivers
 
+from .devices import interface, rdma_ports
 from .handle import split_address
 
 _SIOCGIFADDR = 0x8915
@@ -30,15 +31,30 @@ def memory_gb_per_s() -> float:
     return _PROBE_BYTES / statistics.median(seconds) / 1e9
 
 
-def interface_of(host: str) -> str | None:
-    """The name of the interface by which packets to `host` leave, None if it is not known."""
+def source_address(host: str) -> str | None:
+    """The address of this host from which packets to `host` leave, None if there is no route."""
     try:
         entry = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(entry[0], socket.SOCK_DGRAM) as probe:
             probe.connect(entry[4])  # chooses a route; sends nothing
-            local = str(probe.getsockname()[0]).partition("%")[0]
+            return str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
         return None
+
+
+def interface_of(host: str) -> str | None:
+    """The name of the interface by which packets to `host` leave, None if it is not known."""
+    local = source_address(host)
+    if local is None:
+        return None
+    there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]
+    if local == str(there).partition("%")[0]:
+        return "lo"  # an address of this host, whichever interface has it
+    return interface_with(local)
+
+
+def interface_with(local: str) -> str | None:
+    """The name of the interface that has this address, None if none of this host has."""
     if ":" in local:
         packed = socket.inet_pton(socket.AF_INET6, local).hex()
         lines = Path("/proc/net/if_inet6").read_text().split("\n")
@@ -57,8 +73,12 @@ def interface_of(host: str) -> str | None:
 def network_gb_per_s(address: str) -> float | None:
     """What the NIC towards "host:port" promises; None for loopback and virtual interfaces."""
     name = interface_of(split_address(address)[0])
-    try:
-        megabits = int(Path(f"/sys/class/net/{name}/speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return megabits / 8e3 if megabits > 0 else None
+    found = interface(name) if name is not None else None
+    return found.promised_gb_per_s if found is not None else None
+
+
+def rdma_gb_per_s(wire: str) -> float | None:
+    """What the port of "rc_mlx5/mlx5_0:1" promises; None for one made of software."""
+    name = wire.partition("/")[2]
+    found = next((port for port in rdma_ports() if f"{port.device}:{port.port}" == name), None)
+    return found.promised_gb_per_s if found is not None else None

@@ -16,15 +16,15 @@ from typing import Any
 
 from tensorwire import _core
 from tensorwire._core import Transfer
-from tensorwire.errors import UnavailableError
 
 from . import aio
 from .arguments import byte_count, name_text
 from .handle import Handle, access_flags, join_address, split_address
 from .peer import Peer
 from .region import Region, Word, adoptable
+from .slower import warn_if_slower
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "rdma", "tcp")
 MIN_SECRET_BYTES = 16
 
 
@@ -44,8 +44,13 @@ class Node:
         secret: what every process of the job shares, at least 16 bytes. Default: the content of the
             file named by TENSORWIRE_SECRET_FILE (surrounding white space is removed), else
             TENSORWIRE_SECRET. Without one, only a loopback address is accepted.
-        transports: which may be used, fastest first: "shm", "tcp". Default: TENSORWIRE_TRANSPORTS
-            (separated by commas), else both.
+        transports: which may be used, of "shm", "rdma", "tcp". Default: TENSORWIRE_TRANSPORTS
+            (separated by commas), else shm and tcp, and rdma too if `listen` is not loopback and
+            this host has an active RDMA port and UCX. Named here, rdma is an error where it cannot
+            be had.
+        rdma_device: the NIC for rdma by name: "mlx5_0", "mlx5_0:1" (with its port) or its network
+            interface. Default: TENSORWIRE_RDMA_DEVICE, else every active port. Naming one makes it
+            an error if it cannot be used.
         quota_bytes: how much all peers together may allocate here with `Peer.allocate`.
         max_peers: how many connections are held at a time.
         handshake_timeout_s: how long a new connection may take to prove itself.
@@ -65,7 +70,16 @@ class Node:
         BusyError: a system limit is reached.
     """
 
-    __slots__ = ("__weakref__", "_closer", "_core", "_owner_pid", "address", "incarnation", "name")
+    __slots__ = (
+        "__weakref__",
+        "_closer",
+        "_core",
+        "_free_choice",
+        "_owner_pid",
+        "address",
+        "incarnation",
+        "name",
+    )
 
     def __init__(
         self,
@@ -75,6 +89,7 @@ class Node:
         advertise: str | None = None,
         secret: bytes | None = None,
         transports: Iterable[str] | None = None,
+        rdma_device: str | None = None,
         quota_bytes: int = 4 << 30,
         max_peers: int = 1024,
         handshake_timeout_s: float = 10.0,
@@ -89,12 +104,20 @@ class Node:
                 f"{MIN_SECRET_BYTES} random bytes that every process of the job can read"
             )
         advertised = advertise or _reachable_host(host)
+        chosen, try_rdma = _choose_transports(transports)
+        device = rdma_device or os.environ.get("TENSORWIRE_RDMA_DEVICE", "")
+        if device and try_rdma:
+            chosen, try_rdma = [*chosen, "rdma"], False
+        # Who restricts the paths knows that others would be faster.
+        self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
         self._core = _core.Node(
             name_text(name or _default_name(), "Node"),
             host,
             port,
             secret,
-            _choose_transports(transports),
+            chosen,
+            try_rdma and not _is_loopback(host),
+            device,
             quota_bytes,
             max_peers,
             handshake_timeout_s,
@@ -182,6 +205,10 @@ class Node:
             timeout_s: for connecting and the mutual proof of the secret.
             require: a transport, to fail rather than fall back to a slower one.
 
+        Warns:
+            PathWarning: both ends could have a faster path; once per address and process, and not
+                if `transports`, TENSORWIRE_TRANSPORTS or `require` restrict the choice.
+
         Raises:
             PeerLostError: nobody listens there, or the other side hung up.
             TimeoutError: no answer in time.
@@ -195,8 +222,16 @@ class Node:
         host, port = split_address(address_or_handle)
         if port == 0:
             raise ValueError(f"{address_or_handle!r} has port 0; use the other Node's .address")
-        required = "" if require is None else _choose_transports([require])[0]
-        return Peer(self, self._core.connect(host, port, timeout_s, required))
+        required = "" if require is None else _choose_transports([require])[0][0]
+        peer = Peer(self, self._core.connect(host, port, timeout_s, required))
+        if require is None and self._free_choice:
+            core = peer._core
+            try:
+                warn_if_slower(core.address, core.name, core.transport, core.reason)
+            except BaseException:
+                peer.close()  # the warning is an error here, so the caller gets no peer
+                raise
+        return peer
 
     def accept(self, timeout_s: float | None = None) -> Peer:
         """Waits for the next peer that connects here; each is returned once.
@@ -315,21 +350,22 @@ def _choose_secret(secret: bytes | None) -> bytes:
     return secret
 
 
-def _choose_transports(transports: Iterable[str] | None) -> list[str]:
+def _choose_transports(transports: Iterable[str] | None) -> tuple[list[str], bool]:
+    """Those to use, and whether rdma is one more where it can be had."""
     if transports is None:
         text = os.environ.get("TENSORWIRE_TRANSPORTS", "")
-        transports = [name.strip() for name in text.split(",")] if text.strip() else TRANSPORTS
+        if not text.strip():
+            return ["shm", "tcp"], True
+        transports = [name.strip() for name in text.split(",")]
     elif isinstance(transports, str):
         raise TypeError(f"transports is a list of names, such as [{transports!r}]")
     chosen = list(transports)
     for name in chosen:
-        if name == "rdma":
-            raise UnavailableError("this tensorwire has no rdma transport yet; use shm and tcp")
         if name not in TRANSPORTS:
             raise ValueError(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"transports names each transport at most once and one at least: {chosen}")
-    return chosen
+    return chosen, False
 
 
 def _choose_peer_timeout(timeout_s: float | None) -> float:

@@ -19,7 +19,7 @@ from tensorwire.errors import StaleHandleError
 from .aio import inline_limit
 from .arguments import addend, byte_count, name_text
 from .buffers import as_local, describe, size_bytes
-from .expect import memory_gb_per_s, network_gb_per_s
+from .expect import memory_gb_per_s, network_gb_per_s, rdma_gb_per_s
 from .handle import Handle
 from .remote import RemoteRegion, RemoteWord, Signal, check_signal
 
@@ -32,11 +32,12 @@ class Path:
     """How bytes get to a peer; nothing is chosen silently.
 
     Attributes:
-        transport: "shm" or "tcp".
+        transport: "shm", "rdma" or "tcp".
         wire: what the bytes travel on, in words.
         copies: how often a CPU copies each payload byte from source to target, both hosts together.
         expected_gb_per_s: what one transfer should come near to: on shm the memcpy speed measured
-            in this process, on tcp what the NIC promises (None for loopback and virtual ones).
+            in this process, on tcp and rdma what the NIC promises (None for loopback and virtual
+            ones).
         reason: why this transport was chosen, and what excluded the faster ones.
     """
 
@@ -50,6 +51,7 @@ class Path:
 # transport -> (wire, copies)
 _WIRES = {
     "shm": ("memory of this host that both processes have mapped", 1),
+    "rdma": ("RDMA", 0),
     "tcp": ("TCP", 2),
 }
 
@@ -96,6 +98,10 @@ class Peer:
         if transport == "tcp":
             wire = f"TCP to {self.address}"
             expected = network_gb_per_s(self.address)
+        elif transport == "rdma":
+            device = self._core.wire
+            wire = f"RDMA by {device}"
+            expected = rdma_gb_per_s(device)
         else:
             expected = memory_gb_per_s()
         return Path(transport, wire, copies, expected, self._core.reason)

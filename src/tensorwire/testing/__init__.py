@@ -9,9 +9,11 @@ from .faults import Exchange, FaultPlan, for_every_n, inject
 from .group import Channel, Member, MemberError, PeerGroup
 from .leaks import Footprint, assert_no_leak
 from .pair import Pair, node_pair
+from .stage import Elsewhere, warm_up
 
 __all__ = [
     "Channel",
+    "Elsewhere",
     "Exchange",
     "FaultPlan",
     "Footprint",
@@ -26,4 +28,5 @@ __all__ = [
     "inject",
     "node_pair",
     "run_check",
+    "warm_up",
 ]

@@ -1,7 +1,8 @@
 """The conformance suite: what every transport must do, as a list of named checks.
 
 A new backend is done when `check_transport` passes. Each check runs alone, on fresh Nodes, with the
-target in the same process and again in another one, and must leave nothing behind.
+target in the same process and again in another one, and must leave nothing behind. `Elsewhere` puts
+the target on another host.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-from .stage import PLACES, Stage, stage
+from .stage import PLACES, Elsewhere, Stage, stage, warm_up
 
 Check = Callable[[Stage], None]
 StageBuilder = Callable[..., AbstractContextManager[Stage]]
@@ -31,25 +32,28 @@ def check_names(place: str) -> list[str]:
     ]
 
 
-def run_check(name: str, transport: str, place: str, *, build: StageBuilder = stage) -> None:
+def run_check(
+    name: str, transport: str, place: str | Elsewhere, *, build: StageBuilder = stage
+) -> None:
     """Runs one check.
 
     Args:
         name: one of `check_names(place)`.
         transport: the only one that its Nodes may use.
-        place: "one process" or "two processes".
+        place: "one process", "two processes", or where else the target runs; there the checks of
+            two processes can run.
         build: makes the stage of a check, as `tensorwire.testing.stage.stage` does: called with
-            transport, place and options of both Nodes. Another one puts the target elsewhere, for
-            example on another host.
+            transport, place and options of both Nodes.
 
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
     """
+    warm_up(transport)
     with assert_no_leak():
         _run(name, transport, place, build)
 
 
-def _run(name: str, transport: str, place: str, build: StageBuilder) -> None:
+def _run(name: str, transport: str, place: str | Elsewhere, build: StageBuilder) -> None:
     # A function of its own: its names keep Nodes alive.
     with build(transport, place, **grants.OPTIONS.get(name, {})) as scene:
         _CHECKS[name](scene)

@@ -1,4 +1,4 @@
-"""Where a check takes place: a near Node here, a Target here or in another process, connected.
+"""Where a check takes place: a near Node here, connected to a Target, wherever that is.
 
 Also the small words that checks are written in.
 """
@@ -6,7 +6,8 @@ Also the small words that checks are written in.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,18 +27,36 @@ PLACES = ("one process", "two processes")
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A place for targets that only the caller can start processes in: another host.
+
+    Attributes:
+        start: gives a process that runs `serve_target` with these options, and ends it with the
+            block. Of a `Member` it needs `send`, `recv`, `log`, `kill`, `stop` and `cont`.
+        near: more options of the Nodes here, such as where they listen and the secret.
+        far: more options of the Nodes there.
+        name: for messages.
+    """
+
+    start: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Member]]
+    near: Mapping[str, Any]
+    far: Mapping[str, Any]
+    name: str = "two hosts"
+
+
 @dataclass
 class Stage:
     """What a check gets.
 
     Attributes:
         transport: the one that both Nodes may use.
-        place: "one process" or "two processes".
+        place: "one process", "two processes", or the name of an `Elsewhere`.
         near: the Node that connected.
         peer: the target as `near` sees it.
         target: tells the far side what to do.
         member: the target's process, None in one process.
-        options: of both Nodes, for a check that needs a further Node.
+        options: of the near Node, for a check that needs a further Node.
     """
 
     transport: str
@@ -59,12 +78,24 @@ class Stage:
             yield node
 
 
+@functools.cache
+def warm_up(transport: str) -> None:
+    """Uses a transport once: what its library keeps as long as the process lives is then there."""
+    if transport == "rdma":
+        with Node(transports=[transport]) as near, Node(transports=[transport]) as far:
+            near.connect(far.address)
+
+
 @contextlib.contextmanager
-def stage(transport: str, place: str, **options: Any) -> Iterator[Stage]:
+def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[Stage]:
     """Builds a Stage and takes it down, whatever the check has left of it."""
     options = {"transports": [transport], **options}
     with contextlib.ExitStack() as stack:
-        if place == "one process":
+        if isinstance(place, Elsewhere):
+            member = stack.enter_context(place.start({**options, **place.far}))
+            target = target_elsewhere(member)
+            options, place = {**options, **place.near}, place.name
+        elif place == "one process":
             member, target = None, Target(options)
             stack.callback(target.close)
         else:

@@ -300,7 +300,7 @@ def cycles(stage: Stage) -> None:
             if number % 3 == 0:
                 peer.close()
     assert stage.target.contents("r") == data.tobytes()
-    assert len(stage.near.peers) == 1
+    assert len(stage.near.peers) == 1, (stage.near.peers, stage.peer)
 
 
 def both_directions(stage: Stage) -> None:

@@ -1,0 +1,386 @@
+"""What a machine has and promises, read and not judged.
+
+Every reader takes the root of the file system. A `Facts` travels to the other end as JSON; what
+comes from there is checked before it is believed or printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import mmap
+import os
+import platform
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorwire.bench import machine
+from tensorwire.memory.devices import (
+    UCX_LIBRARY,
+    Interface,
+    RdmaPort,
+    interfaces,
+    rdma_ports,
+    read_line,
+    read_number,
+)
+from tensorwire.memory.node import TRANSPORTS
+
+FORMAT = 1
+_CAP_IPC_LOCK = 14
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+# Loading happens in a process of its own: two copies of UCX in one process can hang.
+_LOAD_UCX = f"""
+import ctypes
+library = ctypes.CDLL("{UCX_LIBRARY}")
+library.ucp_get_version_string.restype = ctypes.c_char_p
+print(library.ucp_get_version_string().decode())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """What the kernel grants a TCP stream; None where it does not say.
+
+    Attributes:
+        receive_bytes, send_bytes: the largest buffers that it sizes by itself (third number of
+            net.ipv4.tcp_rmem, tcp_wmem).
+        explicit_receive_bytes: net.core.rmem_max, the bound of buffers set by a program.
+        adapts: net.ipv4.tcp_moderate_rcvbuf.
+        congestion: the algorithm.
+    """
+
+    receive_bytes: int | None = None
+    send_bytes: int | None = None
+    explicit_receive_bytes: int | None = None
+    adapts: bool | None = None
+    congestion: str = ""
+
+    @property
+    def window_bytes(self) -> int | None:
+        """How much can be on its way: the kernel keeps half of a buffer for its own bookkeeping."""
+        if self.receive_bytes is None or self.send_bytes is None:
+            return None
+        return min(self.receive_bytes, self.send_bytes) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What shm regions are made of.
+
+    Attributes:
+        fault: why a memfd cannot be made and sealed, "" if it can.
+        huge_pages: the kernel's switch for shared memory ("never", "advise", ...), "" if unknown.
+        dev_shm_bytes: size of /dev/shm, None if it is not mounted.
+        available_bytes: memory that the system could give.
+        group_left_bytes: what the control group still allows, None without a limit.
+    """
+
+    fault: str = ""
+    huge_pages: str = ""
+    dev_shm_bytes: int | None = None
+    available_bytes: int | None = None
+    group_left_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The cores that this process may use.
+
+    Attributes:
+        model: the processor.
+        cores, usable: of the machine; of this process by its affinity.
+        quota: cores that the control group grants, None without a limit.
+        load: runnable tasks over the last minute.
+    """
+
+    model: str = ""
+    cores: int = 1
+    usable: int = 1
+    quota: float | None = None
+    load: float | None = None
+
+    @property
+    def free(self) -> float:
+        """How many cores this process can keep busy."""
+        return min(self.usable, self.quota or self.usable)
+
+    @property
+    def oversubscribed(self) -> bool:
+        """There is more to run than cores."""
+        return self.load is not None and self.load > self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Rdma:
+    """What rdma would need.
+
+    Attributes:
+        ports: of all devices.
+        ucx: the version of UCX that can be loaded, "" if none can.
+        ucx_fault: why not.
+        verbs: whether /dev/infiniband lets this user in.
+        locked_bytes: how much memory may be locked, None without a limit.
+    """
+
+    ports: tuple[RdmaPort, ...] = ()
+    ucx: str = ""
+    ucx_fault: str = ""
+    verbs: bool = False
+    locked_bytes: int | None = None
+
+    @property
+    def active(self) -> list[RdmaPort]:
+        """The ports that can carry data."""
+        return [port for port in self.ports if port.active]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One machine, as one process sees it."""
+
+    host: str
+    kernel: str
+    python: str
+    tensorwire: str
+    transports: tuple[str, ...]
+    restricted: str
+    cpu: Cpu
+    memory: SharedMemory
+    tcp: Tcp
+    rdma: Rdma
+    interfaces: tuple[Interface, ...]
+
+    def find_interface(self, name: str | None) -> Interface | None:
+        """By name."""
+        return next((each for each in self.interfaces if each.name == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: object) -> Facts:
+        """What `to_json` made, possibly on another machine.
+
+        Raises:
+            ValueError: it is not that, or of another version.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("no facts of a format that is known here")
+        found = {key: value for key, value in data.items() if key != "format"}
+        try:
+            rdma = dict(found["rdma"])
+            rdma["ports"] = tuple(
+                _made(RdmaPort, {**port, "gids": tuple(map(str, port["gids"]))})
+                for port in rdma["ports"]
+            )
+            found |= {
+                "transports": tuple(map(str, found["transports"])),
+                "cpu": _made(Cpu, found["cpu"]),
+                "memory": _made(SharedMemory, found["memory"]),
+                "tcp": _made(Tcp, found["tcp"]),
+                "rdma": _made(Rdma, rdma),
+                "interfaces": tuple(_made(Interface, each) for each in found["interfaces"]),
+            }
+            made: Facts = _made(cls, found)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"facts that do not fit: {error}") from error
+        return made
+
+
+# The type of every field, as `from __future__ import annotations` leaves it: text.
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "bool | None": (bool, type(None)),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float | None": (float, int, type(None)),
+}
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """An instance whose plain fields have the declared types and whose texts can be printed."""
+    for field in dataclasses.fields(kind):
+        allowed = _PLAIN.get(str(field.type))
+        value = values[field.name]
+        if allowed is not None and not isinstance(value, allowed):
+            raise TypeError(f"{field.name} is {type(value).__name__}")
+    clean = {key: _printable(value) for key, value in values.items()}
+    return kind(**clean)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(sign if sign.isprintable() else "?" for sign in value)[:300]
+    if isinstance(value, tuple) and all(isinstance(part, str) for part in value):
+        return tuple(_printable(part) for part in value)
+    return value
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+_ROOT = Path("/")
+
+
+def read(root: Path = _ROOT) -> Facts:
+    """Everything, about a tenth of a second: UCX is loaded once, in a process that ends."""
+    return Facts(
+        host=platform.node(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        tensorwire=machine.version("tensorwire") or "unknown",
+        transports=TRANSPORTS,
+        restricted=os.environ.get("TENSORWIRE_TRANSPORTS", ""),
+        cpu=read_cpu(root),
+        memory=read_memory(root),
+        tcp=read_tcp(root),
+        rdma=read_rdma(root),
+        interfaces=tuple(interfaces(root)),
+    )
+
+
+def read_cpu(root: Path = _ROOT) -> Cpu:
+    """Cores, quota and load."""
+    model = ""
+    for line in (read_line(root / "proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Processor"):
+            model = value.strip()
+            break
+    load = (read_line(root / "proc/loadavg") or "").split()
+    return Cpu(
+        model=model,
+        cores=os.cpu_count() or 1,
+        usable=len(os.sched_getaffinity(0)),
+        quota=read_quota(root),
+        load=float(load[0]) if load else None,
+    )
+
+
+def group_folders(root: Path = _ROOT) -> list[Path]:
+    """The control groups (version 2) of this process, its own first, each bounding those before."""
+    top = root / "sys/fs/cgroup"
+    for line in (read_line(root / "proc/self/cgroup") or "").splitlines():
+        if line.startswith("0::/"):
+            own = top / line[4:]
+            return [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
+    return [top]
+
+
+def read_quota(root: Path = _ROOT) -> float | None:
+    """Cores that the control groups grant; None without a limit."""
+    found = []
+    for folder in group_folders(root):
+        quota, _, period = (read_line(folder / "cpu.max") or "max").partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            found.append(int(quota) / int(period))
+    old = root / "sys/fs/cgroup/cpu"
+    quota_us, period_us = (read_number(old / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
+    if quota_us and period_us and quota_us > 0:
+        found.append(quota_us / period_us)
+    return min(found, default=None)
+
+
+def read_memory(root: Path = _ROOT) -> SharedMemory:
+    """What shared memory can be had."""
+    left = []
+    for folder in group_folders(root):
+        most, used = read_number(folder / "memory.max"), read_number(folder / "memory.current")
+        if most is not None and used is not None:
+            left.append(max(0, most - used))
+    available = None
+    for line in (read_line(root / "proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        status = os.statvfs(root / "dev/shm")
+        dev_shm = status.f_blocks * status.f_frsize
+    except OSError:
+        dev_shm = None
+    switch = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return SharedMemory(
+        fault=memfd_fault(),
+        huge_pages=machine.chosen(str(switch)) or "",
+        dev_shm_bytes=dev_shm,
+        available_bytes=available,
+        group_left_bytes=min(left, default=None),
+    )
+
+
+def memfd_fault() -> str:
+    """Makes, maps and seals a memfd as a region does; why that fails, "" if it does not."""
+    try:
+        descriptor = os.memfd_create("tensorwire-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        return f"no memfd: {error}"
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            memory[0] = 1
+        fcntl.fcntl(descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), _SEALS)
+    except OSError as error:
+        return f"a memfd cannot be sealed: {error}"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def read_tcp(root: Path = _ROOT) -> Tcp:
+    """The kernel's limits of TCP."""
+    net = root / "proc/sys/net"
+    adapts = read_number(net / "ipv4/tcp_moderate_rcvbuf")
+    return Tcp(
+        receive_bytes=_third(net / "ipv4/tcp_rmem"),
+        send_bytes=_third(net / "ipv4/tcp_wmem"),
+        explicit_receive_bytes=read_number(net / "core/rmem_max"),
+        adapts=None if adapts is None else adapts == 1,
+        congestion=read_line(net / "ipv4/tcp_congestion_control") or "",
+    )
+
+
+def _third(path: Path) -> int | None:
+    parts = (read_line(path) or "").split()
+    return int(parts[2]) if len(parts) == 3 and parts[2].isdigit() else None
+
+
+def read_rdma(root: Path = _ROOT) -> Rdma:
+    """Devices, library and permissions."""
+    ucx, fault = load_ucx()
+    return Rdma(
+        ports=tuple(rdma_ports(root)),
+        ucx=ucx,
+        ucx_fault=fault,
+        verbs=any(
+            os.access(path, os.R_OK | os.W_OK) for path in (root / "dev/infiniband").glob("uverbs*")
+        ),
+        locked_bytes=locked_limit(root),
+    )
+
+
+def load_ucx() -> tuple[str, str]:
+    """The version of UCX that a process here can load, or "" and the reason."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD_UCX], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return "", last[0].removeprefix("OSError: ")
+    return done.stdout.strip() or "unknown", ""
+
+
+def locked_limit(root: Path = _ROOT) -> int | None:
+    """Bytes that may be locked; None without a limit, or for a process that needs to obey none."""
+    for line in (read_line(root / "proc/self/status") or "").splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+            return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,156 @@
+"""`tensorwire doctor`: is this machine, or the way to that peer, as fast as it should be?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tensorwire.errors import TensorwireError
+
+if TYPE_CHECKING:
+    from tensorwire.bench.doctor.examine import Examination
+
+DEFAULT_LISTEN = "127.0.0.1:0"
+
+
+@click.command()
+@click.argument("address", required=False)
+@click.option(
+    "--serve", is_flag=True, help="Be the other end: help others to measure, until Ctrl-C."
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help=f"Where --serve listens (default {DEFAULT_LISTEN}: this host only, a free port). Other "
+    "hosts need an address that they reach, and a secret.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 600),
+    help="Time for the figures (default 4 alone, 8 with a peer); more for a slow network.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write rows, facts of both machines and findings to FILE.",
+)
+def doctor(
+    address: str | None,
+    serve: bool,
+    listen: str | None,
+    seconds: float | None,
+    json_path: Path | None,
+) -> None:
+    """Is this machine as fast as it should be? Is the way to a peer?
+
+    Alone it looks at what this machine has (cores, shared memory, interfaces, TCP, RDMA) and
+    measures shared memory and TCP with a second process of its own. With the ADDRESS of a peer it
+    measures every path that both ends have, beside a raw socket or memcpy, compares with what the
+    devices promise, and says why a path is chosen and what to do.
+
+    \b
+    This machine:
+        tensorwire doctor
+
+    \b
+    The way between two hosts, both with the same secret:
+        host-a$ head -c 32 /dev/urandom | base64 > secret   # and copy it to host-b
+        host-a$ TENSORWIRE_SECRET_FILE=secret tensorwire doctor --serve --listen 10.0.0.1:7000
+        host-b$ TENSORWIRE_SECRET_FILE=secret tensorwire doctor 10.0.0.1:7000
+
+    ADDRESS may be any running Node, such as a server of a job: then a little is measured, gently.
+    Exits with 0 if nothing is wrong, 1 with a warning, 2 if the peer is not reached.
+    """  # noqa: D301 (\b is what click reads)
+    if serve:
+        if address is not None:
+            raise click.UsageError("--serve waits for others; it takes no ADDRESS, but --listen")
+        if json_path is not None or seconds is not None:
+            raise click.UsageError("--json and --seconds belong to the measuring end")
+        _serve(listen or DEFAULT_LISTEN)
+        return
+    if listen is not None:
+        raise click.UsageError("--listen belongs to --serve")
+    if json_path is not None and not json_path.parent.is_dir():
+        raise click.BadParameter(f"the folder of {json_path} does not exist")
+    raise SystemExit(_examine(address, seconds, json_path))
+
+
+def _console() -> Console:
+    # A file or a pipe has no width of its own; the tables need about 100 columns.
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def _examine(address: str | None, seconds: float | None, json_path: Path | None) -> int:
+    from tensorwire.bench.doctor.examine import examine_machine, examine_peer
+    from tensorwire.bench.doctor.measure import Effort
+    from tensorwire.bench.doctor.report import print_examination
+
+    effort = None if seconds is None else Effort(seconds=seconds)
+    console = _console()
+
+    def run(progress: Callable[[float, str], None]) -> Examination:
+        if address is None:
+            return examine_machine(effort, progress)
+        return examine_peer(address, effort, progress)
+
+    try:
+        found = _with_bar(run, console)
+    except (ValueError, MemoryError, TensorwireError) as error:
+        click.echo(f"Error: {error}", err=True)
+        return 2
+    if json_path is not None:
+        partial = json_path.with_name(json_path.name + ".partial")
+        partial.write_text(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
+        partial.replace(json_path)
+    print_examination(found, console)
+    if json_path is not None:
+        click.echo(f"rows written to {json_path}")
+    return found.exit_code
+
+
+def _with_bar(
+    run: Callable[[Callable[[float, str], None]], Examination], console: Console
+) -> Examination:
+    """Runs with a progress bar, redrawn between the cases only: it disturbs no measurement."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def show(share: float, text: str) -> None:
+            bar.update(task, completed=share, description=f"{text:34}", refresh=True)
+
+        return run(show)
+
+
+def _serve(listen: str) -> None:
+    from tensorwire.bench.doctor.serve import Doctor
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        doctor = Doctor(listen, say=lambda line: click.echo(line))
+    except (ValueError, TensorwireError) as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(2) from error
+    try:
+        click.echo(f"at the other end: tensorwire doctor {doctor.address}")
+        if listen == DEFAULT_LISTEN:
+            click.echo("from this host only; for others --listen HOST:PORT and a secret (--help)")
+        click.echo("Ctrl-C ends this")
+        doctor.run()
+    except KeyboardInterrupt:
+        click.echo("ended")
+    finally:
+        doctor.close()
