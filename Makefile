@@ -23,13 +23,13 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rdma bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
-	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ip ?tc rig
+	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ucx-headers ?ip ?tc rig
 
 build: $(VENV)/.built ## build the extension and install the package, editable, into .venv
 
@@ -46,6 +46,10 @@ test-rdma: build ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig
 	pytest tests/rdma $(ARGS)
 
+bench-rdma: build ## measure rdma beside perftest, between two such machines
+	@$(NEED) rig
+	PYTHONPATH=tests/peers python tests/rdma/measure.py --json build/rdma.json $(ARGS)
+
 rig-shell: $(VENV)/bin/python ## a prompt for two such machines
 	@$(NEED) rig
 	@python tests/rdma/shell.py
@@ -53,7 +57,7 @@ rig-shell: $(VENV)/bin/python ## a prompt for two such machines
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan
 
 test-cpp-%: $(VENV)/.with-dev FORCE
-	@$(NEED) clang clang-rt doctest
+	@$(NEED) clang clang-rt doctest ?ucx-headers
 	$(CMAKE) -B build/cpp-$* -DTENSORWIRE_TESTS=ON -DTENSORWIRE_SANITIZE=$* >/dev/null
 	cmake --build build/cpp-$* -- --quiet
 	TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \

@@ -858,6 +858,8 @@ void bind_drivers(nb::module_& m) {
   d.def("exchange_limit_constants", &drivers::exchange_limit_constants);
   d.def("write_complete", &drivers::write_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
         "offset"_a, "repeats"_a, "batch"_a, Release());
+  d.def("write_pipelined", &drivers::write_pipelined, "peer"_a, "local"_a, "size_bytes"_a,
+        "remote"_a, "offset"_a, "count"_a, "depth"_a, Release());
   d.def("read_complete", &drivers::read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
         "offset"_a, "repeats"_a, "batch"_a, Release());
   d.def(

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <thread>
 
@@ -325,6 +326,23 @@ Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
                        std::size_t batch) {
   const Piece piece = piece_of(local, size_bytes, remote, offset);
   return measure(repeats, batch, [&] { finish(peer.write({&piece, 1}, SignalTo{}, 0)); });
+}
+
+double write_pipelined(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                       const RemoteRegion& remote, std::uint64_t offset, std::size_t count,
+                       std::size_t depth) {
+  const Piece piece = piece_of(local, size_bytes, remote, offset);
+  std::deque<TransferPtr> under_way;
+  auto start = Clock::now();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (under_way.size() == depth) {
+      finish(std::move(under_way.front()));
+      under_way.pop_front();
+    }
+    under_way.push_back(peer.write({&piece, 1}, SignalTo{}, 0));
+  }
+  for (auto& transfer : under_way) finish(std::move(transfer));
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,

@@ -80,6 +80,10 @@ std::vector<float> exchange_limit_constants();
 Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
                        const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
                        std::size_t batch);
+// Seconds that `count` such writes take when up to `depth` of them are under way at a time.
+double write_pipelined(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
+                       const RemoteRegion& remote, std::uint64_t offset, std::size_t count,
+                       std::size_t depth);
 // peer.read of one piece from `remote` + `offset` into `local`, waited for.
 Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
                       const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,

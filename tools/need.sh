@@ -20,6 +20,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     clang-rt) find "$(clang++ -print-resource-dir)/lib" -name 'libclang_rt.fuzzer*' | grep . ;;
     doctest) echo '#include <doctest/doctest.h>' | c++ -E -xc++ - ;;
     spin) command -v spin ;;
+    ucx-headers) echo '#include <ucp/api/ucp.h>' | c++ -E -xc++ - ;;
     ip) command -v ip ;;
     tc) command -v tc ;;
     rig) [[ ! $(missing_of_rig) ]] ;;
@@ -39,6 +40,7 @@ packages() {
     clang-rt) echo "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ;;
     doctest) echo doctest-dev ;;
     spin) echo spin ;;
+    ucx-headers) echo libucx-dev ;;
     ip | tc) echo iproute2 ;;
     rig) missing_of_rig ;;
   esac

@@ -21,6 +21,9 @@ RANK, WORKERS, SERVERS, SLICES = (
     "TENSORWIRE_SLICES",
 )
 
+LOOPBACK = ("127.", "[::1]", "localhost")
+"""How addresses begin that name this host."""
+
 CONTROL = "control"
 """Region at every server: one word per worker, CONTROL_BYTES apart."""
 CONTROL_BYTES = 64
@@ -39,7 +42,7 @@ def why_lost(peer: Peer) -> str:
 def called(peer: Peer) -> str:
     """For messages: "worker 1 (pid 77)", on another host "worker 1 (pid 77 at 10.0.0.2)"."""
     host = peer.address.rpartition(":")[0]
-    here = peer.path.transport == "shm" or host.startswith("127.") or host in ("[::1]", "localhost")
+    here = peer.path.transport == "shm" or host.startswith(LOOPBACK)
     where = "" if here else f" at {host}"
     return f"{peer.name.replace('-', ' ')} (pid {peer.pid}{where})"
 
@@ -135,8 +138,7 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        # Nobody connects to a worker, so it is not seen on the network.
-        node = Node(worker_name(place.rank), listen="127.0.0.1:0")
+        node = _worker_node(place)
         try:
             peers = []
             for index, address in enumerate(place.servers):
@@ -166,6 +168,19 @@ class WorkerMember:
             except TensorwireError:
                 pass  # a server that is gone needs no goodbye
         self.node.close()
+
+
+def _worker_node(place: Place) -> Node:
+    """Nobody connects to a worker, so it is not seen on the network.
+
+    Such a Node does not look for rdma by itself; where servers are on other hosts it does.
+    """
+    name, listen = worker_name(place.rank), "127.0.0.1:0"
+    elsewhere = not all(address.startswith(LOOPBACK) for address in place.servers)
+    if elsewhere and not os.environ.get("TENSORWIRE_TRANSPORTS"):
+        with contextlib.suppress(UnavailableError):  # then by tcp; why is told at connection
+            return Node(name, listen=listen, transports=["shm", "rdma", "tcp"])
+    return Node(name, listen=listen)
 
 
 class ServerMember:
