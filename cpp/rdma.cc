@@ -121,11 +121,18 @@ void RdmaChannel::dial_next() {
 
 // Later, in the driving thread, unless the stream ends first and says why.
 void RdmaChannel::end(Code code, const std::string& why) {
+  end_status_ = {code, why};
   if (ending_) return;
   ending_ = true;
-  auto events = events_;
-  auto lose = [self = weak_from_this(), events, code, why] {
-    if (self.lock()) events.on_lost({code, why});
+  auto lose = [weak = weak_from_this()] {
+    auto self = weak.lock();
+    if (!self) return;
+    Status status;
+    {
+      std::lock_guard lock(self->fabric_->mutex());
+      status = self->end_status_;
+    }
+    self->events_.on_lost(std::move(status));
   };
   progress_->after(ready_ ? kGraceS : 0, lose);
 }
@@ -344,7 +351,8 @@ void RdmaChannel::finished(const WorkPtr& work) {
     }
     if (ended_by_link(*work)) {
       broken_.push_back(work->transfer);
-      end(Code::kPeerLost, "its RDMA connection broke: " + text);
+      // The endpoint's own failure says more, if it comes.
+      if (!ending_) end(Code::kPeerLost, "its RDMA connection broke: " + text);
       return;
     }
   }

@@ -105,7 +105,7 @@ class RdmaChannel : public Channel,
   uint64_t peer_token_ = 0;
   RdmaLink* link_ = nullptr;
   bool expecting_ = false, ready_ = false, down_ = false, ending_ = false;
-  Status down_status_;
+  Status down_status_, end_status_;
   std::deque<std::string> candidates_;
   uint16_t port_ = 0;
   std::string tried_;

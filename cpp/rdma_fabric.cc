@@ -91,6 +91,9 @@ void RdmaFabric::start(const std::string& device) {
     for (const RdmaPort& port : ports) names += (names.empty() ? "" : ",") + port.name();
     check(ucx_->ucp_config_modify(config, "NET_DEVICES", names.c_str()), "choosing the NIC");
   }
+  // The control stream watches for silence. UCX's own probe, a put of no bytes, ends endpoints on
+  // soft-RoCE after 20 s.
+  check(ucx_->ucp_config_modify(config, "KEEPALIVE_INTERVAL", "inf"), "setting up UCX");
   ucx::ContextParams context{};
   context.mask = ucx::ContextParams::kFeatures | ucx::ContextParams::kSharedByThreads |
                  ucx::ContextParams::kName;
