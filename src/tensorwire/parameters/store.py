@@ -386,8 +386,8 @@ class RemoteStore:
     def release(self) -> None:
         """See `Store`."""
         spec = self.layout.spec
-        hyper = np.zeros((spec.groups, len(spec.hyper)))
-        present = np.zeros(len(spec.tensors), np.uint8)
+        hyper = ((0.0,) * len(spec.hyper),) * spec.groups
+        present = bytes(len(spec.tensors))
         version = self._version + 1
         for index in self._mine():
             self.commit(index, Commit(version, RELEASE, 0, 1.0, math.inf, 1.0, hyper, present))
