@@ -34,14 +34,14 @@ def commits(draw: st.DrawFn) -> Commit:
         draw(positive),
         draw(positive | st.just(math.inf)),
         draw(positive),
-        np.array(hyper, np.float64).reshape(groups, names),
-        np.array(present, np.uint8),
+        tuple(tuple(hyper[names * group : names * (group + 1)]) for group in range(groups)),
+        bytes(present),
     )
 
 
 @given(commits(), st.binary(max_size=20))
 def test_commits_travel(commit: Commit, behind: bytes) -> None:
-    shape = (*commit.hyper.shape, len(commit.present))
+    shape = (len(commit.hyper), len(commit.hyper[0]), len(commit.present))
     data = commit.to_bytes()
     assert len(data) == Commit.size_bytes(*shape)
     memory = np.concatenate([data, np.frombuffer(behind, np.uint8)])
@@ -79,7 +79,7 @@ def test_bytes_are_a_commit_or_an_error(data: bytes) -> None:
 def test_impossible_commits(change: dict[str, float]) -> None:
     fields = {"version": 1, "operation": APPLY, "flags": 0, "scale": 1.0}
     fields |= {"max_norm": math.inf, "weight": 1.0, **change}
-    commit = Commit(**fields, hyper=np.zeros((1, 1)), present=np.ones(1, np.uint8))  # type: ignore[arg-type]
+    commit = Commit(**fields, hyper=((0.0,),), present=b"\1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"."):
         Commit.from_bytes(commit.to_bytes(), 1, 1, 1)
 
@@ -89,7 +89,8 @@ def test_difference_sees_what_must_agree(commit: Commit) -> None:
     fields = {name: getattr(commit, name) for name in Commit.__dataclass_fields__}
     assert commit.difference(Commit(**fields)) is None
     assert commit.difference(Commit(**{**fields, "weight": commit.weight / 2})) is None
-    assert commit.difference(Commit(**{**fields, "hyper": (commit.hyper == 0).astype(float)}))
+    other_hyper = tuple(tuple(float(x == 0) for x in group) for group in commit.hyper)
+    assert commit.difference(Commit(**{**fields, "hyper": other_hyper}))
     other = next(each for each in OPERATION_NAMES if each != commit.operation)
     assert commit.difference(Commit(**{**fields, "operation": other}))
     assert commit.difference(Commit(**{**fields, "flags": commit.flags ^ CHECK_FINITE}))

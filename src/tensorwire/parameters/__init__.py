@@ -4,7 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .apply import Apply, Hyper, Tile
+from .apply import Apply, Tile
 from .layout import CELL_BYTES, ITEM_BYTES, Layout, Share, Spec, TensorSpec
 from .messages import (
     APPLY,
@@ -15,6 +15,7 @@ from .messages import (
     WANT_NORM,
     Bytes,
     Commit,
+    Hyper,
     Result,
 )
 from .server import Server, most_threads

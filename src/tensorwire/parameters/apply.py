@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .messages import Bytes
-
-Hyper = NDArray[np.float64]
+from .messages import Bytes, Hyper
 
 
 class Tile(Protocol):

@@ -253,7 +253,7 @@ class Share:
     first: int
     last: int
 
-    @property
+    @cached_property
     def cells(self) -> Sequence[Cell]:
         """The cells."""
         return self.layout.cells[self.first : self.last]

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +69,9 @@ class Shard:
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
         ]
         here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
-        self._here = np.array(sorted(here), np.int64)
+        self._here = sorted(here)
+        # As plain integers: for a handful of them numpy's calls cost more than the sums.
+        self._counts = memory.counts.data
         threads = threads_for(len(self._trained), threads)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tensorwire-apply") if threads > 1 else None
@@ -94,7 +98,7 @@ class Shard:
         Returns:
             The sum of its squares per cell of the share, in order; empty if not asked for.
         """
-        runs = _Runs(commits, self.memory.counts, self._here)
+        runs = _Runs(commits, self._counts, self._here)
 
         def work(index: int) -> float:
             cell, tile = self.share.cells[index], self._tiles[index]
@@ -108,7 +112,7 @@ class Shard:
 
     def square_sums(self, commits: Sequence[Commit]) -> NDArray[np.float64]:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
-        runs = _Runs(commits, self.memory.counts, self._here)
+        runs = _Runs(commits, self._counts, self._here)
 
         def work(index: int) -> float:
             tile = self._tiles[index]
@@ -134,7 +138,7 @@ class Shard:
             placed: called with byte ranges of the store whose new values are in place, while the
                 rest is still being worked on; by any thread.
         """
-        counts = self.memory.counts
+        counts = self._counts
         runs = _Runs(commits, counts, self._here)
         hyper = commits[0].hyper
 
@@ -143,27 +147,24 @@ class Shard:
             for run in runs.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
-                tile.step(hyper[cell.group], run.count, run.start, run.stop, reduced, scale)
+                tile.step(hyper[cell.group], run.step, run.start, run.stop, reduced, scale)
             if placed:
                 placed(cell.start, cell.stop)
             return 0.0
 
         self._map(work)
         self._copy_buffers(commits, placed)
-        if runs.all_present:
-            counts[self._here] += 1
-        else:
-            for tensor in self._here.tolist():
-                counts[tensor] += bool(runs.weights(tensor))
+        for tensor in self._here:
+            counts[tensor] += runs.all_present or bool(runs.weights(tensor))
 
     def _copy_buffers(
         self, commits: Sequence[Commit], placed: Callable[[int, int], None] | None
     ) -> None:
-        equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
         for index in self._copied:
             cell, tile = self.share.cells[index], self._tiles[index]
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
+                equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
                 tile.reduce(equal, 0, cell.stop - cell.start, True)
             self.publish([index])
             if placed:
@@ -240,12 +241,23 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     start: int
     stop: int
     weights: tuple[tuple[int, float], ...]
-    count: int
+    step: int
+
+
+@lru_cache(maxsize=64)
+def _weights(
+    parts: tuple[tuple[float, float], ...], slices: tuple[int, ...]
+) -> tuple[tuple[int, float], ...]:
+    """(slice, weight) of some slices, from the scale and the weight of every slice's commit.
+
+    The mean over the samples of all slices: one without a gradient has a gradient of 0.
+    """
+    total = math.fsum(weight for _, weight in parts)
+    return tuple((i, parts[i][0] * parts[i][1] / total) for i in slices)
 
 
 class _Runs:
@@ -254,31 +266,20 @@ class _Runs:
     The same slices have a gradient for them, and the same number of steps was applied to them.
     """
 
-    def __init__(
-        self, commits: Sequence[Commit], counts: NDArray[np.int64], here: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, commits: Sequence[Commit], counts: memoryview, here: Sequence[int]) -> None:
         self._commits = commits
         self._counts = counts
-        self.all_present = all(b"\0" not in commit.present.tobytes() for commit in commits)
-        applied = counts[here].tolist()
+        self.all_present = all(b"\0" not in commit.present for commit in commits)
+        applied = [counts[tensor] for tensor in here]
         self._same_count = not applied or min(applied) == max(applied)
         self._count = applied[0] + 1 if applied else 1
-        self._all = self._weights(range(len(commits)))
-        self._known: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
-
-    def _weights(self, slices: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        # The mean over the samples of all slices; a slice without a gradient has a gradient of 0.
-        commits = self._commits
-        total = math.fsum(commit.weight for commit in commits)
-        return tuple((i, commits[i].scale * commits[i].weight / total) for i in slices)
+        self._parts = tuple((commit.scale, commit.weight) for commit in commits)
+        self._all = _weights(self._parts, tuple(range(len(commits))))
 
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
         """(slice, weight) of the slices that have a gradient for it."""
         present = tuple(i for i, commit in enumerate(self._commits) if commit.present[tensor])
-        found = self._known.get(present)
-        if found is None:
-            found = self._known[present] = self._weights(present)
-        return found
+        return _weights(self._parts, present)
 
     def of(self, cell: Cell) -> Iterator[_Run]:
         if self.all_present and self._same_count:
@@ -288,8 +289,8 @@ class _Runs:
         for piece in cell.pieces:
             weights = self.weights(piece.tensor)
             start, stop = piece.start - cell.start, piece.stop - cell.start
-            count = int(self._counts[piece.tensor]) + 1
-            if run and run.stop == start and (run.weights, run.count) == (weights, count):
+            count = self._counts[piece.tensor] + 1
+            if run and run.stop == start and (run.weights, run.step) == (weights, count):
                 run = _Run(run.start, stop, weights, count)
                 continue
             if run and run.weights:

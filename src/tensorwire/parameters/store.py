@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,6 +179,14 @@ class LocalStore:
         self._shard.close()
 
 
+class _Target(NamedTuple):
+    """Memory of one server that holds a tensor, or a piece of its bytes."""
+
+    server: int
+    region: RemoteRegion
+    piece: slice | None
+
+
 class RemoteStore:
     """See `Store`. Opened by all workers in the same order.
 
@@ -208,16 +216,23 @@ class RemoteStore:
         self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
         self._spec.array()[:] = np.frombuffer(text, np.uint8)
         self._regions = [self._result, self._spec, *filter(None, [own_view])]
+        blocks = [
+            self._result[RESULT_BYTES * i : RESULT_BYTES * (i + 1)] for i in range(len(servers))
+        ]
+        self._words = [block.word(0) for block in blocks]
+        self._texts = [block.array()[WORD_BYTES:] for block in blocks]
         self._version = 1
         member.tell(number + 1)
         self._wait_results(1)
 
-        self._slots = [
-            [peer.region(self._name(f"slot/{i}")) for peer in servers] for i in self._mine()
-        ]
-        self._commits = [
-            [peer.region(self._name(f"commit/{i}")) for peer in servers] for i in self._mine()
-        ]
+        self._targets = {i: self._find_targets(i) for i in self._mine()}
+        commits = {
+            i: [peer.region(self._name(f"commit/{i}")) for peer in servers] for i in self._mine()
+        }
+        self._commits = {
+            i: [(region.word(0), region[WORD_BYTES:]) for region in regions]
+            for i, regions in commits.items()
+        }
         if own_view is not None:
             self.view = own_view.array()
         else:
@@ -235,6 +250,22 @@ class RemoteStore:
         each = place.slices // place.workers
         return range(place.rank * each, (place.rank + 1) * each)
 
+    def _find_targets(self, slice_index: int) -> list[list[_Target]]:
+        """For every tensor: where its bytes go."""
+        slots = [peer.region(self._name(f"slot/{slice_index}")) for peer in self._member.servers]
+        found = []
+        for place in self.layout.places:
+            targets = []
+            for server, share in enumerate(self._shares):
+                start, stop = share.clip(place.start, place.end)
+                if start < stop:
+                    region = slots[server][start - share.start : stop - share.start]
+                    part = (start, stop) != (place.start, place.end)
+                    piece = slice(start - place.start, stop - place.start) if part else None
+                    targets.append(_Target(server, region, piece))
+            found.append(targets)
+        return found
+
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
         """See `Store`."""
         place = self.layout.places[tensor]
@@ -247,20 +278,13 @@ class RemoteStore:
         pending, self._pending = self._pending, []
         self.bytes_pushed += self._pending_bytes
         self._pending_bytes = 0
-        first = self._mine().start
-        for server, share in enumerate(self._shares):
-            locals_, remotes = [], []
-            for slice_index, tensor, data in pending:
-                place = self.layout.places[tensor]
-                start, stop = share.clip(place.start, place.end)
-                if start >= stop:
-                    continue
-                region = self._slots[slice_index - first][server]
-                if (start, stop) != (place.start, place.end):
-                    flat = memoryview(data).cast("B")
-                    data = flat[start - place.start : stop - place.start]
-                locals_.append(data)
-                remotes.append(region[start - share.start : stop - share.start])
+        batches: list[tuple[list[Any], list[RemoteRegion]]] = [([], []) for _ in self._shares]
+        for slice_index, tensor, data in pending:
+            for server, region, piece in self._targets[slice_index][tensor]:
+                locals_, remotes = batches[server]
+                locals_.append(data if piece is None else memoryview(data).cast("B")[piece])
+                remotes.append(region)
+        for server, (locals_, remotes) in enumerate(batches):
             if locals_:
                 peer = self._member.servers[server]
                 self._transfers[server].append(self._do(peer, peer.write, locals_, remotes))
@@ -284,12 +308,11 @@ class RemoteStore:
         if self._pending:
             self._flush()
         data = commit.to_bytes()
-        index = slice_index - self._mine().start
         for server, peer in enumerate(self._member.servers):
-            region = self._commits[index][server]
+            word, region = self._commits[slice_index][server]
             transfers = self._transfers[server]
-            transfers.append(self._do(peer, region[WORD_BYTES:].write, data))
-            done = self._do(peer, peer.signal, region.word(0), commit.version, transfers)
+            transfers.append(self._do(peer, region.write, data))
+            done = self._do(peer, peer.signal, word, commit.version, transfers)
             self._transfers[server] = [*transfers, done]
 
     def _do(self, peer: Peer, action: Any, *arguments: Any) -> Transfer:
@@ -314,12 +337,11 @@ class RemoteStore:
     def _wait_results(self, version: int) -> Result:
         results = []
         for index, peer in enumerate(self._member.servers):
-            block = self._result[RESULT_BYTES * index : RESULT_BYTES * (index + 1)]
             try:
-                block.word(0).wait_until(version, peer=peer)
+                self._words[index].wait_until(version, peer=peer)
             except TensorwireError as error:
                 raise self._explain(peer, error) from error
-            result = Result.from_bytes(block.array()[WORD_BYTES:])
+            result = Result.from_bytes(self._texts[index])
             if result.failed or result.version != version:
                 raise RuntimeError(result.message or "the job is over; its servers have ended")
             results.append(result)
@@ -342,10 +364,9 @@ class RemoteStore:
 
     def reason(self) -> str:
         """See `Store`."""
-        for index in range(len(self._member.servers)):
-            block = self._result[RESULT_BYTES * index : RESULT_BYTES * (index + 1)]
-            if block.word(0).value >= POISON:
-                return Result.from_bytes(block.array()[WORD_BYTES:]).message
+        for word, text in zip(self._words, self._texts, strict=True):
+            if word.value >= POISON:
+                return Result.from_bytes(text).message
         return ""
 
     def read_reduced(self, target: Bytes) -> None:
@@ -386,8 +407,8 @@ class RemoteStore:
     def release(self) -> None:
         """See `Store`."""
         spec = self.layout.spec
-        hyper = np.zeros((spec.groups, len(spec.hyper)))
-        present = np.zeros(len(spec.tensors), np.uint8)
+        hyper = ((0.0,) * len(spec.hyper),) * spec.groups
+        present = bytes(len(spec.tensors))
         version = self._version + 1
         for index in self._mine():
             self.commit(index, Commit(version, RELEASE, 0, 1.0, math.inf, 1.0, hyper, present))

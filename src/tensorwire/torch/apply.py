@@ -71,7 +71,7 @@ def kind_of(cls: type[torch.optim.Optimizer]) -> str:
     )
 
 
-def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[list[float]]:
+def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[Hyper, ...]:
     """The present hyper-parameters of every group as numbers."""
     rows = []
     for group in optimizer.param_groups:
@@ -79,8 +79,8 @@ def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[lis
         for name in names:
             value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
             row.append(float(value))
-        rows.append(row)
-    return rows
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 class TorchApply:
@@ -131,11 +131,12 @@ class _Tile:
         slots: list[torch.Tensor],
         states: dict[str, torch.Tensor],
     ) -> None:
-        self._kind = kind
+        self._kernel = _KERNELS[kind]
         self._item = master.element_size()
         self._master = master
         self._slots = slots
-        self._states = states
+        self._states = list(states.values())
+        self._bytes = master.nbytes
         self._reduced = slots[0]  # where the last reduce() put it
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
 
@@ -182,9 +183,9 @@ class _Tile:
     ) -> None:
         source = self._slots[0] if kept else self._reduced
         divisor = None if kept else self._divisor
-        master, gradient, states = self._master, source, list(self._states.values())
-        a, b = start // self._item, stop // self._item
-        if (a, b) != (0, master.numel()) or gradient.numel() != master.numel():
+        master, gradient, states = self._master, source, self._states
+        if (start, stop) != (0, self._bytes):
+            a, b = start // self._item, stop // self._item
             master, gradient = master[a:b], gradient[a:b]
             states = [state[a:b] for state in states]
         if scale != 1.0:
@@ -192,7 +193,7 @@ class _Tile:
             scaled = _scratch(self._master)[: gradient.numel()]
             gradient = torch.mul(gradient, scale, out=scaled)
         on = _Operands(master, gradient, states, divisor, count)
-        _KERNELS[self._kind](on, hyper.tolist())
+        self._kernel(on, hyper)
 
 
 class _Operands(NamedTuple):
@@ -205,7 +206,7 @@ class _Operands(NamedTuple):
     step: int
 
 
-def _sgd(on: _Operands, hyper: list[float]) -> None:
+def _sgd(on: _Operands, hyper: Hyper) -> None:
     lr, momentum, dampening, decay, nesterov, maximize = hyper
     if on.master.element_size() < 4:
         _sgd_by_parts(on, hyper)
@@ -225,7 +226,7 @@ def _sgd(on: _Operands, hyper: list[float]) -> None:
     )
 
 
-def _sgd_by_parts(on: _Operands, hyper: list[float]) -> None:
+def _sgd_by_parts(on: _Operands, hyper: Hyper) -> None:
     """For 16 bits, where torch 2.13's fused kernel leaves parameters with momentum as they are."""
     lr, momentum, dampening, decay, nesterov, maximize = hyper
     gradient = on.gradient
@@ -243,7 +244,7 @@ def _sgd_by_parts(on: _Operands, hyper: list[float]) -> None:
     on.master.add_(gradient, alpha=-lr)
 
 
-def _adam(kernel: Any, on: _Operands, hyper: list[float]) -> None:
+def _adam(kernel: Any, on: _Operands, hyper: Hyper) -> None:
     lr, beta1, beta2, eps, decay, amsgrad, maximize = hyper
     kernel(
         [on.master],
@@ -263,7 +264,7 @@ def _adam(kernel: Any, on: _Operands, hyper: list[float]) -> None:
     )
 
 
-_KERNELS: dict[str, Callable[[_Operands, list[float]], None]] = {
+_KERNELS: dict[str, Callable[[_Operands, Hyper], None]] = {
     "SGD": _sgd,
     "Adam": partial(_adam, torch._fused_adam_),
     "AdamW": partial(_adam, torch._fused_adamw_),

@@ -122,7 +122,7 @@ class Exchange:
         self._scaled = 1.0
         self._reduced = False
         self._next_max_norm = math.inf
-        self._present = np.ones(len(tensors), np.uint8)
+        self._all_present = self._present = b"\1" * len(tensors)
         for i in self.trained:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
@@ -242,12 +242,10 @@ class Exchange:
         # Clipping is for steps; a reduction tells the norm that there was.
         limit = min(self.max_norm, self._next_max_norm)
         max_norm = limit if operation == APPLY else math.inf
-        hyper = np.array(hyper_of(self.optimizer, self._apply.hyper), np.float64)
-        present = self._present.copy()
+        hyper = hyper_of(self.optimizer, self._apply.hyper)
         scale = 1.0 if flags & REDUCED else self._scaled
-        commit = Commit(
-            self._version + 1, operation, flags, scale, max_norm, weight, hyper, present
-        )
+        version, present = self._version + 1, self._present
+        commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, present)
         self.store.commit(slice_index, commit)
 
     def _wait(self) -> Result:
@@ -262,6 +260,9 @@ class Exchange:
         if self.accumulating:
             if self._pushed.pop(self._index[id(parameter)], None):
                 self.store.settle()  # what left before is not the sum; it leaves later
+            return
+        if self._local_slots:
+            self._push(self._index[id(parameter)], parameter)  # nothing leaves before step()
             return
         started = time.perf_counter()
         self._push(self._index[id(parameter)], parameter)
@@ -356,8 +357,13 @@ class Exchange:
             torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
 
     def _present_now(self) -> None:
+        if len(self._pushed) == len(self.trained):
+            self._present = self._all_present
+            return
+        present = bytearray(self._all_present)
         for i in self.trained:
-            self._present[i] = i in self._pushed
+            present[i] = i in self._pushed
+        self._present = bytes(present)
 
     # ---- the step
 
@@ -407,7 +413,6 @@ class Exchange:
         self.last_norm = result.norm
         self.buffers.take(self.store)
         self.buffers.remember()
-        self._remember()
         self._forget_reduction()
         self._spent.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
