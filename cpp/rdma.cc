@@ -79,10 +79,20 @@ void RdmaChannel::unexpect() {
 }
 
 bool RdmaChannel::attach(uint64_t token, std::string_view where, bool accepting) {
-  std::lock_guard lock(fabric_->mutex());
-  if (token == 0 || peer_token_ != 0) return false;
-  peer_token_ = token;
-  if (accepting) return where.empty();
+  std::optional<RdmaMessage> early;
+  {
+    std::lock_guard lock(fabric_->mutex());
+    if (token == 0 || peer_token_ != 0) return false;
+    peer_token_ = token;
+    if (!accepting) return dial(where);
+    if (!where.empty()) return false;
+    early.swap(early_);
+  }
+  if (early) received(*early);
+  return true;
+}
+
+bool RdmaChannel::dial(std::string_view where) {
   auto next = [&where] {
     size_t space = where.find(' ');
     std::string word(where.substr(0, space));
@@ -161,7 +171,11 @@ void RdmaChannel::received(const RdmaMessage& message) {
   }
   {
     std::lock_guard lock(fabric_->mutex());
-    if (down_ || ready_ || peer_token_ == 0) return;
+    if (down_ || ready_) return;
+    if (peer_token_ == 0) {
+      early_ = message;  // it overtook the frame on the stream that has our token for answers
+      return;
+    }
     if (expecting_) {
       link_ = fabric_->claim(message.from, weak_from_this());
       if (link_ == nullptr) return;

@@ -18,6 +18,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -88,7 +89,8 @@ class RdmaChannel : public Channel,
   bool ended_by_link(const RdmaWork& work) const;  // locked
   void let_go(RdmaWork& work);
   void ask(const Header& header, TransferPtr transfer);
-  void issue();  // locked
+  void issue();                       // locked
+  bool dial(std::string_view where);  // locked, and so are these two
   void dial_next();
   void unexpect();  // locked
   void end(Code code, const std::string& why);
@@ -106,6 +108,7 @@ class RdmaChannel : public Channel,
   RdmaLink* link_ = nullptr;
   bool expecting_ = false, ready_ = false, down_ = false, ending_ = false;
   Status down_status_, end_status_;
+  std::optional<RdmaMessage> early_;
   std::deque<std::string> candidates_;
   uint16_t port_ = 0;
   std::string tried_;

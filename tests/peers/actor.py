@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensorwire import Handle, Node, Peer, RemoteRegion, TensorwireError
-from tensorwire.testing import Channel, Footprint, Member, PeerGroup
+from tensorwire.testing import Channel, Footprint, Member, PeerGroup, warm_up
 from tensorwire.testing.target import Target, target_elsewhere
 
 MIB = 1 << 20
@@ -101,6 +101,8 @@ class Actor(Target):
 
 def serve_actor(channel: Channel, options: dict[str, Any]) -> None:
     """Process function: an Actor that is told what to do until the channel ends."""
+    for name in options.get("transports") or []:
+        warm_up(name)
     serve(channel, Actor(options))
 
 

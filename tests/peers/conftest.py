@@ -39,6 +39,8 @@ class Failed(Exception):
 @pytest.fixture
 def nothing_left(request: pytest.FixtureRequest) -> Generator[None]:
     """Checks after the test's own variables are gone."""
+    for name in request.config.getoption("--transport") or []:
+        warm_up(name)
     try:
         with assert_no_leak():
             yield

@@ -62,6 +62,8 @@ def test_a_broken_link_is_noticed_and_another_connection_works(
     with pytest.raises(AssertionError, match="PeerLostError"):
         writing()
     machines[0].link(True)
+    reach = f"until busybox ping -c 1 -W 1 {machines[1].address}; do sleep 0.1; done"
+    machines[0].run(["sh", "-c", reach])
     assert near.connect(far.address()) == transport
     near.find_remote("r")
     near.write(64, b"again", 8, 5)
