@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
 RESTARTS = 24
 CYCLES = 1000
+# What a process may keep after hundreds of connections. UCX 1.13 keeps about 3 KiB of each.
+KEPT = {"shm": 2 * MIB, "tcp": 2 * MIB, "rdma": 4 * MIB}
 
 
 def test_restarts_under_load() -> None:
@@ -77,8 +79,9 @@ def test_cycles_of_connections(transport: str) -> None:
         assert growth_since(before) == []
         assert target.growth() == []
         # Allocators keep some memory; 800 connections that left one page each would be 3 MiB.
-        assert memory_of("self")["RssAnon"] - anonymous < 2 * MIB
-        assert target.rss_bytes() - anonymous_there < 2 * MIB
+        kept = KEPT[transport]
+        assert memory_of("self")["RssAnon"] - anonymous < kept
+        assert target.rss_bytes() - anonymous_there < kept
         assert all_complete(node)
         assert node.peers == []
 
@@ -97,7 +100,7 @@ def test_cycles_of_nodes(transport: str) -> None:
                 anonymous = memory_of("self")["RssAnon"]
         eventually(lambda: target.peer_count() == 0, "the host forgets the last guest")
         assert target.growth() == []
-        assert memory_of("self")["RssAnon"] - anonymous < 2 * MIB
+        assert memory_of("self")["RssAnon"] - anonymous < KEPT[transport]
 
 
 def leased(peer: Peer) -> bool:

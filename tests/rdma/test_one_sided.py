@@ -163,16 +163,18 @@ def test_the_suites_of_other_transports(machines: tuple[Machine, Machine], suite
 
 
 @pytest.mark.timeout(620)
-def test_cycles_and_restarts(machines: tuple[Machine, Machine]) -> None:
-    """1,000 connections and restarts under load leave no queue pair behind either."""
+def test_cycles_of_connections(machines: tuple[Machine, Machine]) -> None:
+    """1,000 of them leave no queue pair behind either."""
     first = machines[0]
     before = queue_pairs(first)
-    run_suite(first, "test_restart.py")
+    run_suite(first, "test_restart.py::test_cycles_of_connections")
     assert queue_pairs(first) == before
 
 
 def run_suite(machine: Machine, suite: str, timeout_s: float = 600.0) -> None:
-    command = ["-p", "no:cacheprovider", "-k", "rdma", "--transport", "rdma", "-o", "timeout=300"]
+    # A Node with rdma takes a second to make there, too long for a test that makes hundreds.
+    chosen = "rdma and not come_and_go"
+    command = ["-p", "no:cacheprovider", "-k", chosen, "--transport", "rdma", "-o", "timeout=300"]
     with machine.python("pytest", *command, f"tests/peers/{suite}") as process:
         code = process.wait(timeout_s)
     assert code == 0, process.output[-6000:]
