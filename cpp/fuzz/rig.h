@@ -106,10 +106,10 @@ class Line : private FrameSink {
     Hello remote;
     remote.incarnation = kTheirIncarnation;
     remote.name = "fuzz";
-    rig.peer =
-        std::make_shared<Peer>(rig.fabric, 7, remote, "nowhere:1", is_unix ? "shm" : "tcp", "fuzz");
+    rig.peer = std::make_shared<Peer>(rig.fabric, 7, remote, "nowhere:1",
+                                      is_unix ? kShmBit : kTcpBit, "fuzz");
     rig.fabric.progress->run([&] {
-      rig.peer->start(Descriptor(ends[0]), is_unix, [this](Peer&) { ready = true; }, [](Peer&) {});
+      rig.peer->start(Descriptor(ends[0]), true, [this](Peer&) { ready = true; }, [](Peer&) {});
     });
   }
   ~Line() {
