@@ -18,7 +18,7 @@ bool well_formed(const Header& header) {
   const auto type = static_cast<uint8_t>(header.type);
   bool payload = type == 1 || type == 3, asks = type == 2;
   uint64_t limit = payload ? kMaxChunkBytes : asks ? UINT64_MAX : kMaxBodyBytes;
-  return header.magic == 0x54 && type >= 1 && type <= 12 && header.flags < 8 &&
+  return header.magic == 0x54 && type >= 1 && type <= 14 && header.flags < 8 &&
          header.reserved == 0 && header.reserved2 == 0 && header.reserved3 == 0 &&
          header.status <= kLastCode && header.length <= limit;
 }
