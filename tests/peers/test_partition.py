@@ -78,6 +78,18 @@ def test_a_short_partition_loses_nothing(pair: Hosts, break_: Callable[[Hosts], 
         assert all_complete(near)
 
 
+def connected(node: Node, address: str) -> Peer:
+    """Connects as soon as the kernel knows again where the host is."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return node.connect(address, timeout_s=PATIENCE_S)
+        except PeerLostError as error:
+            if "No route to host" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 class Links:
     """Three connections from one near Node to far ones, named by what the near one sees there.
 
@@ -174,7 +186,7 @@ class Links:
     def check_new(self) -> None:
         """The same Nodes connect anew, in both directions, and lease as much as before."""
         for name in ("idle", "busy"):
-            peer = self.near.connect(self.actors[name].address(), timeout_s=PATIENCE_S)
+            peer = connected(self.near, self.actors[name].address())
             peer.allocate(MIB, "lease").write(pattern(MIB)).wait(PATIENCE_S)
             self.actors[name].find("lease", "lease")
             assert self.actors[name].contents("lease") == pattern(MIB).tobytes()

@@ -193,7 +193,8 @@ def test_two_workers_per_host(pair: Hosts, job: Job) -> None:
     expected = job.alone(1, 4)
     for agent in job.torchrun(1, workers=2):
         assert agent.end() == 0, agent.text()
-        assert re.findall(r"^done \d (.*)", agent.text(), re.MULTILINE) == [expected] * 2
+        told = re.findall(r"^done \d (.*)", agent.text(), re.MULTILINE)
+        assert told == [expected] * 2, agent.text()
 
 
 def test_a_long_partition_ends_it_on_both_hosts(pair: Hosts, job: Job) -> None:
