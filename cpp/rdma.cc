@@ -21,8 +21,11 @@ const char* kStale = "the region was freed, or its handle is of an earlier proce
 
 // A call failed because the connection did, not because of its arguments.
 bool is_of_link(ucx::Status status) {
-  return status != ucx::kNoMemory && status != ucx::kNoDevice && status != -5 && status != -7 &&
-         status != -8 && status != -22;
+  constexpr ucx::Status kOfArguments[] = {ucx::kNoMemory,       ucx::kNoDevice,
+                                          ucx::kInvalidParam,   ucx::kInvalidAddress,
+                                          ucx::kNotImplemented, ucx::kUnsupported};
+  return std::find(std::begin(kOfArguments), std::end(kOfArguments), status) ==
+         std::end(kOfArguments);
 }
 
 }  // namespace
@@ -345,7 +348,8 @@ bool RdmaChannel::ended_by_link(const RdmaWork& work) const {
   return (link_ != nullptr && link_->failed) || !work.refused || is_of_link(work.status);
 }
 
-// All requests of the work are over. Without the lock.
+// All requests of the work are over. Without the lock: completing a transfer lets go of objects of
+// Python, and a thread that has the interpreter may be waiting for the lock.
 void RdmaChannel::finished(const WorkPtr& work) {
   if (work->over) return;
   work->over = true;
@@ -356,24 +360,21 @@ void RdmaChannel::finished(const WorkPtr& work) {
     return;
   }
   std::string text = fabric_->ucx().text(work->status);
+  Status status{work->status == ucx::kNoMemory ? Code::kNoMemory : Code::kUnavailable,
+                "the NIC cannot reach the local memory: " + text +
+                    "; is it read-only, or is the limit of locked memory too low (ulimit -l)?"};
   {
     std::lock_guard lock(fabric_->mutex());
     if (down_) {
-      Status status = down_status_;
-      work->transfer->complete(status.code, std::move(status.message));
-      return;
-    }
-    if (ended_by_link(*work)) {
+      status = down_status_;
+    } else if (ended_by_link(*work)) {
       broken_.push_back(work->transfer);
       // The endpoint's own failure says more, if it comes.
       if (!ending_) end(Code::kPeerLost, "its RDMA connection broke: " + text);
       return;
     }
   }
-  Code code = work->status == ucx::kNoMemory ? Code::kNoMemory : Code::kUnavailable;
-  work->transfer->complete(code, "the NIC cannot reach the local memory: " + text +
-                                     "; is it read-only, or is the limit of locked memory too low "
-                                     "(ulimit -l)?");
+  work->transfer->complete(status.code, std::move(status.message));
 }
 
 TransferPtr RdmaChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {

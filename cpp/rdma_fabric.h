@@ -87,7 +87,7 @@ struct RdmaLink {
 class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric> {
  public:
   // device: "" or what usable_ports() takes. Throws kUnavailable (no UCX, no device, no active
-  // port), kPermission, kNoMemory (locked memory), each with the remedy.
+  // port), kNoMemory (locked memory), each with the remedy.
   static std::shared_ptr<RdmaFabric> create(std::shared_ptr<Progress> progress,
                                             const std::string& device);
   ~RdmaFabric() override;
@@ -146,7 +146,6 @@ class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric
   explicit RdmaFabric(std::shared_ptr<Progress> progress);
   bool is_here() const { return epoch_ == fork::epoch(); }  // not in a forked child
   void start(const std::string& device);
-  void listen(const std::vector<RdmaPort>& ports);
   RdmaLink* make_link(ucx::EndpointParams& params, std::weak_ptr<RdmaUser> user,
                       ucx::Status& status);
   bool has_notes() const;

@@ -17,9 +17,12 @@ using Status = int8_t;
 inline constexpr Status kOk = 0;
 inline constexpr Status kInProgress = 1;
 inline constexpr Status kNoMemory = -4;
-inline constexpr Status kUnreachable = -6;
+inline constexpr Status kInvalidParam = -5;
+inline constexpr Status kInvalidAddress = -7;
+inline constexpr Status kNotImplemented = -8;
 inline constexpr Status kNoDevice = -14;
 inline constexpr Status kBusy = -15;
+inline constexpr Status kUnsupported = -22;
 inline constexpr Status kLastError = -100;
 
 // A call that may go on returns null (done), a status below zero, or a request.

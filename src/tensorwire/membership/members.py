@@ -178,7 +178,8 @@ def _worker_node(place: Place) -> Node:
     name, listen = worker_name(place.rank), "127.0.0.1:0"
     elsewhere = not all(address.startswith(LOOPBACK) for address in place.servers)
     if elsewhere and not os.environ.get("TENSORWIRE_TRANSPORTS"):
-        with contextlib.suppress(UnavailableError):  # then by tcp; why is told at connection
+        # Else by tcp; a PathWarning tells it if the servers have rdma.
+        with contextlib.suppress(UnavailableError, MemoryError):
             return Node(name, listen=listen, transports=["shm", "rdma", "tcp"])
     return Node(name, listen=listen)
 
