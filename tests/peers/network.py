@@ -13,8 +13,7 @@ from actor import Actor, serve
 from hosts import Hosts, enter
 
 from tensorwire import Node, PeerLostError
-from tensorwire.testing import Channel, Member, Pair, PeerGroup
-from tensorwire.testing.stage import Stage
+from tensorwire.testing import Channel, Elsewhere, Member, Pair, PeerGroup
 from tensorwire.testing.target import serve_target, target_elsewhere
 
 SECRET = b"of two hosts in one kernel"
@@ -103,16 +102,15 @@ def start_far(
     return member, target_elsewhere(member)
 
 
-@contextlib.contextmanager
-def stage_on(hosts: Hosts, transport: str, place: str, **options: Any) -> Iterator[Stage]:
-    """As `tensorwire.testing.stage.stage`: near on the first host, the target on the second."""
-    near_options, far_options = ({**on(host.address), **options} for host in hosts)
-    with enter(hosts[0].path), PeerGroup() as group:
-        member = group.start(serve_target_on, hosts[1].path, far_options, name="target")
-        target = target_elsewhere(member)
-        with Node("near", **near_options) as near:
-            peer = near.connect(target.address())
-            yield Stage(transport, place, near, peer, target, member, near_options)
+def second_of(hosts: Hosts) -> Elsewhere:
+    """The second host, as a place for targets of checks that run on the first."""
+
+    @contextlib.contextmanager
+    def start(options: dict[str, Any]) -> Iterator[Member]:
+        with PeerGroup() as group:
+            yield group.start(serve_target_on, hosts[1].path, options, name="target")
+
+    return Elsewhere(start, on(hosts[0].address), on(hosts[1].address))
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import hosts
 import pytest
-from hosts import Hosts
-from network import pair_on, stage_on
+from hosts import Hosts, enter
+from network import pair_on, second_of
 from test_faults import OPERATIONS, everything
 
 from tensorwire.testing import check_names, check_transport, for_every_n
@@ -26,9 +26,9 @@ def pair() -> Iterator[Hosts]:
 
 
 def test_conformance_between_hosts(pair: Hosts) -> None:
-    build = functools.partial(stage_on, pair)
-    passed = list(check_transport("tcp", places=["two processes"], build=build))
-    assert passed == [("two processes", name) for name in check_names("two processes")]
+    with enter(pair[0].path):
+        passed = list(check_transport("tcp", places=[second_of(pair)]))
+    assert passed == [("two hosts", name) for name in check_names("two processes")]
 
 
 @pytest.mark.parametrize("action", ["fail", "drop", "delay", "cut"])

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
 from .stage import PLACES, Elsewhere, Stage, stage, warm_up
 
 Check = Callable[[Stage], None]
-StageBuilder = Callable[..., AbstractContextManager[Stage]]
 
 _CHECKS: dict[str, Check] = {
     check.__name__: check for module in (data, words, grants, lifetime) for check in module.CHECKS
@@ -32,9 +30,7 @@ def check_names(place: str) -> list[str]:
     ]
 
 
-def run_check(
-    name: str, transport: str, place: str | Elsewhere, *, build: StageBuilder = stage
-) -> None:
+def run_check(name: str, transport: str, place: str | Elsewhere) -> None:
     """Runs one check.
 
     Args:
@@ -42,29 +38,26 @@ def run_check(
         transport: the only one that its Nodes may use.
         place: "one process", "two processes", or where else the target runs; there the checks of
             two processes can run.
-        build: makes the stage of a check, as `tensorwire.testing.stage.stage` does: called with
-            transport, place and options of both Nodes.
 
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
     """
     warm_up(transport)
     with assert_no_leak():
-        _run(name, transport, place, build)
+        _run(name, transport, place)
 
 
-def _run(name: str, transport: str, place: str | Elsewhere, build: StageBuilder) -> None:
+def _run(name: str, transport: str, place: str | Elsewhere) -> None:
     # A function of its own: its names keep Nodes alive.
-    with build(transport, place, **grants.OPTIONS.get(name, {})) as scene:
+    with stage(transport, place, **grants.OPTIONS.get(name, {})) as scene:
         _CHECKS[name](scene)
 
 
 def check_transport(
     transport: str,
     *,
-    places: Iterable[str] = PLACES,
+    places: Iterable[str | Elsewhere] = PLACES,
     only: Iterable[str] | None = None,
-    build: StageBuilder = stage,
 ) -> Iterator[tuple[str, str]]:
     """Runs the suite and yields (place, name) after each check that passed.
 
@@ -74,7 +67,6 @@ def check_transport(
         transport: name of the backend.
         places: where targets run.
         only: names of checks; None runs all.
-        build: where targets are within a place; see `run_check`.
 
     Raises:
         AssertionError: at the end, with every failure.
@@ -82,15 +74,16 @@ def check_transport(
     chosen = None if only is None else set(only)
     failures = []
     for place in places:
-        for name in check_names(place):
+        title = place.name if isinstance(place, Elsewhere) else place
+        for name in check_names("two processes" if isinstance(place, Elsewhere) else place):
             if chosen is not None and name not in chosen:
                 continue
             try:
-                run_check(name, transport, place, build=build)
+                run_check(name, transport, place)
             except Exception:
-                failures.append(f"{name} in {place}:\n{traceback.format_exc()}")
+                failures.append(f"{name} in {title}:\n{traceback.format_exc()}")
                 continue
-            yield place, name
+            yield title, name
     if failures:
         raise AssertionError(
             f"{len(failures)} checks of {transport} failed\n\n" + "\n".join(failures)
