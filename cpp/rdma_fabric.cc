@@ -88,7 +88,10 @@ void RdmaFabric::start(const std::string& device) {
   }
   if (std::getenv("UCX_NET_DEVICES") == nullptr) {
     std::string names;
-    for (const RdmaPort& port : ports) names += (names.empty() ? "" : ",") + port.name();
+    for (const RdmaPort& port : ports) {
+      if (!names.empty()) names += ',';
+      names += port.name();
+    }
     check(ucx_->ucp_config_modify(config, "NET_DEVICES", names.c_str()), "choosing the NIC");
   }
   // The control stream watches for silence. UCX's own probe, a put of no bytes, ends endpoints on
