@@ -7,9 +7,12 @@ same `Shard`, so their bits are the same.
 from .apply import Apply, Tile
 from .layout import CELL_BYTES, ITEM_BYTES, Layout, Share, Spec, TensorSpec
 from .messages import (
+    ABSENT,
     APPLY,
     CHECK_FINITE,
+    PRODUCED,
     PUBLISH,
+    PUSHED,
     REDUCE,
     REDUCED,
     WANT_NORM,
@@ -23,11 +26,14 @@ from .shard import threads_for
 from .store import LocalStore, RemoteStore, Store
 
 __all__ = [
+    "ABSENT",
     "APPLY",
     "CELL_BYTES",
     "CHECK_FINITE",
     "ITEM_BYTES",
+    "PRODUCED",
     "PUBLISH",
+    "PUSHED",
     "REDUCE",
     "REDUCED",
     "WANT_NORM",

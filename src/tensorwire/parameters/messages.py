@@ -46,6 +46,10 @@ RESULT_BYTES = 4096
 """A result with its word and its text."""
 MESSAGE_BYTES = RESULT_BYTES - WORD_BYTES - _RESULT.size
 
+ABSENT, PUSHED, PRODUCED = 0, 1, 2
+"""Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;
+it was produced in the slice's other slot, the one that nobody writes into."""
+
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
 
@@ -62,7 +66,7 @@ class Commit:
         max_norm: the reduced gradient is scaled down to this norm; inf: never.
         weight: of this slice in the mean, its number of samples.
         hyper: of every group.
-        present: one byte per tensor: this slice has a gradient for it.
+        present: one byte per tensor: ABSENT, PUSHED or PRODUCED.
     """
 
     version: int
@@ -105,6 +109,8 @@ class Commit:
         commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, copy[end:])
         if commit.operation not in OPERATION_NAMES:
             raise ValueError(f"unknown operation {commit.operation}")
+        if commit.present and max(commit.present) > PRODUCED:
+            raise ValueError("a gradient that is neither absent nor pushed nor produced")
         numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
         for name, number in numbers.items():
             if not number > 0 or (name != "max_norm" and number == float("inf")):

@@ -27,6 +27,7 @@ from .layout import Layout, Share, Spec
 from .messages import (
     OPERATION_NAMES,
     POISON,
+    PRODUCED,
     RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
@@ -285,6 +286,10 @@ class StoreServer:
 
         size = share.size_bytes
         slots = [self._allocate(f"slot/{i}", size, "rw") for i in range(spec.slices)]
+        produced = [
+            self._allocate(f"produced/{i}", size, "rw") if self._is_here(rank) else None
+            for i, rank in enumerate(self._workers)
+        ]
         states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
         self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
         commit_bytes = WORD_BYTES + Commit.size_bytes(
@@ -303,6 +308,7 @@ class StoreServer:
         memory = Memory(
             self._master,
             [slot.array()[:size] for slot in slots],
+            [slot.array()[:size] if slot else None for slot in produced],
             {name: region.array()[:size] for name, region in states.items()},
             self._counts.array("int64")[: len(spec.tensors)],
         )
@@ -312,6 +318,10 @@ class StoreServer:
             raise PeerLostError("a worker left while a store was opened")
         for region in results.values():
             self._send(region, Result(1).to_bytes(), 1).wait(30.0)
+
+    def _is_here(self, rank: int) -> bool:
+        """The worker has our memory mapped and can produce its gradients there."""
+        return bool(self._member.workers[rank].path.transport == "shm")
 
     def _make_master(self, layout: Layout, share: Share, homes: set[int]) -> Region | None:
         if self._member.index not in homes:
@@ -388,6 +398,8 @@ class StoreServer:
             self._wait_commit(region, version, rank)
             started = started or time.perf_counter()
             commit = self._read(region)
+            if PRODUCED in commit.present and not self._is_here(rank):
+                raise ValueError(f"worker {rank} cannot have produced gradients in our memory")
             commits.append(commit)
             if different := commits[0].difference(commit):
                 raise DisagreementError(

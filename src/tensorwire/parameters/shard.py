@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from .layout import Cell, Share
 from .messages import (
     APPLY,
     CHECK_FINITE,
+    PRODUCED,
     PUBLISH,
     REDUCE,
     REDUCED,
@@ -41,13 +43,15 @@ class Memory:
 
     Attributes:
         master: the parameters.
-        slots: one per slice: gradients.
+        slots: one per slice: gradients that were pushed.
+        produced: one per slice, where it may be: gradients that were produced in place.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
     """
 
     master: Bytes
     slots: Sequence[Bytes]
+    produced: Sequence[Bytes | None] = ()
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -85,10 +89,13 @@ class Shard:
         begin, end = cell.start - self.share.start, cell.stop - self.share.start
         memory = self.memory
         states = memory.states if cell.kind == "trained" else {}
+        # Where nothing can be produced, no commit says that it was.
+        pairs = zip_longest(memory.slots, memory.produced)
+        produced = [slot if own is None else own for slot, own in pairs]
         return apply.bind(
             cell.dtype,
             memory.master[begin:end],
-            [slot[begin:end] for slot in memory.slots],
+            [slot[begin:end] for slot in (*memory.slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
         )
 
@@ -250,14 +257,19 @@ class _Run(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _weights(
-    parts: tuple[tuple[float, float], ...], slices: tuple[int, ...]
+    parts: tuple[tuple[float, float], ...], present: tuple[int, ...]
 ) -> tuple[tuple[int, float], ...]:
-    """(slice, weight) of some slices, from the scale and the weight of every slice's commit.
+    """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
 
-    The mean over the samples of all slices: one without a gradient has a gradient of 0.
+    The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
+    what was produced come behind all slots of what was pushed.
     """
     total = math.fsum(weight for _, weight in parts)
-    return tuple((i, parts[i][0] * parts[i][1] / total) for i in slices)
+    return tuple(
+        (i + len(parts) * (how == PRODUCED), parts[i][0] * parts[i][1] / total)
+        for i, how in enumerate(present)
+        if how
+    )
 
 
 class _Runs:
@@ -269,20 +281,23 @@ class _Runs:
     def __init__(self, commits: Sequence[Commit], counts: memoryview, here: Sequence[int]) -> None:
         self._commits = commits
         self._counts = counts
+        alike = [commit.present[:1] * len(commit.present) for commit in commits]
+        self.all_alike = all(
+            each == commit.present for each, commit in zip(alike, commits, strict=True)
+        )
         self.all_present = all(b"\0" not in commit.present for commit in commits)
         applied = [counts[tensor] for tensor in here]
         self._same_count = not applied or min(applied) == max(applied)
         self._count = applied[0] + 1 if applied else 1
         self._parts = tuple((commit.scale, commit.weight) for commit in commits)
-        self._all = _weights(self._parts, tuple(range(len(commits))))
+        self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
 
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
-        """(slice, weight) of the slices that have a gradient for it."""
-        present = tuple(i for i, commit in enumerate(self._commits) if commit.present[tensor])
-        return _weights(self._parts, present)
+        """(slot, weight) of the slices that have a gradient for it."""
+        return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def of(self, cell: Cell) -> Iterator[_Run]:
-        if self.all_present and self._same_count:
+        if self.all_alike and self.all_present and self._same_count:
             yield _Run(0, cell.stop - cell.start, self._all, self._count)
             return
         run: _Run | None = None

@@ -40,7 +40,8 @@ class Store(Protocol):
     Attributes:
         layout: where tensors lie.
         view: all parameters, in place; writable, but only PUBLISH and APPLY change the store.
-        bytes_pushed: of gradients and buffers, since the start.
+        bytes_pushed: of gradients and buffers that were written, since the start; what was produced
+            in place is not among them.
         path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
@@ -51,6 +52,13 @@ class Store(Protocol):
     bytes_pushed: int
     path: str
     asynchronous: bool
+
+    def places(self, slice_index: int) -> Sequence[Bytes | str]:
+        """Where each tensor's gradient may be produced, instead of being pushed.
+
+        Memory of its server, of exactly its bytes, for this process to write between two versions;
+        a commit then says PRODUCED. Or the reason why there is none.
+        """
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
         """Starts to send one tensor's bytes (without padding) into a slice's slot.
@@ -104,6 +112,7 @@ class LocalStore:
         size = self.layout.size_bytes
         self.view = _zeros(size)
         self._slots = [_zeros(size) for _ in range(spec.slices)]
+        self._produced = [_zeros(size) for _ in range(spec.slices)]
         self._states = {name: _zeros(size) for name in apply.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
         (share,) = self.layout.deal(1)
@@ -111,6 +120,7 @@ class LocalStore:
         memory = Memory(
             self.view[:end],
             [slot[:end] for slot in self._slots],
+            [slot[:end] for slot in self._produced],
             {name: state[:end] for name, state in self._states.items()},
             self._counts,
         )
@@ -118,6 +128,11 @@ class LocalStore:
         self._commits: dict[int, Commit] = {}
         self._version = 1
         self.bytes_pushed = 0
+
+    def places(self, slice_index: int) -> Sequence[Bytes | str]:
+        """See `Store`."""
+        slot = self._produced[slice_index]
+        return [slot[place.start : place.end] for place in self.layout.places]
 
     def slot(self, slice_index: int) -> Bytes:
         """A slice's gradients in place: writing here is a push."""
@@ -264,6 +279,29 @@ class RemoteStore:
                     piece = slice(start - place.start, stop - place.start) if part else None
                     targets.append(_Target(server, region, piece))
             found.append(targets)
+        return found
+
+    def places(self, slice_index: int) -> Sequence[Bytes | str]:
+        """See `Store`."""
+        slots: list[Bytes | None] = []
+        for peer in self._member.servers:
+            region = peer.region(self._name(f"produced/{slice_index}")) if _mapped(peer) else None
+            slots.append(None if region is None else region.array())
+        found: list[Bytes | str] = []
+        for place in self.layout.places:
+            owners = [
+                (slot, share)
+                for slot, share in zip(slots, self._shares, strict=True)
+                if share.clip(place.start, place.end)[0] < share.clip(place.start, place.end)[1]
+            ]
+            if len(owners) != 1:
+                found.append("it is cut between servers" if owners else "it has no elements")
+                continue
+            slot, share = owners[0]
+            if slot is None:
+                found.append("its server is on another host or reached by a network")
+                continue
+            found.append(slot[place.start - share.start : place.end - share.start])
         return found
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
@@ -426,3 +464,8 @@ def _zeros(size: int) -> Bytes:
     raw = np.zeros(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + size]
+
+
+def _mapped(peer: Peer) -> bool:
+    """What this peer allows to be written is mapped here."""
+    return bool(peer.path.transport == "shm")

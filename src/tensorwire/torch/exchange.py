@@ -19,13 +19,17 @@ from torch import nn
 
 from tensorwire.errors import UnavailableError
 from tensorwire.parameters import (
+    ABSENT,
     APPLY,
     CHECK_FINITE,
     ITEM_BYTES,
+    PRODUCED,
     PUBLISH,
+    PUSHED,
     REDUCE,
     REDUCED,
     WANT_NORM,
+    Bytes,
     Commit,
     LocalStore,
     Result,
@@ -37,6 +41,7 @@ from tensorwire.parameters import (
 from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
+from .placing import NO_PLACE, Placing, try_placing
 from .samples import SampleCount
 from .views import flat_bytes, memory_format_of, tensor_at
 
@@ -54,8 +59,10 @@ class Exchange:
         model: nn.Module,
         max_norm: float | None,
         buffers: str,
+        placement: str,
     ) -> None:
         self.job = job
+        self._placement = placement
         self.optimizer = optimizer
         self.model = model
         self.max_norm = math.inf if max_norm is None else float(max_norm)
@@ -115,14 +122,17 @@ class Exchange:
         self.store: Store = self.job.open_store(spec, self._apply)
         self._version = 1
         self._local_slots = self._find_local_slots()
+        self._placing = self._find_places()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._held = dict(enumerate(self.parameters))
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
         self._scaled = 1.0
         self._reduced = False
         self._next_max_norm = math.inf
-        self._all_present = self._present = b"\1" * len(tensors)
+        self._all_present = self._present = bytes([PUSHED]) * len(tensors)
+        self._all_produced = bytes([PRODUCED]) * len(tensors)
         for i in self.trained:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
@@ -136,6 +146,21 @@ class Exchange:
         pairs = list(zip(places, self.parameters, strict=True))
         slots = [store.slot(i) for i in self.job.my_slices]
         return [[tensor_at(slot[at.start : at.end], p) for at, p in pairs] for slot in slots]
+
+    def _find_places(self) -> Placing | str:
+        """Where gradients are to be produced, or why they are not."""
+        if self._placement == "copy":
+            return 'placement="copy"'
+        if len(self.job.my_slices) > 1:
+            # A gradient that stays where it is would be there when the next slice is computed.
+            return "this worker computes several slices of a step"
+        places = self.store.places(self.job.my_slices[0])
+        wanted: list[Bytes | str] = [NO_PLACE] * len(self.parameters)
+        for i in self.trained:
+            wanted[i] = places[i]
+        if not any(isinstance(each, np.ndarray) for each in wanted):
+            return next(str(wanted[i]) for i in self.trained)
+        return try_placing(self.parameters, wanted)
 
     def _declare(self, parameter: nn.Parameter, kind: str, group: int) -> TensorSpec:
         name = self._names[id(parameter)]
@@ -190,9 +215,7 @@ class Exchange:
 
     def _move(self, saved: dict[str, Any]) -> None:
         """Private parameters into a new store, planned anew."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._stop_hooks()
         old = self.store
         self._open()
         self._publish()
@@ -257,19 +280,27 @@ class Exchange:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._samples.gradient_comes()
+        index, gradient = self._index[id(parameter)], parameter.grad
+        assert gradient is not None
+        placing = self._placing
+        produced = (
+            isinstance(placing, Placing)
+            and gradient.layout == torch.strided
+            and placing.arrived(index, gradient)
+        )
         if self.accumulating:
-            if self._pushed.pop(self._index[id(parameter)], None):
+            if self._pushed.pop(index, None):
                 self.store.settle()  # what left before is not the sum; it leaves later
             return
-        if self._local_slots:
-            self._push(self._index[id(parameter)], parameter)  # nothing leaves before step()
+        if produced or self._local_slots:
+            self._push(index, parameter, produced)  # nothing leaves before step()
             return
         started = time.perf_counter()
-        self._push(self._index[id(parameter)], parameter)
+        self._push(index, parameter, False)
         self._first_push = self._first_push or started
         self._spent.exposed_s += time.perf_counter() - started
 
-    def _push(self, index: int, parameter: torch.Tensor) -> None:
+    def _push(self, index: int, parameter: torch.Tensor, produced: bool) -> None:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
@@ -284,19 +315,29 @@ class Exchange:
                 "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
                 "first"
             )
-        if not self._local_slots:
-            data = flat_bytes(gradient.detach(), parameter)
-            if data.nbytes:
-                self.store.push(self.job.my_slices[self._turn], index, data)
+        if produced:
+            self._produced.add(index)
+        else:
+            self._produced.discard(index)
+            if not self._local_slots:
+                data = flat_bytes(gradient.detach(), parameter)
+                if data.nbytes:
+                    self.store.push(self.job.my_slices[self._turn], index, data)
         self._pushed[index] = (gradient, gradient._version)
 
     def withdraw(self) -> None:
         """Nothing of what left since the last step counts."""
         if self._pushed:
             self.store.settle()
-            self._pushed.clear()
+            self._forget_pushed()
         self._samples.withdraw()
         self._forget_reduction()
+        if isinstance(self._placing, Placing):
+            self._placing.begin()
+
+    def _forget_pushed(self) -> None:
+        self._pushed.clear()
+        self._produced.clear()
 
     def _forget_reduction(self) -> None:
         self._synchronized, self._reduced, self._scaled = None, False, 1.0
@@ -333,7 +374,9 @@ class Exchange:
             if gradient is None:
                 self._pushed.pop(i, None)
             elif pushed is None:
-                self._push(i, self.parameters[i])
+                placing = self._placing
+                produced = isinstance(placing, Placing) and placing.in_place(i, gradient)
+                self._push(i, self.parameters[i], produced)
             else:
                 self._check_unchanged(i, gradient)
 
@@ -352,18 +395,24 @@ class Exchange:
         if not self._local_slots or not self._pushed:
             return
         views = self._local_slots[self._turn]
-        chosen = list(self._pushed)
+        chosen = [i for i in self._pushed if i not in self._produced]
+        if not chosen:
+            return
         with torch.no_grad():
             torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
 
     def _present_now(self) -> None:
-        if len(self._pushed) == len(self.trained):
+        whole = len(self._pushed) == len(self.trained)
+        if whole and not self._produced:
             self._present = self._all_present
-            return
-        present = bytearray(self._all_present)
-        for i in self.trained:
-            present[i] = i in self._pushed
-        self._present = bytes(present)
+        elif whole and len(self._produced) == len(self.trained):
+            self._present = self._all_produced
+        else:
+            present = bytearray(self._all_present)
+            for i in self.trained:
+                how = PRODUCED if i in self._produced else PUSHED
+                present[i] = how if i in self._pushed else ABSENT
+            self._present = bytes(present)
 
     # ---- the step
 
@@ -401,7 +450,7 @@ class Exchange:
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, self._samples.weight())
         self.store.settle()
-        self._pushed.clear()
+        self._forget_pushed()
         self._samples.stepped()
         self._turn += 1
         self.buffers.after_slice(self._turn)
@@ -418,6 +467,8 @@ class Exchange:
         self._bytes_before = self.store.bytes_pushed
         self._spent.exposed_s += time.perf_counter() - started
         self.finite = result.finite
+        if isinstance(self._placing, Placing):
+            self._placing.begin()
         self.job.stepped(result)
 
     def _check_hyper(self) -> None:
@@ -508,7 +559,7 @@ class Exchange:
             average = tensor_at(data[place.start : place.end], parameter)
             parameter.grad.copy_(average)
             self._synchronized[i] = (parameter.grad, parameter.grad._version)
-        self._pushed.clear()
+        self._forget_pushed()
 
     def clip(self, max_norm: float) -> float:
         """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
@@ -594,11 +645,16 @@ class Exchange:
         self.store.release()
 
     def _let_go(self, private: bool) -> None:
+        self._stop_hooks()
+        if private:
+            self._make_private()
+
+    def _stop_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if private:
-            self._make_private()
+        if isinstance(self._placing, Placing):
+            self._placing.close()
 
 
 def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from .exchange import Exchange
 from .job import current_job
 
 MODES = ("sync",)
+PLACEMENTS = ("plan", "copy")
 
 
 def DistributedOptimizer(
@@ -28,6 +29,7 @@ def DistributedOptimizer(
     mode: str = "sync",
     max_norm: float | None = None,
     buffers: str = "broadcast",
+    placement: str = "plan",
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -45,6 +47,8 @@ def DistributedOptimizer(
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
             "broadcast" (slice 0's win, as in DDP), "average" (mean of the slices; integers as
             broadcast), or "local" (each worker keeps its own).
+        placement: "plan": from the second step on, backward produces gradients where the servers
+            read them, if a server is on this host; "copy": each is copied there. The same bits.
 
     Returns:
         `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`, `close()`.
@@ -66,8 +70,10 @@ def DistributedOptimizer(
         raise ValueError(f"mode is {' or '.join(map(repr, MODES))}, not {mode!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    core = Exchange(job, optimizer, model, max_norm, buffers)
+    core = Exchange(job, optimizer, model, max_norm, buffers, placement)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.

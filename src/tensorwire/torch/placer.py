@@ -1,0 +1,144 @@
+"""The allocator that produces gradients in their slots: compiled for this torch, loaded, called.
+
+`placer.cc` is compiled against the headers of the installed torch when it is first needed and kept
+in the user's cache, one library per version of torch. It knows addresses and bytes; which gradient
+belongs where is `placing.py`'s business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tensorwire.errors import UnavailableError
+
+_SOURCE = Path(__file__).with_name("placer.cc")
+_TIMEOUT_S = 120.0
+
+
+class Placer:
+    """The functions of the library; `placer.cc` has their contracts. Any thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        number, address, size = ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64
+
+        def function(
+            name: str, result: type | None, *arguments: type
+        ) -> Callable[..., int]:  # those without a result give None, which nobody looks at
+            found: Callable[..., int] = library[f"tensorwire_placer_{name}"]
+            found.restype, found.argtypes = result, arguments  # type: ignore[attr-defined]
+            return found
+
+        whole = ctypes.c_int
+        self.install = function("install", whole)
+        self.installed = function("installed", whole)
+        self.add_slot = function("add_slot", number, address, size)
+        self.retire = function("retire", whole, number)
+        self.remove = function("remove", None, number)
+        self.held = function("held", whole, number)
+        self.add_context = function("add_context", number)
+        self.enter = function("enter", None, number)
+        self.leave = function("leave", None)
+        self.learn = function("learn", whole, number, address)
+        self.forget = function("forget", None, number)
+        self.placed = function("placed", size)
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Placer:
+    """The library for this torch, compiled if it is not there yet, and its allocator installed.
+
+    Raises:
+        UnavailableError: it cannot be had here; the message says what is missing.
+    """
+    try:
+        library = ctypes.CDLL(str(_find()), mode=os.RTLD_LOCAL | os.RTLD_NODELETE)
+    except OSError as error:
+        raise UnavailableError(f"the allocator library cannot be loaded: {error}") from error
+    placer = Placer(library)
+    if placer.install():
+        raise UnavailableError(
+            "torch's CPU allocator was replaced by another library, which ours cannot work beside"
+        )
+    return placer
+
+
+def _find() -> Path:
+    compiler = _compiler()
+    command = _command(compiler or "c++")
+    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    name = f"placer-{torch.__version__}-{digest}.so"
+    folder = _folder()
+    path = folder / name
+    if path.exists():
+        return path
+    if compiler is None:
+        raise UnavailableError(
+            "no C++ compiler was found to compile the allocator for this torch; install one "
+            "(Debian: g++), or name it in CXX"
+        )
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+        made = Path(file.name)
+    try:
+        subprocess.run(
+            [*command, "-o", str(made)], check=True, capture_output=True, timeout=_TIMEOUT_S
+        )
+        made.replace(path)  # whole or not at all: other workers may be doing the same
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        why = next((line for line in lines if "error" in line), lines[-1] if lines else "no reason")
+        raise UnavailableError(f"the allocator does not compile for this torch: {why}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"the allocator cannot be compiled: {error}") from error
+    finally:
+        made.unlink(missing_ok=True)
+    return path
+
+
+def _compiler() -> str | None:
+    wanted = os.environ.get("CXX", "").split()
+    for name in (*wanted[:1], "c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return found
+    return None
+
+
+def _command(compiler: str) -> list[str]:
+    home = Path(torch.__file__).parent
+    return [
+        compiler,
+        *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{home / 'include'}",
+        str(_SOURCE),
+        f"-L{home / 'lib'}",
+        "-lc10",
+    ]
+
+
+def _folder() -> Path:
+    """Where only this user can put a library; made if need be."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base, "tensorwire")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return _private_folder()
+
+
+@functools.lru_cache(maxsize=1)
+def _private_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="tensorwire-"))
