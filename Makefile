@@ -42,7 +42,7 @@ test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## ru
 	@$(NEED) ?ip ?tc
 	pytest $(ARGS)
 
-test-rdma: build ## run the tests between two emulated machines with soft-RoCE
+test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig
 	pytest tests/rdma $(ARGS)
 
