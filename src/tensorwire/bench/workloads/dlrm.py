@@ -1,0 +1,79 @@
+"""DLRM (Naumov et al., 2019): embedding tables and perceptrons that predict a click.
+
+The 26 tables have the rows of Criteo's Kaggle data set, cut at 40,000, of 64 elements. A batch of
+128 looks up at most 128 rows of each; all other rows of their gradients are zeros. torch makes
+these gradients dense here, and dense they are moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .task import Task
+
+_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
+    5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+_NUMBERS = 13  # inputs that are no categories
+
+
+def _perceptron(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class _Model(nn.Module):
+    def __init__(self, rows: list[int], wide: int, inner: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, wide) for n in rows)
+        for table in self.tables:
+            nn.init.uniform_(table.weight, -0.05, 0.05)
+        self.bottom = _perceptron(_NUMBERS, 2 * inner, inner, wide)
+        vectors = len(rows) + 1
+        self.top = _perceptron(wide + vectors * (vectors - 1) // 2, 2 * inner, inner, 1)
+        self.pairs = torch.triu_indices(vectors, vectors, offset=1, device="cpu")
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        numbers, categories = inputs
+        first = F.relu(self.bottom(numbers))
+        found = [
+            table(rows) for table, rows in zip(self.tables, categories.unbind(1), strict=True)
+        ]
+        vectors = torch.stack([first, *found], 1)
+        products = vectors @ vectors.transpose(1, 2)
+        a, b = self.pairs
+        return self.top(torch.cat([first, products[:, a, b]], 1)).squeeze(1)
+
+
+class Dlrm(Task):
+    """One category per table and sample, uniform over its rows."""
+
+    sparse = ("tables.",)
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__(tiny)
+        self.rows = [min(n, 50 if tiny else 40_000) for n in _ROWS]
+
+    def build(self) -> nn.Module:
+        """As the base class says."""
+        return _Model(self.rows, 4, 8) if self.tiny else _Model(self.rows, 64, 256)
+
+    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
+        """As the base class says."""
+        categories = [torch.randint(n, (size,), generator=random) for n in self.rows]
+        return (
+            (torch.rand((size, _NUMBERS), generator=random), torch.stack(categories, 1)),
+            torch.randint(2, (size,), generator=random).float(),
+        )
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """Of clicks."""
+        return F.binary_cross_entropy_with_logits(output, labels)
