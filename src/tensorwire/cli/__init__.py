@@ -8,6 +8,7 @@ import click
 
 from tensorwire.cli.bench import bench as bench_commands
 from tensorwire.cli.doctor import doctor as doctor_command
+from tensorwire.cli.explain import explain as explain_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.run import run as run_command
 
@@ -38,6 +39,10 @@ def main() -> None:
     \b
     Then what a transfer costs here, beside memcpy and other libraries:
         tensorwire bench memory --quick
+
+    \b
+    Where the tensors of a training script are, and which are copied:
+        tensorwire explain train.py
     """  # noqa: D301 (\b is what click reads)
 
 
@@ -45,3 +50,4 @@ main.add_command(info_command)
 main.add_command(doctor_command)
 main.add_command(bench_commands)
 main.add_command(run_command)
+main.add_command(explain_command)

@@ -15,9 +15,11 @@ except ImportError as _error:
 
 from tensorwire import _core
 
+from .explanation import Explanation, explain_model, explain_optimizer
 from .job import Job, init
 from .loader import Loader
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
+from .placing import PlacementWarning
 from .scaler import GradScaler
 
 # Tensors over our memory may outlive the interpreter, in torch's own globals.
@@ -25,10 +27,14 @@ _core.expect_leaks()
 
 __all__ = [
     "DistributedOptimizer",
+    "Explanation",
     "GradScaler",
     "Job",
     "Loader",
+    "PlacementWarning",
     "clip_grad_norm_",
     "edit",
+    "explain_model",
+    "explain_optimizer",
     "init",
 ]

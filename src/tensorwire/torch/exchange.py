@@ -41,7 +41,7 @@ from tensorwire.parameters import (
 from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
-from .placing import NO_PLACE, Placing, try_placing
+from .placing import NO_PLACE, Placed, Placing, try_placing
 from .samples import SampleCount
 from .views import flat_bytes, memory_format_of, tensor_at
 
@@ -317,8 +317,10 @@ class Exchange:
             )
         if produced:
             self._produced.add(index)
+            self._spent.bytes_produced += gradient.nbytes
         else:
             self._produced.discard(index)
+            self._spent.bytes_copied += gradient.nbytes * self._copies(index, gradient)
             if not self._local_slots:
                 data = flat_bytes(gradient.detach(), parameter)
                 if data.nbytes:
@@ -334,6 +336,11 @@ class Exchange:
         self._forget_reduction()
         if isinstance(self._placing, Placing):
             self._placing.begin()
+
+    def _copies(self, index: int, gradient: torch.Tensor) -> int:
+        """Copies that this process makes of a gradient that was not produced in place."""
+        ordered = gradient.stride() == self.parameters[index].stride()
+        return (not self.store.asynchronous) + (not ordered and not self._local_slots)
 
     def _forget_pushed(self) -> None:
         self._pushed.clear()
@@ -631,6 +638,19 @@ class Exchange:
 
     def _trained_parameters(self) -> dict[int, nn.Parameter]:
         return {i: self.parameters[i] for i in self.trained}
+
+    def places(self) -> Iterator[tuple[str, nn.Parameter, int, Placed | None]]:
+        """Name, tensor, offset in the store, and what the last gradient did (None: gets none).
+
+        By the address at which it arrived.
+        """
+        trained = set(self.trained)
+        for i, parameter in enumerate(self.parameters):
+            placed = None
+            if i in trained:
+                placing = self._placing
+                placed = Placed(False, placing) if isinstance(placing, str) else placing.placed(i)
+            yield self._names[id(parameter)], parameter, self.store.layout.places[i].start, placed
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""

@@ -10,7 +10,7 @@ import atexit
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from .progress import ProgressLine
 from .report import Statistics
 
 _current: Job | None = None
+
+on_step: Callable[[Job], None] | None = None
+"""Called after every version of every optimizer of this process; for `explain`."""
 
 
 def init(
@@ -149,6 +152,8 @@ class Job:
         self.statistics.step(result)
         if self._progress:
             self._progress.advance()
+        if on_step:
+            on_step(self)
 
     # ---- together
 

@@ -22,12 +22,16 @@ class Statistics:
 
     Attributes:
         exposed_s, hidden_s, bytes_pushed: added to by the optimizers as they push and step.
+        bytes_produced: of gradients that backward wrote where the servers read them.
+        bytes_copied: of copies that this worker made of gradients.
     """
 
     def __init__(self) -> None:
         self.exposed_s = 0.0
         self.hidden_s = 0.0
         self.bytes_pushed = 0
+        self.bytes_produced = 0
+        self.bytes_copied = 0
         self.versions = 0
         self.steps = 0  # those of them that were measured
         self.train_s = 0.0
@@ -79,6 +83,8 @@ class Statistics:
             "server_work_s": self.server_work_s / steps,
             "server_wait_s": self.server_wait_s / steps,
             "bytes_pushed_per_step": self.bytes_pushed // versions,
+            "bytes_produced_per_step": self.bytes_produced // versions,
+            "bytes_copied_per_step": self.bytes_copied // versions,
             "bytes_of_parameters": sum(core.store.layout.size_bytes for core in cores),
             "paths": sorted({core.store.path for core in cores}),
             "last": dict(self.values),

@@ -1,0 +1,244 @@
+"""What became of every tensor of a training step: where it lies, how it got there, and why.
+
+Nothing is predicted: the rows are read after real steps, from the addresses at which gradients
+arrived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import job as jobs
+from .exchange import Exchange
+from .optimizer import DistributedOptimizer
+
+STEPS = 2
+"""The first is traced, the second is the first with a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRow:
+    """One tensor of a step.
+
+    Attributes:
+        name: of the parameter.
+        role: "parameter" or "gradient".
+        shape, dtype: as in torch.
+        bytes: of the tensor.
+        offset: of its slot in the store, bytes.
+        in_place: it lies where the servers read and write it.
+        route: how it gets there.
+        copies: that the worker made of it in the last step.
+        reason: why it was copied; "" if it was not.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    offset: int
+    in_place: bool
+    route: str
+    copies: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The tensors of one optimizer, after its last step.
+
+    Attributes:
+        model: its name.
+        rows: gradients first, in the order of the model, then parameters.
+    """
+
+    model: str
+    rows: tuple[ExplainRow, ...]
+
+    @property
+    def gradients(self) -> tuple[ExplainRow, ...]:
+        """The rows of gradients, which the totals are of."""
+        return tuple(row for row in self.rows if row.role == "gradient")
+
+    @property
+    def bytes(self) -> int:
+        """Of all gradients."""
+        return sum(row.bytes for row in self.gradients)
+
+    @property
+    def bytes_in_place(self) -> int:
+        """Of the gradients that were produced in place."""
+        return sum(row.bytes for row in self.gradients if row.in_place)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `tensorwire explain --json` writes it."""
+        gradients = self.gradients
+        return {
+            "model": self.model,
+            "tensors": len(gradients),
+            "bytes": self.bytes,
+            "bytes_in_place": self.bytes_in_place,
+            "tensors_in_place": sum(row.in_place for row in gradients),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def save(self, path: str) -> None:
+        """Writes `to_json` to a file."""
+        with open(path, "w") as file:
+            json.dump(self.to_json(), file, indent=1)
+
+    def drawing(self, width: int = 72) -> list[tuple[str, int]]:
+        """The store from its first byte to its last, in `width` cells.
+
+        Returns:
+            Per cell the role of most of its bytes ("in place", "copied", "none") and the index of
+            the gradient that has them.
+        """
+        gradients = sorted(self.gradients, key=lambda row: row.offset)
+        end = max((row.offset + row.bytes for row in gradients), default=0)
+        cells: list[tuple[str, int]] = []
+        for cell in range(width if end else 0):
+            first, last = end * cell // width, end * (cell + 1) // width
+            shares = [
+                (min(row.offset + row.bytes, last) - max(row.offset, first), i)
+                for i, row in enumerate(gradients)
+            ]
+            most, index = max(shares, default=(0, -1))
+            if most <= 0:
+                cells.append(("none", -1))
+            else:
+                cells.append(("in place" if gradients[index].in_place else "copied", index))
+        return cells
+
+    def __str__(self) -> str:
+        gradients = self.gradients
+        share = 100 * self.bytes_in_place / self.bytes if self.bytes else 0.0
+        in_place = sum(row.in_place for row in gradients)
+        lines = [
+            f"{self.model}: {in_place} of {len(gradients)} gradients in place, "
+            f"{self.bytes_in_place} of {self.bytes} bytes ({share:.2f} %)"
+        ]
+        for row in gradients:
+            how = "in place" if row.in_place else f"{row.route}: {row.reason}"
+            lines.append(f"  {row.name}  {row.shape}  {row.bytes} bytes  {how}")
+        return "\n".join(lines)
+
+
+def explain_optimizer(optimizer: Any) -> Explanation:
+    """What the last step of a distributed optimizer did with its tensors.
+
+    Args:
+        optimizer: from `DistributedOptimizer`, after at least two steps.
+    """
+    core: Exchange = optimizer._tensorwire
+    gradients, parameters = [], []
+    for name, parameter, offset, placed in core.places():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        shape = tuple(parameter.shape)
+        if placed is not None:
+            in_place, sent = placed.in_place, core.store.asynchronous
+            how = "produced in place" if in_place else "sent" if sent else "copied by the worker"
+            gradients.append(
+                ExplainRow(
+                    name, "gradient", shape, dtype, parameter.nbytes, offset, in_place,
+                    how, int(not in_place and not sent), placed.reason,
+                )
+            )  # fmt: skip
+        inside = core.holds(parameter)
+        parameters.append(
+            ExplainRow(
+                name, "parameter", shape, dtype, parameter.nbytes, offset, inside,
+                "read in place", 0, "" if inside else "another optimizer has it",
+            )
+        )  # fmt: skip
+    model = type(core.model).__name__
+    return Explanation(model, tuple(gradients + parameters))
+
+
+class _EnoughError(BaseException):
+    """Steps were seen; not an Exception, so that no script catches it."""
+
+
+def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation]:
+    """Runs a training script alone until its optimizers made two steps each.
+
+    Returns:
+        One for each of its distributed optimizers.
+
+    Raises:
+        RuntimeError: it made no such step.
+        Whatever the script raises.
+    """
+    found: list[Explanation] = []
+    argv, sys.argv = sys.argv, [path, *arguments]
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)  # as python does for a script
+    try:
+        with _watching(found):
+            runpy.run_path(path, run_name="__main__")
+    except (_EnoughError, SystemExit):
+        pass
+    finally:
+        sys.argv = argv
+        sys.path.remove(folder)
+        if jobs._current is not None:
+            jobs._current.close()
+    if not found:
+        raise RuntimeError(
+            f"{path} ended before an optimizer of tensorwire.torch.DistributedOptimizer had made "
+            f"{STEPS} steps"
+        )
+    return found
+
+
+@contextmanager
+def _watching(found: list[Explanation]) -> Iterator[None]:
+    steps: dict[int, int] = {}
+
+    def stepped(job: jobs.Job) -> None:
+        steps[id(job)] = steps.get(id(job), 0) + 1
+        if steps[id(job)] >= STEPS * len(job.optimizers):
+            found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
+            raise _EnoughError
+
+    jobs.on_step = stepped
+    try:
+        yield
+    finally:
+        jobs.on_step = None
+
+
+def explain_model(
+    model: nn.Module, step: Callable[[nn.Module], torch.Tensor], *, name: str = ""
+) -> Explanation:
+    """Trains a model for two steps in this process and tells where its tensors were.
+
+    Args:
+        model: to be trained; its values change.
+        step: computes the loss of a batch with the model.
+        name: of the model, its class's by default.
+
+    Raises:
+        RuntimeError: this process is in a job already.
+    """
+    with jobs.init():
+        optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        optimizer = DistributedOptimizer(optimizer, model)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            step(model).backward()
+            optimizer.step()
+        result = explain_optimizer(optimizer)
+    return dataclasses.replace(result, model=name or result.model)
