@@ -125,6 +125,7 @@ class Exchange:
         self._placing = self._find_places()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._held = dict(enumerate(self.parameters))
+        self._owners = self._find_owners()
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
@@ -353,7 +354,32 @@ class Exchange:
     def _name(self, index: int) -> str:
         return repr(self._names[id(self.parameters[index])])
 
+    def _find_owners(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Where modules have the parameters of this store."""
+        return [
+            (module._parameters, name, parameter)
+            for module in self.model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in self._index
+        ]
+
+    def _check_owners(self) -> None:
+        """A parameter may move to another name or module, but not out of the model."""
+        self._owners = self._find_owners()
+        there = {id(parameter) for _, _, parameter in self._owners}
+        for i in self._held:
+            if id(self.parameters[i]) not in there:
+                raise RuntimeError(
+                    f"parameter {self._name(i)} was replaced in the model by another tensor, which "
+                    "the optimizer does not know (load_state_dict(assign=True), for example). "
+                    "Load without assign, or make a new optimizer"
+                )
+
     def _check_parameters(self) -> None:
+        for parameters, name, parameter in self._owners:
+            if parameters.get(name) is not parameter:
+                self._check_owners()
+                break
         for i, parameter in self._held.items():
             if (parameter._version, parameter.data_ptr()) != self._versions[i]:
                 raise RuntimeError(

@@ -154,7 +154,13 @@ void forget(const Slot& slot) {
   }
 }
 
-void after_fork() {
+// The child of a fork frees what it inherited: no other thread may hold the lock then.
+void before_fork() { mutex.lock(); }
+
+void after_fork_in_parent() { mutex.unlock(); }
+
+void after_fork_in_child() {
+  mutex.unlock();
   disabled.store(true);
   current = nullptr;
 }
@@ -173,7 +179,7 @@ EXPORT int tensorwire_placer_install() {
   if (before->raw_deleter() == nullptr) return 2;
   placer = new Placer(before);
   c10::SetCPUAllocator(placer);
-  pthread_atfork(nullptr, nullptr, &after_fork);
+  pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
   return c10::GetCPUAllocator() == placer ? 0 : 1;
 }
 

@@ -167,5 +167,5 @@ def try_placing(parameters: Sequence[torch.Tensor], slots: Sequence[Bytes | str]
         return Placing(parameters, slots)
     except UnavailableError as error:
         text = f"gradients are copied to their place instead of being produced there: {error}"
-        warnings.warn(text, PlacementWarning, stacklevel=4)
+        warnings.warn(text, PlacementWarning, stacklevel=6)  # the script
         return str(error)
