@@ -44,6 +44,7 @@ from .buffers import Buffers
 from .placing import NO_PLACE, Placed, Placing, try_placing
 from .samples import SampleCount
 from .views import flat_bytes, memory_format_of, tensor_at
+from .watch import Watch
 
 if TYPE_CHECKING:
     from .job import Job
@@ -102,7 +103,7 @@ class Exchange:
                 tensors.append(self._declare(parameter, kind, index))
                 self.parameters.append(parameter)
                 seen.add(id(parameter))
-        self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
+        planned = list(self.parameters)
         for parameter in self.model.parameters():
             if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
                 tensors.append(self._declare(parameter, "constant", 0))
@@ -125,7 +126,7 @@ class Exchange:
         self._placing = self._find_places()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._held = dict(enumerate(self.parameters))
-        self._owners = self._find_owners()
+        self._watch = Watch(self.model, names, planned, self._held)
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
@@ -209,7 +210,7 @@ class Exchange:
 
     def replan(self, saved: dict[str, Any]) -> None:
         """After the optimizer got another group: all tensors into a new store."""
-        self._check_parameters()
+        self._watch.check()
         self.withdraw()
         self._make_private()
         self._move(saved)
@@ -247,11 +248,8 @@ class Exchange:
             parameter.data = tensor_at(self.store.view[place.start : place.end], parameter)
         self.buffers.take(self.store, published=True)
         self.buffers.remember()
-        self._remember()
+        self._watch.remember()
         self._bytes_before = self.store.bytes_pushed
-
-    def _remember(self) -> None:
-        self._versions = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
 
     def _make_private(self) -> None:
         for parameter in self._held.values():
@@ -354,52 +352,6 @@ class Exchange:
     def _name(self, index: int) -> str:
         return repr(self._names[id(self.parameters[index])])
 
-    def _find_owners(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-        """Where modules have the parameters of this store."""
-        return [
-            (module._parameters, name, parameter)
-            for module in self.model.modules()
-            for name, parameter in module._parameters.items()
-            if id(parameter) in self._index
-        ]
-
-    def _check_owners(self) -> None:
-        """A parameter may move to another name or module, but not out of the model."""
-        self._owners = self._find_owners()
-        there = {id(parameter) for _, _, parameter in self._owners}
-        for i in self._held:
-            if id(self.parameters[i]) not in there:
-                raise RuntimeError(
-                    f"parameter {self._name(i)} was replaced in the model by another tensor, which "
-                    "the optimizer does not know (load_state_dict(assign=True), for example). "
-                    "Load without assign, or make a new optimizer"
-                )
-
-    def _check_parameters(self) -> None:
-        for parameters, name, parameter in self._owners:
-            if parameters.get(name) is not parameter:
-                self._check_owners()
-                break
-        for i, parameter in self._held.items():
-            if (parameter._version, parameter.data_ptr()) != self._versions[i]:
-                raise RuntimeError(
-                    f"parameter {self._name(i)} was changed outside step(); other workers would "
-                    "not see it. Change parameters inside 'with tw.edit(model):', on all workers"
-                )
-        if (changed := self._frozen_or_not()) is not None:
-            what = "unfrozen" if self.parameters[changed].requires_grad else "frozen"
-            raise RuntimeError(
-                f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
-                "change requires_grad inside 'with tw.edit(model):', on all workers"
-            )
-
-    def _frozen_or_not(self) -> int | None:
-        """The first parameter of the optimizer whose requires_grad is not what was planned."""
-        for i, planned in enumerate(self._requires_grad):
-            if self.parameters[i].requires_grad != planned:
-                return i
-        return None
-
     def _check_gradients(self) -> None:
         """What left is what `.grad` holds; what did not leave yet leaves now."""
         for i in self.trained:
@@ -460,7 +412,7 @@ class Exchange:
         if self._first_push and self.store.asynchronous:
             self._spent.hidden_s += started - self._first_push
         self._first_push = 0.0
-        self._check_parameters()
+        self._watch.check()
         if self.keeps_other_state():
             raise RuntimeError(
                 "momentum or amsgrad was switched on after DistributedOptimizer was made, and the "
@@ -544,7 +496,7 @@ class Exchange:
         if self._reduced:
             self._check_scale(scale)
             return self.last_norm
-        self._check_parameters()
+        self._watch.check()
         self._scaled = scale
         self._check_gradients()
         self._present_now()
@@ -606,7 +558,7 @@ class Exchange:
     def editing(self) -> Iterator[None]:
         """Parameters are private copies inside; worker 0's become everybody's."""
         self.between_steps("edit()")
-        self._check_parameters()
+        self._watch.check()
         self.withdraw()
         self._make_private()
         before = [_format_of(parameter) for parameter in self.parameters]
@@ -616,7 +568,7 @@ class Exchange:
             self._restore(before)
             raise
         self._check_format(before)
-        if self._frozen_or_not() is None:
+        if self._watch.frozen_or_not() is None:
             self._publish()
         else:
             self._move(self.optimizer.state_dict())

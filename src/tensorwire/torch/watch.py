@@ -1,0 +1,92 @@
+"""Notices what a script did to parameters outside of `step()` and `tw.edit`.
+
+Looked at before every step and every other change: values by version counter and address, the place
+in the model by identity, and which parameters are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Watch:
+    """Of one optimizer.
+
+    Args:
+        model: has the parameters.
+        names: of every parameter by its id.
+        planned: the optimizer's parameters, which are frozen or not for good.
+        held: the parameters whose memory is the store's, by index; may lose some later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[int, str],
+        planned: Sequence[nn.Parameter],
+        held: Mapping[int, nn.Parameter],
+    ) -> None:
+        self._model = model
+        self._names = names
+        self._planned = [(parameter, parameter.requires_grad) for parameter in planned]
+        self._held = held
+        self._owners = self._find_owners()
+        self._versions: dict[int, tuple[int, int]] = {}
+
+    def remember(self) -> None:
+        """All is as it should be now."""
+        self._versions = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
+
+    def check(self) -> None:
+        """Raises RuntimeError if something was changed since, with what to do instead."""
+        for parameters, name, parameter in self._owners:
+            if parameters.get(name) is not parameter:
+                self._check_owners()
+                break
+        for i, parameter in self._held.items():
+            if (parameter._version, parameter.data_ptr()) != self._versions[i]:
+                raise RuntimeError(
+                    f"parameter {self._name(parameter)} was changed outside step(); other workers "
+                    "would not see it. Change parameters inside 'with tw.edit(model):', on all "
+                    "workers"
+                )
+        if (changed := self.frozen_or_not()) is not None:
+            what = "unfrozen" if changed.requires_grad else "frozen"
+            raise RuntimeError(
+                f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
+                "change requires_grad inside 'with tw.edit(model):', on all workers"
+            )
+
+    def frozen_or_not(self) -> nn.Parameter | None:
+        """The first parameter of the optimizer whose requires_grad is not what was planned."""
+        for parameter, planned in self._planned:
+            if parameter.requires_grad != planned:
+                return parameter
+        return None
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return repr(self._names[id(parameter)])
+
+    def _find_owners(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        return [
+            (module._parameters, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in self._names
+        ]
+
+    def _check_owners(self) -> None:
+        """A parameter may move to another name or module, but not out of the model."""
+        self._owners = self._find_owners()
+        there = {id(parameter) for _, _, parameter in self._owners}
+        for parameter in self._held.values():
+            if id(parameter) not in there:
+                raise RuntimeError(
+                    f"parameter {self._name(parameter)} was replaced in the model by another "
+                    "tensor, which the optimizer does not know (load_state_dict(assign=True), for "
+                    "example). Load without assign, or make a new optimizer"
+                )
