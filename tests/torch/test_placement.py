@@ -425,8 +425,8 @@ NOT_IN_PLACE = {
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
-def test_same_bits_as_with_copies(team: Team, case: Case) -> None:
-    planned = team.run(case, "plan")
+def test_same_bits_as_with_copies(team: Team, case: Case, transports: list[str] | None) -> None:
+    planned = team.run(case, "plan", transports=transports)
     copied = team.run(case, "copy")
     assert [bits for bits, _ in planned] == [bits for bits, _ in copied]
     assert all(not any(places) for _, places in copied)
@@ -509,9 +509,21 @@ def test_several_slices_per_worker_are_copied(team: Team) -> None:
     assert set(team.alone(reasons, slices=2)) == {"this worker computes several slices of a step"}
 
 
-def test_over_a_network_gradients_are_sent_from_where_they_are(team: Team) -> None:
-    for found in team.run(reasons, transports=["tcp"]):
-        assert set(found) == {"its server is on another host or reached by a network"}
+def routes(job: tw.Job) -> list[str]:
+    model = net()
+    opt = wrap(model, "plan")
+    for step in range(STEPS):
+        loss_of(model, batch(job, step)).backward()
+        opt.step()
+        opt.zero_grad()
+    return [row.route for row in tw.explain_optimizer(opt).gradients]
+
+
+def test_over_a_network_gradients_are_sent_from_registered_memory(team: Team) -> None:
+    for found in team.run(routes, transports=["tcp"]):
+        assert set(found) == {"produced in registered memory, sent from there"}
+    for found in team.run(routes):
+        assert set(found) == {"produced in place"}
 
 
 def test_what_is_cut_between_servers_is_copied(team: Team) -> None:

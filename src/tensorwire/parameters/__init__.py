@@ -23,7 +23,7 @@ from .messages import (
 )
 from .server import Server, most_threads
 from .shard import threads_for
-from .store import LocalStore, RemoteStore, Store
+from .store import LocalStore, Place, RemoteStore, Store
 
 __all__ = [
     "ABSENT",
@@ -43,6 +43,7 @@ __all__ = [
     "Hyper",
     "Layout",
     "LocalStore",
+    "Place",
     "RemoteStore",
     "Result",
     "Server",

@@ -34,6 +34,19 @@ from .shard import Memory, Shard
 _BUCKET_BYTES = 512 << 10
 
 
+class Place(NamedTuple):
+    """Memory for one gradient, of exactly its bytes.
+
+    Attributes:
+        memory: writable.
+        shared: it is the server's: a gradient there is not pushed, its commit says PRODUCED. Else
+            it is registered memory of this process, from which pushes leave without a copy.
+    """
+
+    memory: Bytes
+    shared: bool
+
+
 class Store(Protocol):
     """What a worker uses. One thread at a time, but `push` may be called by another.
 
@@ -53,11 +66,10 @@ class Store(Protocol):
     path: str
     asynchronous: bool
 
-    def places(self, slice_index: int) -> Sequence[Bytes | str]:
-        """Where each tensor's gradient may be produced, instead of being pushed.
+    def places(self, slice_index: int) -> Sequence[Place | str]:
+        """Where each tensor's gradient is best produced, or the reason why there is no such place.
 
-        Memory of its server, of exactly its bytes, for this process to write between two versions;
-        a commit then says PRODUCED. Or the reason why there is none.
+        For this process to write between two versions.
         """
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
@@ -129,10 +141,10 @@ class LocalStore:
         self._version = 1
         self.bytes_pushed = 0
 
-    def places(self, slice_index: int) -> Sequence[Bytes | str]:
+    def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
         slot = self._produced[slice_index]
-        return [slot[place.start : place.end] for place in self.layout.places]
+        return [Place(slot[place.start : place.end], True) for place in self.layout.places]
 
     def slot(self, slice_index: int) -> Bytes:
         """A slice's gradients in place: writing here is a push."""
@@ -281,27 +293,38 @@ class RemoteStore:
             found.append(targets)
         return found
 
-    def places(self, slice_index: int) -> Sequence[Bytes | str]:
+    def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
         slots: list[Bytes | None] = []
         for peer in self._member.servers:
             region = peer.region(self._name(f"produced/{slice_index}")) if _mapped(peer) else None
             slots.append(None if region is None else region.array())
-        found: list[Bytes | str] = []
+        own: Bytes | None = None
+        if any(slot is None for slot in slots):
+            # Registered once, and the same pages in every step.
+            sent = self._member.node.allocate(
+                self.layout.size_bytes, name=self._name(f"sent/{slice_index}"), access="none"
+            )
+            self._regions.append(sent)
+            own = sent.array()
+        found: list[Place | str] = []
         for place in self.layout.places:
             owners = [
-                (slot, share)
-                for slot, share in zip(slots, self._shares, strict=True)
-                if share.clip(place.start, place.end)[0] < share.clip(place.start, place.end)[1]
+                server
+                for server, share in enumerate(self._shares)
+                if max(share.start, place.start) < min(share.stop, place.end)
             ]
-            if len(owners) != 1:
-                found.append("it is cut between servers" if owners else "it has no elements")
-                continue
-            slot, share = owners[0]
-            if slot is None:
-                found.append("its server is on another host or reached by a network")
-                continue
-            found.append(slot[place.start - share.start : place.end - share.start])
+            if not owners:
+                found.append("it has no elements")
+            elif all(slots[server] is None for server in owners):
+                assert own is not None
+                found.append(Place(own[place.start : place.end], False))
+            elif len(owners) > 1:
+                found.append("it is cut between servers")
+            else:
+                slot, start = slots[owners[0]], self._shares[owners[0]].start
+                assert slot is not None
+                found.append(Place(slot[place.start - start : place.end - start], True))
         return found
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:

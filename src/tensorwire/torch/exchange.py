@@ -151,6 +151,7 @@ class Exchange:
 
     def _find_places(self) -> Placing | str:
         """Where gradients are to be produced, or why they are not."""
+        self._shared = [False] * len(self.parameters)
         if self._placement == "copy":
             return 'placement="copy"'
         if len(self.job.my_slices) > 1:
@@ -159,7 +160,11 @@ class Exchange:
         places = self.store.places(self.job.my_slices[0])
         wanted: list[Bytes | str] = [NO_PLACE] * len(self.parameters)
         for i in self.trained:
-            wanted[i] = places[i]
+            place = places[i]
+            if isinstance(place, str):
+                wanted[i] = place
+            else:
+                wanted[i], self._shared[i] = place
         if not any(isinstance(each, np.ndarray) for each in wanted):
             return next(str(wanted[i]) for i in self.trained)
         return try_placing(self.parameters, wanted)
@@ -286,6 +291,7 @@ class Exchange:
             isinstance(placing, Placing)
             and gradient.layout == torch.strided
             and placing.arrived(index, gradient)
+            and self._shared[index]
         )
         if self.accumulating:
             if self._pushed.pop(index, None):
@@ -360,7 +366,11 @@ class Exchange:
                 self._pushed.pop(i, None)
             elif pushed is None:
                 placing = self._placing
-                produced = isinstance(placing, Placing) and placing.in_place(i, gradient)
+                produced = (
+                    self._shared[i]
+                    and isinstance(placing, Placing)
+                    and placing.in_place(i, gradient)
+                )
                 self._push(i, self.parameters[i], produced)
             else:
                 self._check_unchanged(i, gradient)
@@ -617,10 +627,10 @@ class Exchange:
     def _trained_parameters(self) -> dict[int, nn.Parameter]:
         return {i: self.parameters[i] for i in self.trained}
 
-    def places(self) -> Iterator[tuple[str, nn.Parameter, int, Placed | None]]:
-        """Name, tensor, offset in the store, and what the last gradient did (None: gets none).
+    def places(self) -> Iterator[tuple[str, nn.Parameter, int, Placed | None, bool]]:
+        """Name, tensor, offset in the store, what the last gradient did, place at a server or not.
 
-        By the address at which it arrived.
+        By the address at which it arrived; None where there is none.
         """
         trained = set(self.trained)
         for i, parameter in enumerate(self.parameters):
@@ -628,7 +638,8 @@ class Exchange:
             if i in trained:
                 placing = self._placing
                 placed = Placed(False, placing) if isinstance(placing, str) else placing.placed(i)
-            yield self._names[id(parameter)], parameter, self.store.layout.places[i].start, placed
+            offset = self.store.layout.places[i].start
+            yield self._names[id(parameter)], parameter, offset, placed, self._shared[i]
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""

@@ -37,7 +37,8 @@ class ExplainRow:
         shape, dtype: as in torch.
         bytes: of the tensor.
         offset: of its slot in the store, bytes.
-        in_place: it lies where the servers read and write it.
+        in_place: it lies where the servers read and write it, or, for a gradient that has to cross
+            a network, in registered memory.
         route: how it gets there.
         copies: that the worker made of it in the last step.
         reason: why it was copied; "" if it was not.
@@ -144,12 +145,14 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     """
     core: Exchange = optimizer._tensorwire
     gradients, parameters = [], []
-    for name, parameter, offset, placed in core.places():
+    for name, parameter, offset, placed, shared in core.places():
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(parameter.shape)
         if placed is not None:
             in_place, sent = placed.in_place, core.store.asynchronous
             how = "produced in place" if in_place else "sent" if sent else "copied by the worker"
+            if in_place and not shared:
+                how = "produced in registered memory, sent from there"
             gradients.append(
                 ExplainRow(
                     name, "gradient", shape, dtype, parameter.nbytes, offset, in_place,
