@@ -524,6 +524,11 @@ void bind_regions(nb::module_& m) {
       .def_prop_ro("readable", [](const Region& r) { return r.access.read; })
       .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
       .def_prop_ro("address", [](const Region& r) { return reinterpret_cast<uint64_t>(r.data()); })
+      .def("discard",
+           [](const Region& r) {
+             check_not_forked(*r.mapping);
+             r.mapping->discard();
+           })
       .def(
           "load_word",
           [](const Region& r, uint64_t offset) {

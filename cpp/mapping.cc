@@ -84,6 +84,15 @@ std::shared_ptr<Mapping> Mapping::import(Descriptor memory, size_t size, bool wr
   return result;
 }
 
+void Mapping::discard() {
+  if (keep_.load()) {
+    throw Error(Code::kInvalid, "a NIC has this memory registered: its pages cannot be given back");
+  }
+  if (::madvise(data_, mapped_, descriptor_ ? MADV_REMOVE : MADV_DONTNEED) != 0) {
+    throw Error(Code::kUnavailable, system_message("cannot give pages back", errno));
+  }
+}
+
 Mapping::~Mapping() {
   if (data_ == nullptr || epoch_ != fork::epoch()) return;
   fork::remove_range(data_);

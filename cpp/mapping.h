@@ -1,6 +1,7 @@
 // Memory that can be shared: an owned mapping of a sealed memfd, or of anonymous pages.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,11 @@ class Mapping {
   size_t size() const { return size_; }
   // False in a forked child, where the range is not accessible.
   bool usable() const { return epoch_ == fork::epoch(); }
+  // Gives the pages back to the system: the bytes become zero. Not while a NIC has them registered.
+  // Throws kInvalid if one has, kUnavailable.
+  void discard();
+  // A NIC has, or once had, the pages registered; it would go on with those that were given back.
+  void keep_pages() { keep_.store(true); }
   // The memfd of shareable memory, else -1. Imported memory keeps none.
   int descriptor() const { return descriptor_.get(); }
 
@@ -39,6 +45,7 @@ class Mapping {
   size_t size_ = 0;
   size_t mapped_ = 0;
   uint32_t epoch_ = 0;
+  std::atomic<bool> keep_{false};
   Descriptor descriptor_;
 };
 

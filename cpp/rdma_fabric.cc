@@ -170,6 +170,7 @@ std::shared_ptr<Exposed> RdmaFabric::expose(const Region& region) {
   auto exposed = std::make_shared<Exposed>();
   exposed->fabric = shared_from_this();
   exposed->mapping = region.mapping;
+  region.mapping->keep_pages();
   exposed->address = reinterpret_cast<uint64_t>(region.data());
   ucx::MemoryParams params{};
   params.mask = ucx::MemoryParams::kAddress | ucx::MemoryParams::kLength;

@@ -5,12 +5,14 @@ with two workers, and alone. What was in place is told by the addresses of the g
 """
 
 import copy
+import ctypes
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -871,3 +873,64 @@ def explain_workload(rank: int, name: str) -> dict[str, Any]:
         return result
 
     return tw.explain_model(small.build(torch), step, name=name).to_json()
+
+
+# ---- memory of the whole host
+
+WIDTH = 1500
+KIB = 1024
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Bytes of shared regions, each page counted by its share, and of private memory."""
+    shared = private = 0
+    name = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            name = words[5] if len(words) > 5 else ""
+        elif words[0] == "Pss:" and "memfd:" in name:
+            shared += KIB * int(words[1])
+        elif words[0] == "Anonymous:" and "memfd:" not in name:
+            private += KIB * int(words[1])
+    return shared, private
+
+
+def memory_of_the_host(job: tw.Job, placement: str) -> tuple[int, int, int]:
+    """The model's bytes; the host's in regions, and in private memory of this worker, beyond what
+    was there before the model.
+    """
+    torch.manual_seed(3)
+    x = torch.ones(2, WIDTH)
+    first = nn.Linear(WIDTH, 2)
+    first(x).sum().backward()
+    torch.optim.SGD(first.parameters(), lr=0.1).step()  # imports what it needs
+    ctypes.CDLL(None).malloc_trim(0)
+    pids = [int(pid) for pid in job.sum([os.getpid() * (r == job.rank) for r in range(job.size)])]
+    pids += [peer.pid for peer in job._member.servers]  # type: ignore[union-attr]
+    before = [resident(pid) for pid in pids]
+    job.barrier()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    size = sum(p.nbytes for p in model.parameters())
+    opt = wrap(model, placement)
+    for _ in range(3):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is no longer anybody's
+    job.barrier()
+    after = [resident(pid) for pid in pids]
+    job.barrier()
+    shared = sum(a[0] - b[0] for a, b in zip(after, before, strict=True))
+    private = after[job.rank][1] - before[job.rank][1]
+    return size, shared, private
+
+
+def test_memory_of_the_host(team: Team) -> None:
+    """Two versions of the parameters at most, the momentum, and each worker's gradients once."""
+    for size, shared, private in team.run(memory_of_the_host, "plan"):
+        assert shared <= 1.05 * (2 + 1 + 2) * size
+        assert private <= 0.2 * size
+    # With copies gradients are there twice, once in private memory.
+    for size, shared, private in team.run(memory_of_the_host, "copy"):
+        assert shared + 2 * private >= 0.95 * (2 + 1 + 3) * size

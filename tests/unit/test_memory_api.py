@@ -455,6 +455,21 @@ class TestRegion:
         with pytest.raises(tw.UnavailableError, match="import torch"):
             node.allocate(8).tensor()
 
+    def test_pages_are_given_back_and_come_again(self, pair: Pair) -> None:
+        with assert_no_leak():
+            region = pair.far.allocate(1 << 20, name="pages", access="rw")
+            remote = pair.to_far.region("pages")
+            remote.write(np.full(1 << 20, 7, np.uint8)).wait()
+            assert region.array().min() == 7
+            region.discard()
+            assert not region.array().any()
+            remote[100:200].write(np.full(100, 9, np.uint8)).wait()
+            assert region.array().sum() == 900
+            with pytest.raises(ValueError, match="slice"):
+                region[:64].discard()
+            region.free()
+            del region, remote
+
 
 class TestTransfers:
     """What is refused, before and after it is under way. What works is in the conformance suite."""

@@ -202,6 +202,18 @@ class Region:
         tensor.data = view
         return view
 
+    def discard(self) -> None:
+        """Gives the pages back to the system; the region stays, and its bytes become zero.
+
+        For memory that is needed now and then: pages come back when they are written.
+
+        Raises:
+            ValueError: this is a slice, or a NIC has the memory registered.
+            RuntimeError: in a forked child.
+        """
+        self._check_whole("discard")
+        self._core.discard()
+
     def free(self) -> None:
         """Takes the memory away from peers; calling it again does nothing.
 

@@ -25,9 +25,11 @@ from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
 from .apply import Apply
 from .layout import Layout, Share, Spec
 from .messages import (
+    APPLY,
     OPERATION_NAMES,
     POISON,
     PRODUCED,
+    REDUCED,
     RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
@@ -168,6 +170,7 @@ class StoreServer:
         self._results: dict[int, RemoteRegion] = {}
         self._regions: list[Region] = []
         self._commits: list[Region] = []
+        self._slots: list[Region] = []
         self._workers: list[int] = []  # of each slice
         self._gathering = 0  # the version that workers are to commit
         self._looking = threading.Lock()  # at the commits of a store that may be freed
@@ -195,6 +198,7 @@ class StoreServer:
                 region.free()
             # Memory is given back when the last that refers to it is gone.
             self._regions.clear()
+            self._slots.clear()
             self._commits.clear()
             self._workers.clear()
         self._their_norms.clear()
@@ -286,6 +290,10 @@ class StoreServer:
 
         size = share.size_bytes
         slots = [self._allocate(f"slot/{i}", size, "rw") for i in range(spec.slices)]
+        self._slots = slots
+        self._pushes = [True] * spec.slices
+        # A NIC may have the slots registered.
+        self._remote = not all(self._is_here(rank) for rank in range(member.count))
         produced = [
             self._allocate(f"produced/{i}", size, "rw") if self._is_here(rank) else None
             for i, rank in enumerate(self._workers)
@@ -409,6 +417,7 @@ class StoreServer:
             raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
         complete = time.perf_counter()
         finite, norm = self._work(version, commits)
+        self._discard_unused(commits)
         done = time.perf_counter()
         result = Result(version, finite, norm, complete - started, done - complete).to_bytes()
         with self._sending:
@@ -417,6 +426,15 @@ class StoreServer:
             sent = [self._send(region, result, version) for region in self._results.values()]
         wait_all(sent)
         return commits[0].operation != RELEASE
+
+    def _discard_unused(self, commits: list[Commit]) -> None:
+        """Once all gradients of a slice are produced in place, its other slot needs no memory."""
+        for index, commit in enumerate(commits):
+            steps = commit.operation == APPLY and not commit.flags & REDUCED
+            pushes = not steps or set(commit.present) != {PRODUCED}
+            if self._pushes[index] and not pushes and not self._remote:
+                self._slots[index].discard()
+            self._pushes[index] = pushes
 
     def _wait_commit(self, region: Region, version: int, rank: int) -> None:
         peer = self._member.workers[rank]
