@@ -25,9 +25,9 @@ from typing import IO, Any
 
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.training.figures import StepTimes
+from tensorwire.bench.training.figures import StepTimes, WorkerEnd
 from tensorwire.bench.training.models import Model
-from tensorwire.bench.training.systems import OWN, System
+from tensorwire.bench.training.systems import System
 from tensorwire.bench.training.worker import Order
 
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
@@ -186,6 +186,10 @@ class Team:
         """Per worker, a number that differs when parameters differ."""
         return self._call("digest", None, 60.0)
 
+    def end(self) -> list[WorkerEnd]:
+        """Where each worker is after its last step."""
+        return self._call("end", None, 120.0)
+
     def _server_cpu(self) -> float:
         if self._server is None or self._closed:
             return 0.0
@@ -291,7 +295,7 @@ def _environment(system: System, wire: str) -> dict[str, str]:
     """That of all processes of a team: one thread each, nothing of the developer's shell."""
     found = {k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")}
     found["OMP_NUM_THREADS"] = "1"
-    if system.name == OWN:
+    if system.in_job:
         found["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         found["TENSORWIRE_TRANSPORTS"] = "shm,tcp" if wire == "shm" else "tcp"
     return found
@@ -300,7 +304,7 @@ def _environment(system: System, wire: str) -> dict[str, str]:
 def _for_workers(
     environment: Mapping[str, str], system: System, workers: int, address: str
 ) -> list[dict[str, str]]:
-    if system.name != OWN:
+    if not system.in_job:
         return [dict(environment)] * workers
     job = {"TENSORWIRE_WORKERS": str(workers), "TENSORWIRE_SERVERS": address}
     return [{**environment, **job, "TENSORWIRE_RANK": str(rank)} for rank in range(workers)]

@@ -44,9 +44,7 @@ class _Model(nn.Module):
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         numbers, categories = inputs
         first = F.relu(self.bottom(numbers))
-        found = [
-            table(rows) for table, rows in zip(self.tables, categories.unbind(1), strict=True)
-        ]
+        found = [table(rows) for table, rows in zip(self.tables, categories.unbind(1), strict=True)]
         vectors = torch.stack([first, *found], 1)
         products = vectors @ vectors.transpose(1, 2)
         a, b = self.pairs

@@ -62,9 +62,7 @@ def _row(a: int, *layers: tuple[int, Kernel]) -> nn.Sequential:
 
 
 def _pooled(a: int, b: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.AvgPool2d(3, 1, padding=1, count_include_pad=False), _Convolution(a, b)
-    )
+    return nn.Sequential(nn.AvgPool2d(3, 1, padding=1, count_include_pad=False), _Convolution(a, b))
 
 
 class _Inception(nn.Module):

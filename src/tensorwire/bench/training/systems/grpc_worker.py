@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -85,6 +86,8 @@ class GrpcTrainer(Trainer):
         self._open_stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
         self._outgoing: SimpleQueue[bytes | None] | None = None
         self._answers: Any = None
+        self._first_sent = 0.0
+        self._hidden_s = 0.0
         if place.rank == 0:
             self._calls["Start"](self._flat.tobytes())
         self._configure(Setting(1 << 22, "calls", True))
@@ -139,8 +142,10 @@ class GrpcTrainer(Trainer):
     def _reset(self) -> None:
         self._missing = [len(members) for members in self._members]
         self._futures: list[Any] = []
+        self._first_sent = 0.0
 
     def _send(self, bucket: int) -> None:
+        self._first_sent = self._first_sent or time.monotonic()
         parts = [HEADER.pack(self._place.rank, bucket)]
         for index, begin, end in self._members[bucket]:
             gradient = self._gradients[index]
@@ -162,6 +167,8 @@ class GrpcTrainer(Trainer):
 
     def exchange(self) -> None:
         """Takes the answers, in the order of the buckets, into the parameters."""
+        if self._first_sent:
+            self._hidden_s += time.monotonic() - self._first_sent
         if not self._setting.during_backward:
             for bucket in range(len(self._ranges)):
                 self._send(bucket)
@@ -175,6 +182,10 @@ class GrpcTrainer(Trainer):
         """Lets go of them."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def hidden_s(self) -> float:
+        """From the first bucket that left until backward had ended."""
+        return self._hidden_s
 
     def tune(self, run: Callable[[int], float]) -> None:
         """Tries bucket sizes, both ways of sending, then sending after backward."""
