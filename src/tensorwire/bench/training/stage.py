@@ -26,6 +26,7 @@ from tensorwire.parameters import CELL_BYTES, threads_for
 _CHECK_STEPS = 3
 _SAME = 1e-4  # relative; a wrong learning rate or a sum for a mean is far above it
 _WARM = 1  # steps of each turn that wake its processes up and are not counted
+_LONGEST_SEARCH = 200  # steps that a system may take to find its best settings
 _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
 
@@ -182,7 +183,7 @@ class Stage:
             times, _, _ = team.run(_CHECK_STEPS)
             if system.exchanges:
                 self._digest(system.name, team.digest())
-            team.prepare()
+            team.prepare(300 + _LONGEST_SEARCH * (times[0][-1].end - times[0][-1].begin))
             times, _, _ = team.run(2)
         except PairError as error:
             self._fail(system.name, error)

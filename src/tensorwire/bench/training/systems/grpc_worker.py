@@ -34,6 +34,7 @@ from tensorwire.bench.verdicts import EQUAL
 
 _BUCKETS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TRIAL_STEPS = 3
+_LARGE_BYTES = 256 << 20  # from here on a step takes seconds, and one tells enough
 _FINALS = 3  # in which sending during and after backward take turns
 
 
@@ -192,13 +193,14 @@ class GrpcTrainer(Trainer):
         sizes = [size for size in _BUCKETS if size < self._flat.nbytes]
         if self._flat.nbytes > 16 << 20:  # hundreds of messages a step never won
             sizes = [size for size in sizes if size > 1 << 18]
+        steps = 1 if self._flat.nbytes > _LARGE_BYTES else _TRIAL_STEPS
         tried: dict[Setting, list[float]] = {}
 
         def attempt(setting: Setting) -> None:
             self._configure(setting)
             run(1)
             # Another worker may be of another opinion: what counts is what rank 0 configured.
-            tried.setdefault(self._setting, []).append(run(_TRIAL_STEPS))
+            tried.setdefault(self._setting, []).append(run(steps))
 
         for size in sizes or [_BUCKETS[-1]]:
             for way in WAYS:

@@ -1,0 +1,72 @@
+"""The bars that `bench placement` must reach, per workload, and how far the figures are from them.
+
+A bar that was not measured is said to be so; it never counts as met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.training.stage import End
+from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, PLAN
+from tensorwire.bench.training.verdicts import faster, of_limit
+
+LIMIT_BAR = 1.5
+GRPC_SHM_BAR = 15.0
+GRPC_SHM_WORKLOADS = ("alexnet", "vgg16", "fcn5")
+GRPC_TCP_BAR = 4.0
+COPY_BAR = 1.5
+BITS_STEPS = 20
+
+
+def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
+    """All verdicts on a report but those on bits, workload by workload."""
+    found = []
+    for name in workloads:
+        shm, tcp = f"{name}/shm", f"{name}/tcp"
+        found.append(of_limit(report, shm, PLAN.name, LIMIT_BAR))
+        if name in GRPC_SHM_WORKLOADS:
+            found.append(faster(report, shm, PLAN.name, GRPC.name, GRPC_SHM_BAR))
+        found.append(faster(report, tcp, PLAN.name, GRPC.name, GRPC_TCP_BAR))
+        found += _of_copy(report, shm)
+    return found
+
+
+def _of_copy(report: Report, case: str) -> list[Verdict]:
+    """Where communication takes more of a copying step than computation does."""
+    exposed = {name: _seconds(report, f"{case}/exposed", name) for name in (PLAN.name, COPY.name)}
+    computation = _seconds(report, f"{case}/step", COMPUTATION.name)
+    name = f"{case} exposed communication, against copy"
+    plan_s, copy_s = exposed.values()
+    if plan_s is None or copy_s is None or computation is None:
+        missing = "plan, copy and computation did not all run"
+        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=missing)]
+    if copy_s <= computation:
+        return []
+    ratio = copy_s / max(plan_s, 1e-9)
+    return [
+        Verdict(name, COPY_BAR, ">=", "x as fast", ratio, None, ratio >= COPY_BAR),
+        faster(report, case, PLAN.name, COPY.name, COPY_BAR),
+    ]
+
+
+def _seconds(report: Report, case: str, system: str) -> float | None:
+    rows = [row for row in report.rows if (row.case, row.system) == (case, system)]
+    return rows[0].seconds_median if rows else None
+
+
+def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
+    """Whether `plan` and `copy` had the same bits after the same number of steps, and how many."""
+    name = f"{case} bits of plan and copy"
+    plan, copy = (ends.get(system.name) for system in (PLAN, COPY))
+    if plan is None or copy is None:
+        missing = "plan and copy did not both run to their end"
+        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=missing)
+    if plan.steps != copy.steps:
+        other = f"they took {plan.steps} and {copy.steps} steps"
+        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=other)
+    equal = len({*plan.bits, *copy.bits}) == 1
+    steps = float(plan.steps) if equal else 0.0
+    detail = "" if equal else f"they differ after {plan.steps} steps"
+    return Verdict(name, BITS_STEPS, ">=", "equal steps", steps, None, steps >= BITS_STEPS, detail)
