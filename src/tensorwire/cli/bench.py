@@ -345,6 +345,12 @@ def _placement_systems() -> tuple[str, ...]:
     return NAMES
 
 
+def _placement_wires() -> tuple[str, ...]:
+    from tensorwire.bench.placement.placement import WIRES
+
+    return WIRES
+
+
 _WORKLOAD = click.option(
     "--workload",
     "workloads",
@@ -370,7 +376,11 @@ _TINY = click.option(
     help="Only these: plan, limit, copy, computation, grpc.",
 )
 @click.option(
-    "--wire", "wires", type=_Names(lambda: ("shm", "tcp")), metavar="A,B", help="shm, tcp or both."
+    "--wire",
+    "wires",
+    type=_Names(_placement_wires),
+    metavar="A,B",
+    help="shm, tcp (both by default), 1gbit: two hosts on a slow link, which needs root.",
 )
 @click.option(
     "--steps",
@@ -405,8 +415,9 @@ def placement(
     workers with no exchange; what a step takes longer than theirs is exposed communication. plan
     and copy must end with the same bits.
 
-    The full run takes an hour or two and up to 20 GiB; where memory does not suffice, systems live
-    one after the other, and the notes say so. Other work on the machine spoils the figures.
+    The full run takes an hour or two and 16 GiB. All systems of a model live at the same time where
+    25 GiB are free, else one group after the other, and the notes say so. Other work on the machine
+    spoils the figures.
 
     \b
     One model over one wire, some minutes:
@@ -415,6 +426,10 @@ def placement(
     \b
     Everything, kept for comparison; what steps are made of, as a figure:
         tensorwire bench placement --json placement.json --figure placement.pdf
+
+    \b
+    Over a link of 1 Gbit/s between two network namespaces, as root:
+        tensorwire bench placement --wire 1gbit --workload lstm
 
     \b
     What placement alone changes:
@@ -477,7 +492,7 @@ def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Pat
     chosen = tuple(map(workload, workloads)) if workloads else WORKLOADS
     if tiny:
         chosen = tuple(model.reduced() for model in chosen)
-    print_sizes(chosen, Console() if sys.stdout.isatty() else Console(width=110))
+    print_sizes(chosen, Console() if sys.stdout.isatty() else Console(width=120))
     if json_path is not None:
         write_sizes(chosen, json_path)
         click.echo(f"tensors written to {json_path}")

@@ -27,7 +27,9 @@ from tensorwire.bench.workloads.catalog import WORKLOADS, Workload, workload
 from tensorwire.parameters import most_threads
 
 BENCH = "placement"
-WIRES = ("shm", "tcp")
+LINKS = {"1gbit": 1000}
+"""Wires between two hosts, with Mbit/s."""
+WIRES = ("shm", "tcp", *LINKS)
 SYSTEMS = (PLAN, COPY, COMPUTATION, GRPC)
 NAMES = (PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name)
 """In the order of their turns: the limit beside what is held against it."""
@@ -44,7 +46,7 @@ class Settings:
     """
 
     workloads: Sequence[Workload] = WORKLOADS
-    wires: Sequence[str] = WIRES
+    wires: Sequence[str] = WIRES[:2]
     systems: Sequence[str] = NAMES
     optimizer: str = "sgd"
     workers: int = 2
@@ -113,6 +115,7 @@ def _course(settings: Settings) -> Course:
         steps=settings.steps,
         turns=settings.turns,
         server_threads=settings.server_threads,
+        links=LINKS,
     )
 
 

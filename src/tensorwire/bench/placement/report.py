@@ -122,7 +122,9 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
         "font.size": 9, "axes.titlesize": 10, "hatch.linewidth": 0.7, "svg.hashsalt": "tensorwire",
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.1 * columns + 0.4, 2.7 * lines + 0.9), layout="constrained")
+        figure = Figure(
+            figsize=(max(3.1 * columns, 5.0) + 0.4, 2.7 * lines + 1.1), layout="constrained"
+        )
         grid = figure.subplots(lines, columns, squeeze=False)
         for axes, name in zip(grid.flat, names, strict=False):
             _panel(axes, report, name, parts)
@@ -133,7 +135,11 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
             found, labels = axes.get_legend_handles_labels()
             handles |= dict(zip(labels, found, strict=True))
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=5 if columns > 2 else 2,
+            frameon=False,
         )
         about, settings = report.machine, report.settings
         figure.suptitle(

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire.bench.training.stage import End
-from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, PLAN
-from tensorwire.bench.training.verdicts import faster, of_limit
+from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
+from tensorwire.bench.training.verdicts import faster, missing, of_limit
 
 LIMIT_BAR = 1.5
 GRPC_SHM_BAR = 15.0
 GRPC_SHM_WORKLOADS = ("alexnet", "vgg16", "fcn5")
 GRPC_TCP_BAR = 4.0
 COPY_BAR = 1.5
+LINK_BAR = 0.95
 BITS_STEPS = 20
 
 
@@ -30,7 +31,18 @@ def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
             found.append(faster(report, shm, PLAN.name, GRPC.name, GRPC_SHM_BAR))
         found.append(faster(report, tcp, PLAN.name, GRPC.name, GRPC_TCP_BAR))
         found += _of_copy(report, shm)
+        found.append(_of_link(report, f"{name}/1gbit"))
     return found
+
+
+def _of_link(report: Report, case: str) -> Verdict:
+    """What both ways of a raw socket take at once, by the exchange's time."""
+    name = f"{case} of a raw socket, both ways at once"
+    for row in report.rows:
+        if (row.case, row.system) == (case, PLAN.name) and row.ratio_to_limit is not None:
+            ratio = row.ratio_to_limit
+            return Verdict(name, LINK_BAR, ">=", "", ratio, row.ratio_interval, ratio >= LINK_BAR)
+    return Verdict(name, LINK_BAR, ">=", "", detail=missing(report, case, (PLAN.name, LIMIT)))
 
 
 def _of_copy(report: Report, case: str) -> list[Verdict]:
@@ -40,8 +52,8 @@ def _of_copy(report: Report, case: str) -> list[Verdict]:
     name = f"{case} exposed communication, against copy"
     plan_s, copy_s = exposed.values()
     if plan_s is None or copy_s is None or computation is None:
-        missing = "plan, copy and computation did not all run"
-        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=missing)]
+        why = "plan, copy and computation did not all run"
+        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=why)]
     if copy_s <= computation:
         return []
     ratio = copy_s / max(plan_s, 1e-9)
@@ -61,8 +73,8 @@ def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
     name = f"{case} bits of plan and copy"
     plan, copy = (ends.get(system.name) for system in (PLAN, COPY))
     if plan is None or copy is None:
-        missing = "plan and copy did not both run to their end"
-        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=missing)
+        why = "plan and copy did not both run to their end"
+        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=why)
     if plan.steps != copy.steps:
         other = f"they took {plan.steps} and {copy.steps} steps"
         return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=other)

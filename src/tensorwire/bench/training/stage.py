@@ -9,12 +9,13 @@ the same, and the notes say so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tensorwire.bench import machine
+from tensorwire.bench import link, machine
 from tensorwire.bench.harness import laps_of, median, percentile
+from tensorwire.bench.link import Hosts
 from tensorwire.bench.processes import Pair, PairError
 from tensorwire.bench.rows import Comparison, Row, format_seconds
 from tensorwire.bench.training.figures import Turns, limit_over_wire, turn_ratio
@@ -44,6 +45,7 @@ class Course:
         steps: per system, None for the model's own number.
         turns: into how many turns they are cut.
         server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
+        links: wires that lead from one host to another, with their speed in Mbit/s.
     """
 
     bench: str
@@ -56,6 +58,7 @@ class Course:
     steps: int | None
     turns: int
     server_threads: int
+    links: Mapping[str, int] = field(default_factory=dict)
 
 
 class End(NamedTuple):
@@ -105,6 +108,7 @@ class Stage:
         self._each_s: dict[str, float] = {}
         self._notes: dict[str, str] = {}
         self._sums: dict[str, float] = {}
+        self._hosts: Hosts | None = None
         self.turns: dict[str, Turns] = {}
         self.ends: dict[str, End] = {}
         self.warnings: list[str] = []
@@ -125,6 +129,21 @@ class Stage:
 
     def measure(self) -> None:
         """Starts everything, then lets all take turns; group by group."""
+        megabits = self._course.links.get(self._wire)
+        if megabits is None:
+            self._measure()
+            return
+        reason = link.missing(megabits)
+        if reason is not None:
+            self._failed.update(dict.fromkeys(self._names(), reason))
+            return
+        with link.two_hosts(megabits) as self._hosts:
+            try:
+                self._measure()
+            finally:
+                self.close()
+
+    def _measure(self) -> None:
         groups = self._groups(machine.memory_bytes("MemAvailable"))
         for group in groups:
             for name in group:
@@ -178,6 +197,7 @@ class Stage:
                 course.workers,
                 course.optimizer,
                 course.server_threads,
+                hosts=self._hosts,
             )
             self._teams[system.name] = team
             times, _, _ = team.run(_CHECK_STEPS)
@@ -189,7 +209,9 @@ class Stage:
             self._fail(system.name, error)
             return
         self._each_s[system.name] = max(t.end - t.begin for t in times[0])
-        over = f"over {system.carries[self._wire]}" if system.carries else ""
+        megabits = self._course.links.get(self._wire)
+        carries = system.carries if megabits is None else {self._wire: f"TCP, {megabits} Mbit/s"}
+        over = f"over {carries[self._wire]}" if system.carries else ""
         self._notes[system.name] = "; ".join(filter(None, (team.note, over)))
         self.turns[system.name] = Turns()
 
@@ -219,6 +241,7 @@ class Stage:
             "workers": self._course.workers,
             "threads": self._limit_threads(),
             "optimizer": self._course.optimizer,
+            "hosts": self._hosts,
         }
         try:
             self._pair = Pair("tensorwire.bench.training.limit", options)
@@ -325,7 +348,10 @@ class Stage:
         threads = self._limit_threads()
         on = "1 thread" if threads == 1 else f"{threads} threads"
         note = f"a C loop on {on}: {format_seconds(apply_s)}"
-        if self._wire == "tcp":
+        if self._hosts is not None:
+            note = f"the larger of {note}, and raw socket, both ways at once: "
+            note += format_seconds(into_s)
+        elif self._wire == "tcp":
             note = (
                 f"the larger of {note}, and raw socket: gradients in {format_seconds(into_s)} plus "
                 f"parameters out {format_seconds(out_s)}"

@@ -43,7 +43,7 @@ def of_limit(report: Report, case: str, own: str, bar: float) -> Verdict:
     name = f"{case} by the limit of an exchange"
     row = next((r for r in report.rows if r.case == case and r.system == own), None)
     if row is None or not row.ratio_to_limit:
-        return Verdict(name, bar, "<=", "x", detail=_missing(report, case, (own, LIMIT)))
+        return Verdict(name, bar, "<=", "x", detail=missing(report, case, (own, LIMIT)))
     value, interval = 1 / row.ratio_to_limit, None
     if row.ratio_interval is not None and row.ratio_interval[0] > 0:
         interval = (1 / row.ratio_interval[1], 1 / row.ratio_interval[0])
@@ -58,10 +58,11 @@ def faster(report: Report, case: str, own: str, rival: str, bar: float) -> Verdi
             return Verdict(
                 name, bar, ">=", "x as fast", item.ratio, item.interval, item.ratio >= bar
             )
-    return Verdict(name, bar, ">=", "x as fast", detail=_missing(report, case, (own, rival)))
+    return Verdict(name, bar, ">=", "x as fast", detail=missing(report, case, (own, rival)))
 
 
-def _missing(report: Report, case: str, systems: Sequence[str]) -> str:
+def missing(report: Report, case: str, systems: Sequence[str]) -> str:
+    """Why these systems have no figures in a case."""
     notes = [
         f"{row.system}: {row.note}"
         for row in report.rows

@@ -58,11 +58,11 @@ def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
 
 
 def size_text(size_bytes: float) -> str:
-    """Three or four figures in the unit that suits."""
+    """Three figures in the unit that suits."""
     for unit, factor in (("MiB", MIB), ("KiB", 1 << 10)):
         if size_bytes >= factor:
-            return f"{size_bytes / factor:.4g} {unit}"
-    return f"{size_bytes:.4g} B"
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{size_bytes:.3g} B"
 
 
 def write_sizes(workloads: Sequence[Workload], path: str | os.PathLike[str]) -> None:

@@ -53,13 +53,19 @@ class System:
         return None
 
     def server_arguments(
-        self, wire: str, workers: int, optimizer: str, threads: int, folder: str
+        self,
+        wire: str,
+        workers: int,
+        optimizer: str,
+        threads: int,
+        folder: str,
+        host: str = "127.0.0.1",
     ) -> list[str]:
         """Arguments of the server, but for the descriptor of its address."""
         if self.in_job:
-            own = ["--index", "0", "--workers", str(workers), "--listen", "127.0.0.1:0"]
+            own = ["--index", "0", "--workers", str(workers), "--listen", f"{host}:0"]
             return [*own, "--threads", str(threads)]
-        where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else "127.0.0.1:0"
+        where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else f"{host}:0"
         return ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
 
 
@@ -86,15 +92,15 @@ GRPC = System(
     (_TORCH, ("grpc", "pip install grpcio")),
     f"{_PACKAGE}.grpc_server",
     {"shm": "a unix socket", "tcp": "loopback TCP"},
-    copies=16,
+    copies=28,
 )
-PLAN = _own("plan", "own", copies=8)
-COPY = _own("copy", "own_copy", copies=8)
-COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 4, False)
+PLAN = _own("plan", "own", copies=10)
+COPY = _own("copy", "own_copy", copies=10)
+COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 5, False)
 """Forward and backward of the workers, beside each other and with no exchange."""
 
 SYSTEMS: tuple[System, ...] = (
-    _own(OWN, "own", copies=8),
+    _own(OWN, "own", copies=10),
     System(
         "ddp-gloo",
         f"{_PACKAGE}.ddp_gloo",
