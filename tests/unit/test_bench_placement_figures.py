@@ -117,10 +117,12 @@ def test_all_bars_are_met() -> None:
 
 def test_a_link_has_a_bar_of_its_own() -> None:
     for ratio, met in ((0.96, True), (0.94, False)):
-        found = Report("placement", {})
+        found = Report("placement", {}, settings={"wires": ["1gbit"]})
         row = Row("placement", "fcn5/1gbit", "plan", 1000, 1.0, ratio_to_limit=ratio)
         found.rows.append(row)
         assert judge(found, ["fcn5"])[-1].met is met
+    assert judge(found, ["lstm", "fcn5"])[-1].met is False
+    assert [verdict.name.split()[0] for verdict in judge(found, ["lstm"])][-1] == "lstm/1gbit"
 
 
 def test_where_computation_takes_more_copying_has_no_bar() -> None:
@@ -132,7 +134,7 @@ def test_where_computation_takes_more_copying_has_no_bar() -> None:
 def test_missed_and_unmeasured_bars_are_not_met() -> None:
     assert judge(report(ratio_to_limit=0.5), ["fcn5"])[0].met is False
     verdicts = judge(Report("placement", {}), ["alexnet", "lstm"])
-    assert len(verdicts) == 9  # lstm has no bar beside grpc on shm
+    assert len(verdicts) == 8  # lstm has no bar beside grpc on shm; none asked for a link
     assert {verdict.met for verdict in verdicts} == {None}
 
 

@@ -416,7 +416,7 @@ def placement(
     and copy must end with the same bits.
 
     The full run takes an hour or two and 16 GiB. All systems of a model live at the same time where
-    25 GiB are free, else one group after the other, and the notes say so. Other work on the machine
+    40 GiB are free, else one group after the other, and the notes say so. Other work on the machine
     spoils the figures.
 
     \b

@@ -19,6 +19,7 @@ GRPC_TCP_BAR = 4.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
 BITS_STEPS = 20
+_LINK_NAME = " exchange of a raw socket, both ways at once"
 
 
 def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
@@ -31,13 +32,18 @@ def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
             found.append(faster(report, shm, PLAN.name, GRPC.name, GRPC_SHM_BAR))
         found.append(faster(report, tcp, PLAN.name, GRPC.name, GRPC_TCP_BAR))
         found += _of_copy(report, shm)
-        found.append(_of_link(report, f"{name}/1gbit"))
+        if "1gbit" in report.settings.get("wires", ()):
+            found.append(_of_link(report, f"{name}/1gbit"))
+    if "1gbit" not in report.settings.get("wires", ()):
+        found.append(
+            Verdict(f"1gbit{_LINK_NAME}", LINK_BAR, ">=", "", detail="it needs --wire 1gbit")
+        )
     return found
 
 
 def _of_link(report: Report, case: str) -> Verdict:
     """What both ways of a raw socket take at once, by the exchange's time."""
-    name = f"{case} of a raw socket, both ways at once"
+    name = f"{case}{_LINK_NAME}"
     for row in report.rows:
         if (row.case, row.system) == (case, PLAN.name) and row.ratio_to_limit is not None:
             ratio = row.ratio_to_limit
