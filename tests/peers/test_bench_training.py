@@ -15,14 +15,14 @@ from click.testing import CliRunner
 
 from tensorwire.bench.rows import Report
 from tensorwire.bench.training import alone, training
-from tensorwire.bench.training.models import Model
+from tensorwire.bench.training.models import Network
 from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire.bench.training.team import Team, TeamError
 from tensorwire.cli import main
 
 pytest.importorskip("torch")
 
-TINY = Model("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
+TINY = Network("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
 BY_NAME = {system.name: system for system in SYSTEMS}
 
 

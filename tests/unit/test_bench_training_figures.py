@@ -18,7 +18,7 @@ from tensorwire.bench.training.figures import (
     step_seconds,
     turn_ratio,
 )
-from tensorwire.bench.training.models import MODELS, Model, model
+from tensorwire.bench.training.models import MODELS, Network, model
 from tensorwire.bench.training.report import draw
 from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire.bench.training.verdicts import judge, judge_alone
@@ -107,7 +107,7 @@ def test_sizes_are_as_their_names_say() -> None:
 
 
 @pytest.mark.parametrize("found", MODELS[:2], ids=lambda m: m.name)
-def test_a_model_has_the_parameters_that_it_says(found: Model) -> None:
+def test_a_model_has_the_parameters_that_it_says(found: Network) -> None:
     torch = pytest.importorskip("torch")
     network = found.build(torch)
     assert sum(p.numel() for p in network.parameters()) == found.elements

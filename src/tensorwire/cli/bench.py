@@ -18,6 +18,7 @@ from tensorwire.errors import TensorwireError
 
 if TYPE_CHECKING:
     from tensorwire.bench.memory import Settings
+    from tensorwire.bench.placement.placement import Settings as PlacementSettings
     from tensorwire.bench.rows import Report
     from tensorwire.bench.training.training import Settings as TrainingSettings
 
@@ -330,6 +331,171 @@ def _choose_training(
     settings.wires = wires or settings.wires
     settings.steps = steps or settings.steps
     settings.optimizer = optimizer
+
+
+def _workloads() -> tuple[str, ...]:
+    from tensorwire.bench.workloads.catalog import WORKLOADS
+
+    return tuple(workload.name for workload in WORKLOADS)
+
+
+def _placement_systems() -> tuple[str, ...]:
+    from tensorwire.bench.placement.placement import NAMES
+
+    return NAMES
+
+
+def _placement_wires() -> tuple[str, ...]:
+    from tensorwire.bench.placement.placement import WIRES
+
+    return WIRES
+
+
+_WORKLOAD = click.option(
+    "--workload",
+    "workloads",
+    type=_Names(_workloads),
+    metavar="A,B",
+    help="Only these: alexnet, inception-v3, vgg16, lstm, gru, fcn5, resnet50, gpt2-small, dlrm, "
+    "moe, bilstm.",
+)
+_TINY = click.option(
+    "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
+)
+
+
+@bench.command()
+@_outputs
+@click.option("--quick", is_flag=True, help="Two workloads, few steps: a look, no measurement.")
+@_TINY
+@_WORKLOAD
+@click.option(
+    "--systems",
+    type=_Names(_placement_systems),
+    metavar="A,B",
+    help="Only these: plan, limit, copy, computation, grpc.",
+)
+@click.option(
+    "--wire",
+    "wires",
+    type=_Names(_placement_wires),
+    metavar="A,B",
+    help="shm, tcp (both by default), 1gbit: two hosts on a slow link, which needs root.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Steps of each system, per workload and wire (default 12 to 30).",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adamw"]),
+    default="sgd",
+    show_default=True,
+    help="sgd has momentum 0.9.",
+)
+def placement(
+    json_path: Path | None,
+    figure_path: Path | None,
+    quick: bool,
+    tiny: bool,
+    workloads: tuple[str, ...] | None,
+    systems: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+    strict: bool,
+) -> None:
+    """What does placing gradients gain, on real models?
+
+    Two workers train; the exchange lasts from the last gradient until the slowest worker can read
+    the updated parameters. plan: gradients are produced where they are needed. copy: the same
+    transport without that. grpc: a parameter server on gRPC, over a unix socket on the shm wire.
+    limit: a C loop over gradients, parameters and state, on tcp with raw sockets. computation: the
+    workers with no exchange; what a step takes longer than theirs is exposed communication. plan
+    and copy must end with the same bits.
+
+    The full run takes an hour or two and 16 GiB. All systems of a model live at the same time where
+    40 GiB are free, else one group after the other, and the notes say so. Other work on the machine
+    spoils the figures.
+
+    \b
+    One model over one wire, some minutes:
+        tensorwire bench placement --workload alexnet --wire shm
+
+    \b
+    Everything, kept for comparison; what steps are made of, as a figure:
+        tensorwire bench placement --json placement.json --figure placement.pdf
+
+    \b
+    Over a link of 1 Gbit/s between two network namespaces, as root:
+        tensorwire bench placement --wire 1gbit --workload lstm
+
+    \b
+    What placement alone changes:
+        tensorwire bench placement --systems plan,copy,computation --workload fcn5
+
+    \b
+    What the models are:
+        tensorwire bench workloads
+    """  # noqa: D301 (\b is what click reads)
+    from tensorwire.bench.placement.placement import Settings, run
+    from tensorwire.bench.placement.report import draw, print_report
+
+    settings = Settings.quick() if quick else Settings()
+    _choose_placement(settings, workloads, systems, wires, steps, optimizer)
+    if tiny:
+        settings.workloads = [workload.reduced() for workload in settings.workloads]
+    _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
+
+
+def _choose_placement(
+    settings: PlacementSettings,
+    workloads: tuple[str, ...] | None,
+    systems: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+) -> None:
+    from tensorwire.bench.workloads.catalog import workload
+
+    settings.workloads = tuple(map(workload, workloads)) if workloads else settings.workloads
+    settings.systems = systems or settings.systems
+    settings.wires = wires or settings.wires
+    settings.steps = steps or settings.steps
+    settings.optimizer = optimizer
+
+
+@bench.command("workloads")
+@_WORKLOAD
+@_TINY
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write every tensor of every workload to FILE.",
+)
+def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
+    """How many tensors do the models of bench placement have, and how large are they?
+
+    An average hides much: half of AlexNet's tensors are below 91 KiB, and six hold 99.8 % of its
+    bytes. Nothing is trained and no memory is taken for the tensors; it needs torch.
+
+    \b
+    Two of them, tensor by tensor:
+        tensorwire bench workloads --workload lstm,dlrm --json tensors.json
+    """  # noqa: D301 (\b is what click reads)
+    from tensorwire.bench.workloads.catalog import WORKLOADS, workload
+    from tensorwire.bench.workloads.report import print_sizes, write_sizes
+
+    chosen = tuple(map(workload, workloads)) if workloads else WORKLOADS
+    if tiny:
+        chosen = tuple(model.reduced() for model in chosen)
+    print_sizes(chosen, Console() if sys.stdout.isatty() else Console(width=120))
+    if json_path is not None:
+        write_sizes(chosen, json_path)
+        click.echo(f"tensors written to {json_path}")
 
 
 def _keep(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MODES = ("send", "fetch", "echo")
+LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
@@ -35,13 +36,13 @@ class Server:
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
 
-    def listen(self, mode: str, address: int, size_bytes: int) -> int:
+    def listen(self, mode: str, address: int, size_bytes: int, host: str = LOOPBACK) -> int:
         """Waits in the background for one connection and serves it; returns the port.
 
         It sends from and receives into the memory at `address`, which must outlive it.
         """
         self.close()
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server((host, 0))
         self._listener = listener
         self._thread = threading.Thread(
             target=self._serve, args=(listener, self._loops[mode], address, size_bytes), daemon=True
@@ -75,8 +76,11 @@ class Server:
 class Client:
     """The driver's side: one connection for one mode and size."""
 
-    def __init__(self, drivers: Any, port: int, mode: str, address: int, size_bytes: int) -> None:
-        self._stream = socket.create_connection(("127.0.0.1", port), timeout=10)
+    def __init__(
+        self, drivers: Any, port: int, mode: str, address: int, size_bytes: int,
+        host: str = LOOPBACK,
+    ) -> None:  # fmt: skip
+        self._stream = socket.create_connection((host, port), timeout=10)
         self._stream.settimeout(None)
         self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop = {

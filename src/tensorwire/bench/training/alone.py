@@ -23,7 +23,7 @@ from tensorwire.bench.harness import median, paired_ratio, percentile
 from tensorwire.bench.processes import Pair, PairError
 from tensorwire.bench.rows import Row, Verdict
 from tensorwire.bench.training.figures import extra_seconds
-from tensorwire.bench.training.models import Model
+from tensorwire.bench.training.models import Network
 from tensorwire.bench.training.systems import OWN
 from tensorwire.bench.training.systems.base import make_optimizer
 from tensorwire.bench.training.verdicts import judge_alone
@@ -44,12 +44,12 @@ class Passes(NamedTuple):
     cpu_s: float
 
 
-def case_of(model: Model) -> str:
+def case_of(model: Network) -> str:
     """The name of the case."""
     return f"{ALONE}.{model.name}.step"
 
 
-def run(bench: str, model: Model, optimizer: str, turns: int) -> tuple[list[Row], Verdict]:
+def run(bench: str, model: Network, optimizer: str, turns: int) -> tuple[list[Row], Verdict]:
     """Rows of the script with tensorwire and of the plain one, and what the bar says."""
     case = case_of(model)
     rows = [Row(bench, case, name, model.size_bytes) for name in (OWN, PLAIN)]
@@ -77,7 +77,7 @@ def run(bench: str, model: Model, optimizer: str, turns: int) -> tuple[list[Row]
     return rows, judge_alone(case, extra_seconds(own.seconds, plain.seconds), "")
 
 
-def _measure(model: Model, optimizer: str, pairs: int) -> tuple[Passes, Passes]:
+def _measure(model: Network, optimizer: str, pairs: int) -> tuple[Passes, Passes]:
     """The passes with tensorwire and the plain ones.
 
     Raises:
@@ -117,7 +117,7 @@ class Driver:
         data: Any = importlib.import_module("torch.utils.data")
         tw: Any = importlib.import_module("tensorwire.torch")
         torch.set_num_threads(1)
-        model: Model = options["model"]
+        model: Network = options["model"]
         count, random = PASS_STEPS * model.batch, torch.Generator().manual_seed(1000)
         samples = data.TensorDataset(
             torch.rand((count, *model.inputs), generator=random),

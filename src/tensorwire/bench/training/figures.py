@@ -34,6 +34,20 @@ class StepTimes(NamedTuple):
     exchange_cpu_s: float
 
 
+class WorkerEnd(NamedTuple):
+    """Of one worker after its last step.
+
+    Attributes:
+        steps: that it trained in all.
+        bits: a digest of the bits of its parameters.
+        hidden_s: per step, for how long gradients were on their way while backward went on.
+    """
+
+    steps: int
+    bits: str
+    hidden_s: float
+
+
 Steps = Sequence[StepTimes]
 
 
@@ -66,6 +80,16 @@ def skew_seconds(workers: Sequence[Steps]) -> list[float]:
     ]
 
 
+def forward_seconds(workers: Sequence[Steps]) -> list[float]:
+    """The forward pass of each step, that of the slowest worker."""
+    return [max(t.backward_begin - t.begin for t in step) for step in _by_step(workers)]
+
+
+def backward_seconds(workers: Sequence[Steps]) -> list[float]:
+    """Each step from the forward pass to the last gradient, that of the slowest worker."""
+    return [max(t.gradients_ready - t.backward_begin for t in step) for step in _by_step(workers)]
+
+
 @dataclass(slots=True)
 class Turns:
     """All turns of one system at one model over one wire.
@@ -75,6 +99,8 @@ class Turns:
 
     exchange: list[list[float]] = field(default_factory=list)
     step: list[list[float]] = field(default_factory=list)
+    forward: list[list[float]] = field(default_factory=list)
+    backward: list[list[float]] = field(default_factory=list)
     skew: list[float] = field(default_factory=list)
     cpu_workers_s: float = 0.0
     cpu_exchange_s: float = 0.0
@@ -88,6 +114,8 @@ class Turns:
         kept = [steps[warm:] for steps in workers]
         self.exchange.append(exchange_seconds(kept))
         self.step.append(step_seconds(kept))
+        self.forward.append(forward_seconds(kept))
+        self.backward.append(backward_seconds(kept))
         self.skew += skew_seconds(kept)
         self.cpu_workers_s += cpu_workers_s
         self.cpu_server_s += cpu_server_s

@@ -7,6 +7,9 @@ each worker in and the parameters of each worker out, one worker after the other
 serve them. The kernel places all threads, as it does for the systems: ends of the socket on cores
 of their own were slower here at every size. A system that sends during backward has less to carry
 after the last gradient and may come below it.
+
+Between two hosts (`bench.link`) both ways are carried at the same time, on a socket each: such a
+link is full duplex, and cores do not bound it.
 """
 
 from __future__ import annotations
@@ -16,22 +19,27 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tensorwire._core import drivers
+from tensorwire.bench.link import Hosts
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.rivals.base import serve_messages
-from tensorwire.bench.rivals.raw_socket import Client, Server
+from tensorwire.bench.rivals.raw_socket import LOOPBACK, Client, Server
 
 STATES = {"sgd": 1, "adamw": 2}
 """Arrays of optimizer state."""
 
 
 class LimitTimes(NamedTuple):
-    """Seconds of one sample: the C loop, all gradients in, all parameters out."""
+    """Seconds of one sample: the C loop, all gradients in, all parameters out.
+
+    Between two hosts `into_s` is that of both ways, and `out_s` is 0.
+    """
 
     apply_s: float
     into_s: float
@@ -78,14 +86,18 @@ class Driver:
         self._states = self._memory.addresses[1 : 1 + states]
         self._gradients = self._memory.addresses[1 + states :]
         self._clients: list[Client] = []
-        if options["wire"] == "tcp":
-            self._connect()
+        hosts: Hosts | None = options["hosts"]
+        self._duplex = ThreadPoolExecutor(2) if hosts is not None else None
+        if hosts is not None:
+            hosts[1].enter()
+        if options["wire"] != "shm":
+            self._connect(LOOPBACK if hosts is None else hosts[0].address)
 
-    def _connect(self) -> None:
+    def _connect(self, host: str) -> None:
         for mode, address in (("send", self._gradients[0]), ("fetch", self._memory.addresses[0])):
-            self._link.send(("listen", mode, 4 * self._elements))
+            self._link.send(("listen", mode, 4 * self._elements, host))
             port = int(self._link.recv())
-            self._clients.append(Client(drivers, port, mode, address, 4 * self._elements))
+            self._clients.append(Client(drivers, port, mode, address, 4 * self._elements, host))
 
     def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
         """`count` samples, and the CPU time of this process and of the other end for all of them.
@@ -106,6 +118,10 @@ class Driver:
             self._memory.addresses[0], self._states, self._gradients, self._elements,
             self._threads, 1,
         )  # fmt: skip
+        if self._duplex is not None:
+            begin = time.monotonic()
+            list(self._duplex.map(lambda client: client.run(self._workers), self._clients))
+            return LimitTimes(apply[0], time.monotonic() - begin, 0.0)
         ways = [math.fsum(client.run(self._workers)) for client in self._clients]
         return LimitTimes(apply[0], *(ways or (0.0, 0.0)))
 
@@ -118,12 +134,14 @@ class Driver:
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """The server's end of the raw socket; on shm it only waits for the end."""
-    memory = Memory(int(options["elements"]) if options["wire"] == "tcp" else 1, [1.0])
+    if options["hosts"] is not None:
+        options["hosts"][0].enter()
+    memory = Memory(int(options["elements"]) if options["wire"] != "shm" else 1, [1.0])
     servers: list[Server] = []
 
-    def listen(mode: str, size_bytes: int) -> int:
+    def listen(mode: str, size_bytes: int, host: str) -> int:
         servers.append(Server(drivers))
-        return servers[-1].listen(mode, memory.addresses[0], size_bytes)
+        return servers[-1].listen(mode, memory.addresses[0], size_bytes, host)
 
     serve_messages(link, {"listen": listen})
     for server in servers:

@@ -1,4 +1,4 @@
-"""The models of the bench: shapes, batch and how many steps are worth measuring.
+"""What a model is to the bench, and the networks of `bench training`.
 
 Knows no system. Inputs are random and fixed by a seed: a bench of communication needs their shape
 only, and every system then computes the very same steps. torch is imported by whoever calls.
@@ -6,17 +6,51 @@ only, and every system then computes the very same steps. torch is imported by w
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 FLOAT_BYTES = 4
 _BATCHES = 4  # that a worker uses in turn
 
 
+class Model(Protocol):
+    """What a team trains; picklable. Every process makes the same of it."""
+
+    @property
+    def name(self) -> str:
+        """As in the name of a case."""
+
+    @property
+    def steps(self) -> int:
+        """Measured by default."""
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters; all are float32, and every step gives each of them a gradient."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the parameters, and of the gradients of one worker."""
+
+    def build(self, torch: Any) -> Any:
+        """The module, with the same values in every process."""
+
+    def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
+        """Inputs and labels that the worker uses in turn; workers have different ones."""
+
+    def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
+        """Of the module's output and the labels; a scalar."""
+
+    def describe(self) -> dict[str, Any]:
+        """For the settings of a report."""
+
+
 @dataclass(frozen=True, slots=True)
-class Model:
+class Network:
     """A float32 network: 3 × 3 convolutions with one pooling, then linear layers, ReLU between.
 
     Attributes:
@@ -79,16 +113,25 @@ class Model:
             for _ in range(_BATCHES)
         ]
 
+    def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
+        """Cross entropy."""
+        loss: Callable[[Any, Any], Any] = torch.nn.CrossEntropyLoss()
+        return loss
+
+    def describe(self) -> dict[str, Any]:
+        """For the settings of a report."""
+        return dataclasses.asdict(self) | {"bytes": self.size_bytes}
+
 
 MODELS = (
-    Model("digits", (1, 8, 8), (16, 32), (64, 10), batch=32, steps=300),
-    Model("mlp50", (784,), (), (2048, 2048, 2048, 1024, 1000), batch=32, steps=60),
-    Model("mlp200", (784,), (), (4096, 4096, 4096, 3072, 1000), batch=32, steps=30),
+    Network("digits", (1, 8, 8), (16, 32), (64, 10), batch=32, steps=300),
+    Network("mlp50", (784,), (), (2048, 2048, 2048, 1024, 1000), batch=32, steps=60),
+    Network("mlp200", (784,), (), (4096, 4096, 4096, 3072, 1000), batch=32, steps=30),
 )
 """The small net for scikit-learn's digits (150 KiB), and MLPs of 50 and 200 MiB."""
 
 
-def model(name: str) -> Model:
+def model(name: str) -> Network:
     """The model of that name.
 
     Raises:

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from tensorwire.bench.link import Hosts
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import PairError
-from tensorwire.bench.training.figures import StepTimes
+from tensorwire.bench.training.figures import StepTimes, WorkerEnd
 from tensorwire.bench.training.models import Model
-from tensorwire.bench.training.systems import OWN, System
+from tensorwire.bench.training.systems import System
 from tensorwire.bench.training.worker import Order
 
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
@@ -39,6 +40,8 @@ class TeamError(PairError):
 
 class Team:
     """Owns the processes of one system for one model over one wire.
+
+    With `hosts` the server is on the first and all workers are on the second.
 
     Methods block and are for one thread. After any error the team is closed. `close` may be called
     twice.
@@ -52,7 +55,7 @@ class Team:
 
     def __init__(
         self, system: System, wire: str, model: Model, workers: int, optimizer: str,
-        threads: int = 1, start_timeout_s: float = 120.0,
+        threads: int = 1, start_timeout_s: float = 120.0, hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
         self._name = system.name
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
@@ -60,13 +63,15 @@ class Team:
         self._links: list[Connection] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._hosts = hosts
         environment = _environment(system, wire)
         try:
             address = ""
             if system.server is not None:
                 arguments = system.server_arguments(
-                    wire, workers, optimizer, threads, self._folder.name
-                )
+                    wire, workers, optimizer, threads, self._folder.name,
+                    "127.0.0.1" if hosts is None else hosts[0].address,
+                )  # fmt: skip
                 address = self._start_server(
                     [sys.executable, "-m", system.server, *arguments], environment, start_timeout_s
                 )
@@ -86,6 +91,10 @@ class Team:
     def _error_file(self, who: str) -> IO[bytes]:
         return open(os.path.join(self._folder.name, f"{who}.err"), "wb")
 
+    def _on(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command on one of the hosts, where there are hosts."""
+        return list(command) if self._hosts is None else self._hosts[host].command(*command)
+
     def _start_server(
         self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
     ) -> str:
@@ -94,7 +103,7 @@ class Team:
         try:
             with self._error_file("server") as errors:
                 self._server = subprocess.Popen(
-                    [*command, "--address-fd", str(writing)],
+                    self._on(0, [*command, "--address-fd", str(writing)]),
                     # Its input ends with the bench, whatever happens to the bench.
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors,
                     pass_fds=(writing,), env=environment, start_new_session=True,
@@ -144,7 +153,8 @@ class Team:
             ]  # fmt: skip
             self._workers.append(
                 subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+                    self._on(1, command), stderr=errors,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), *barrier), env=environment, start_new_session=True,
                 )
             )  # fmt: skip
@@ -185,6 +195,10 @@ class Team:
     def digest(self) -> list[float]:
         """Per worker, a number that differs when parameters differ."""
         return self._call("digest", None, 60.0)
+
+    def end(self) -> list[WorkerEnd]:
+        """Where each worker is after its last step."""
+        return self._call("end", None, 120.0)
 
     def _server_cpu(self) -> float:
         if self._server is None or self._closed:
@@ -291,7 +305,7 @@ def _environment(system: System, wire: str) -> dict[str, str]:
     """That of all processes of a team: one thread each, nothing of the developer's shell."""
     found = {k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")}
     found["OMP_NUM_THREADS"] = "1"
-    if system.name == OWN:
+    if system.in_job:
         found["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         found["TENSORWIRE_TRANSPORTS"] = "shm,tcp" if wire == "shm" else "tcp"
     return found
@@ -300,7 +314,7 @@ def _environment(system: System, wire: str) -> dict[str, str]:
 def _for_workers(
     environment: Mapping[str, str], system: System, workers: int, address: str
 ) -> list[dict[str, str]]:
-    if system.name != OWN:
+    if not system.in_job:
         return [dict(environment)] * workers
     job = {"TENSORWIRE_WORKERS": str(workers), "TENSORWIRE_SERVERS": address}
     return [{**environment, **job, "TENSORWIRE_RANK": str(rank)} for rank in range(workers)]

@@ -21,9 +21,9 @@ def judge(report: Report, models: Sequence[str]) -> list[Verdict]:
     """All verdicts on a report, model by model."""
     found = []
     for name in models:
-        found.append(_of_limit(report, f"shm.{name}.exchange"))
-        found.append(_faster(report, f"shm.{name}.exchange", "ddp-gloo", GLOO_BAR))
-        found.append(_faster(report, f"tcp.{name}.exchange", "grpc", GRPC_BAR))
+        found.append(of_limit(report, f"shm.{name}.exchange", OWN, LIMIT_BAR))
+        found.append(faster(report, f"shm.{name}.exchange", OWN, "ddp-gloo", GLOO_BAR))
+        found.append(faster(report, f"tcp.{name}.exchange", OWN, "grpc", GRPC_BAR))
     return found
 
 
@@ -38,29 +38,31 @@ def judge_alone(case: str, extra: Extra | None, reason: str) -> Verdict:
     return Verdict(name, ALONE_BAR_US, "<=", unit, value, interval, value <= ALONE_BAR_US)
 
 
-def _of_limit(report: Report, case: str) -> Verdict:
+def of_limit(report: Report, case: str, own: str, bar: float) -> Verdict:
     """The ratio turned round: own time by the limit's."""
     name = f"{case} by the limit of an exchange"
-    row = next((r for r in report.rows if r.case == case and r.system == OWN), None)
+    row = next((r for r in report.rows if r.case == case and r.system == own), None)
     if row is None or not row.ratio_to_limit:
-        return Verdict(name, LIMIT_BAR, "<=", "x", detail=_missing(report, case, (OWN, LIMIT)))
+        return Verdict(name, bar, "<=", "x", detail=missing(report, case, (own, LIMIT)))
     value, interval = 1 / row.ratio_to_limit, None
     if row.ratio_interval is not None and row.ratio_interval[0] > 0:
         interval = (1 / row.ratio_interval[1], 1 / row.ratio_interval[0])
-    return Verdict(name, LIMIT_BAR, "<=", "x", value, interval, value <= LIMIT_BAR)
+    return Verdict(name, bar, "<=", "x", value, interval, value <= bar)
 
 
-def _faster(report: Report, case: str, rival: str, bar: float) -> Verdict:
+def faster(report: Report, case: str, own: str, rival: str, bar: float) -> Verdict:
+    """How many times as fast as a rival."""
     name = f"{case} against {rival}"
     for item in report.comparisons:
-        if (item.case, item.system, item.rival) == (case, OWN, rival):
+        if (item.case, item.system, item.rival) == (case, own, rival):
             return Verdict(
                 name, bar, ">=", "x as fast", item.ratio, item.interval, item.ratio >= bar
             )
-    return Verdict(name, bar, ">=", "x as fast", detail=_missing(report, case, (OWN, rival)))
+    return Verdict(name, bar, ">=", "x as fast", detail=missing(report, case, (own, rival)))
 
 
-def _missing(report: Report, case: str, systems: Sequence[str]) -> str:
+def missing(report: Report, case: str, systems: Sequence[str]) -> str:
+    """Why these systems have no figures in a case."""
     notes = [
         f"{row.system}: {row.note}"
         for row in report.rows

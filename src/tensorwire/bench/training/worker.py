@@ -10,6 +10,7 @@ the last gradient is taken by a hook on every parameter, put there before the sy
     "prepare"           note; the system has looked for its best settings
     "run", steps        [StepTimes], CPU seconds of this process
     "digest"            sum of the magnitudes of all parameters
+    "end"               WorkerEnd, after the last "run"
     "stop"              no answer, the process ends
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import importlib
 import os
 import queue
@@ -33,7 +35,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tensorwire.bench.harness import median
-from tensorwire.bench.training.figures import StepTimes
+from tensorwire.bench.training.figures import StepTimes, WorkerEnd
 from tensorwire.bench.training.models import Model
 from tensorwire.bench.training.systems.base import Place, Trainer
 
@@ -94,7 +96,7 @@ class Worker:
             torch, order.rank, order.workers, order.optimizer, order.folder, order.server, barrier
         )
         self._trainer: Trainer = importlib.import_module(order.module).trainer(place, network)
-        self._loss = torch.nn.CrossEntropyLoss()
+        self._loss = order.model.loss(torch)
         self._batches = order.model.batches(torch, order.rank)
         self._at = 0
 
@@ -139,6 +141,13 @@ class Worker:
         """Differs when parameters differ; equal up to rounding for equal ones."""
         return float(sum(p.detach().double().abs().sum() for p in self._parameters))
 
+    def end(self) -> WorkerEnd:
+        """Where this worker is now."""
+        bits = hashlib.sha256()
+        for parameter in self._parameters:
+            bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
+        return WorkerEnd(self._at, bits.hexdigest(), self._trainer.hidden_s() / max(1, self._at))
+
     def close(self) -> None:
         """Ends the system's part."""
         self._trainer.close()
@@ -158,6 +167,7 @@ def _act(worker: Worker | None, barrier: Barrier, name: str, argument: Any) -> t
         "prepare": lambda _: worker.prepare(),
         "run": worker.run,
         "digest": lambda _: worker.digest(),
+        "end": lambda _: worker.end(),
     }
     return worker, actions[name](argument)
 

@@ -64,6 +64,10 @@ class Trainer(ABC):
         """
         del run
 
+    def hidden_s(self) -> float:
+        """Since the start, for how long gradients were on their way while backward went on."""
+        return 0.0
+
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
         """Ends the worker's part; the process ends right after it."""
 

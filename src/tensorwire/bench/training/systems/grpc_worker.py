@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from tensorwire.bench.verdicts import EQUAL
 
 _BUCKETS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TRIAL_STEPS = 3
+_LARGE_BYTES = 256 << 20  # from here on a step takes seconds, and one tells enough
 _FINALS = 3  # in which sending during and after backward take turns
 
 
@@ -85,6 +87,8 @@ class GrpcTrainer(Trainer):
         self._open_stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
         self._outgoing: SimpleQueue[bytes | None] | None = None
         self._answers: Any = None
+        self._first_sent = 0.0
+        self._hidden_s = 0.0
         if place.rank == 0:
             self._calls["Start"](self._flat.tobytes())
         self._configure(Setting(1 << 22, "calls", True))
@@ -139,8 +143,10 @@ class GrpcTrainer(Trainer):
     def _reset(self) -> None:
         self._missing = [len(members) for members in self._members]
         self._futures: list[Any] = []
+        self._first_sent = 0.0
 
     def _send(self, bucket: int) -> None:
+        self._first_sent = self._first_sent or time.monotonic()
         parts = [HEADER.pack(self._place.rank, bucket)]
         for index, begin, end in self._members[bucket]:
             gradient = self._gradients[index]
@@ -162,6 +168,8 @@ class GrpcTrainer(Trainer):
 
     def exchange(self) -> None:
         """Takes the answers, in the order of the buckets, into the parameters."""
+        if self._first_sent:
+            self._hidden_s += time.monotonic() - self._first_sent
         if not self._setting.during_backward:
             for bucket in range(len(self._ranges)):
                 self._send(bucket)
@@ -176,18 +184,23 @@ class GrpcTrainer(Trainer):
         for parameter in self._parameters:
             parameter.grad = None
 
+    def hidden_s(self) -> float:
+        """From the first bucket that left until backward had ended."""
+        return self._hidden_s
+
     def tune(self, run: Callable[[int], float]) -> None:
         """Tries bucket sizes, both ways of sending, then sending after backward."""
         sizes = [size for size in _BUCKETS if size < self._flat.nbytes]
         if self._flat.nbytes > 16 << 20:  # hundreds of messages a step never won
             sizes = [size for size in sizes if size > 1 << 18]
+        steps = 1 if self._flat.nbytes > _LARGE_BYTES else _TRIAL_STEPS
         tried: dict[Setting, list[float]] = {}
 
         def attempt(setting: Setting) -> None:
             self._configure(setting)
             run(1)
             # Another worker may be of another opinion: what counts is what rank 0 configured.
-            tried.setdefault(self._setting, []).append(run(_TRIAL_STEPS))
+            tried.setdefault(self._setting, []).append(run(steps))
 
         for size in sizes or [_BUCKETS[-1]]:
             for way in WAYS:

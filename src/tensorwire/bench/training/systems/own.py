@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from tensorwire.bench.training.systems.base import Place, Trainer, make_optimizer
@@ -11,6 +12,8 @@ from tensorwire.bench.training.systems.base import Place, Trainer, make_optimize
 class OwnTrainer(Trainer):
     """One worker of a job; rank, servers and secret come from the environment."""
 
+    placement = "plan"
+
     def __init__(self, place: Place, module: Any) -> None:
         tw: Any = importlib.import_module("tensorwire.torch")
         self._job = tw.init()
@@ -18,17 +21,27 @@ class OwnTrainer(Trainer):
         assert found == (place.rank, place.workers), f"the job says {found}"
         self.module = module
         inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
-        self._optimizer = tw.DistributedOptimizer(inner, module, mode="sync")
+        options = {"mode": "sync", "placement": self.placement}
+        if "placement" not in inspect.signature(tw.DistributedOptimizer).parameters:
+            del options["placement"]
+        self._optimizer = tw.DistributedOptimizer(inner, module, **options)
         self._job.barrier()
+        self._steps = 0
         self.note = "one server process"
 
     def exchange(self) -> None:
         """As users do."""
         self._optimizer.step()
+        self._steps += 1
 
     def zero_grad(self) -> None:
         """As users do."""
         self._optimizer.zero_grad()
+
+    def hidden_s(self) -> float:
+        """As the job reports it."""
+        per_step: float = self._job.report()["hidden_communication_s"]
+        return per_step * self._steps
 
     def close(self) -> None:
         """Leaves the job."""

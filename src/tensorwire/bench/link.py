@@ -1,0 +1,99 @@
+"""Two hosts in one kernel, joined by a link of a chosen speed.
+
+They are network namespaces; a token bucket shapes what each sends. Needs root, and `ip` and `tc`
+(Debian's iproute2). What the two share is memory and cores; whoever wants them apart must not use
+shared memory. Nothing of the machine's own network is touched, and all is taken away at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CLONE_NEWNET = 0x40000000
+_PREFIX = "10.213.88."
+_QUEUE_MS = 10  # what the link queues at most
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A namespace, its address, and its end of the link; picklable."""
+
+    name: str
+    address: str
+    device: str
+
+    def command(self, *words: str) -> list[str]:
+        """The command line that runs `words` there, under the same process number."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+    def enter(self) -> None:
+        """Moves the calling thread there, and all threads that it starts from now on.
+
+        Raises:
+            OSError: the host is gone, or the right is missing.
+        """
+        descriptor = os.open(f"/run/netns/{self.name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {self.name}")
+        finally:
+            os.close(descriptor)
+
+
+Hosts = tuple[Host, Host]
+
+
+def missing(megabits: int) -> str | None:
+    """Why there can be no such link here."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} is missing: apt-get install iproute2"
+    try:
+        with two_hosts(megabits):
+            return None
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip()
+        return f"no link between network namespaces ({said}); it needs root"
+
+
+@contextlib.contextmanager
+def two_hosts(megabits: int) -> Iterator[Hosts]:
+    """Both hosts; each sends at most so fast.
+
+    Raises:
+        subprocess.CalledProcessError: `ip` or `tc` failed.
+    """
+    tag = f"twb{os.getpid() % 100000}"
+    a, b = (Host(f"{tag}{x}", f"{_PREFIX}{i}", f"{tag}{x}v") for i, x in ((1, "a"), (2, "b")))
+    with contextlib.ExitStack() as stack:
+        for host in (a, b):
+            _run("ip", "netns", "add", host.name)
+            stack.callback(_run, "ip", "netns", "del", host.name)
+        _run("ip", "link", "add", a.device, "netns", a.name, "type", "veth",
+             "peer", "name", b.device, "netns", b.name)  # fmt: skip
+        for host in (a, b):
+            address = f"{host.address}/24"
+            _run(*host.command("ip", "addr", "add", address, "dev", host.device))
+            _run(*host.command("ip", "link", "set", host.device, "up"))
+            _run(*host.command("ip", "link", "set", "lo", "up"))
+            _run(*host.command(*_bucket(host, megabits)))
+        yield a, b
+
+
+def _bucket(host: Host, megabits: int) -> list[str]:
+    burst = max(megabits * 125, 16 << 10)  # what one millisecond carries, and a large packet
+    return [
+        *("tc", "qdisc", "replace", "dev", host.device, "root", "tbf"),
+        *("rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"),
+    ]
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,98 @@
+"""The bars that `bench placement` must reach, per workload, and how far the figures are from them.
+
+A bar that was not measured is said to be so; it never counts as met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.training.stage import End
+from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
+from tensorwire.bench.training.verdicts import faster, missing, of_limit
+
+LIMIT_BAR = 1.5
+COMMUNICATION_BOUND = ("alexnet", "vgg16", "fcn5")
+"""By the paper's computation and wire times."""
+GRPC_SHM_BAR = 15.0
+GRPC_TCP_BAR = 4.0
+COPY_BAR = 1.5
+LINK_BAR = 0.95
+BITS_STEPS = 20
+_MOST = 100.0  # a ratio of differences; what is beyond it is noise
+_LINK_NAME = " exchange of a raw socket, both ways at once"
+
+
+def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
+    """All verdicts on a report but those on bits, workload by workload."""
+    found = []
+    for name in workloads:
+        shm, tcp = f"{name}/shm", f"{name}/tcp"
+        found.append(of_limit(report, shm, PLAN.name, LIMIT_BAR))
+        if name in COMMUNICATION_BOUND:
+            found.append(faster(report, shm, PLAN.name, GRPC.name, GRPC_SHM_BAR))
+        found.append(faster(report, tcp, PLAN.name, GRPC.name, GRPC_TCP_BAR))
+        found += _of_copy(report, shm)
+        if "1gbit" in report.settings.get("wires", ()):
+            found.append(_of_link(report, f"{name}/1gbit"))
+    if "1gbit" not in report.settings.get("wires", ()):
+        found.append(
+            Verdict(f"1gbit{_LINK_NAME}", LINK_BAR, ">=", "", detail="it needs --wire 1gbit")
+        )
+    return found
+
+
+def _of_link(report: Report, case: str) -> Verdict:
+    """What both ways of a raw socket take at once, by the exchange's time."""
+    name = f"{case}{_LINK_NAME}"
+    for row in report.rows:
+        if (row.case, row.system) == (case, PLAN.name) and row.ratio_to_limit is not None:
+            ratio = row.ratio_to_limit
+            return Verdict(name, LINK_BAR, ">=", "", ratio, row.ratio_interval, ratio >= LINK_BAR)
+    return Verdict(name, LINK_BAR, ">=", "", detail=missing(report, case, (PLAN.name, LIMIT)))
+
+
+def _of_copy(report: Report, case: str) -> list[Verdict]:
+    """Where communication dominates: in the paper, or it takes more of copy's step here."""
+    exposed = {name: _seconds(report, f"{case}/exposed", name) for name in (PLAN.name, COPY.name)}
+    computation = _seconds(report, f"{case}/step", COMPUTATION.name)
+    name = f"{case} exposed communication, against copy"
+    plan_s, copy_s = exposed.values()
+    if plan_s is None or copy_s is None or computation is None:
+        why = "plan, copy and computation did not all run"
+        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=why)]
+    if copy_s <= 0:
+        why = "copy's step is no longer than its computation"
+        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=why)]
+    if copy_s <= computation and case.partition("/")[0] not in COMMUNICATION_BOUND:
+        why = "computation takes more of copy's step than communication does"
+        return [Verdict(name, COPY_BAR, ">=", "x as fast", detail=why)]
+    beyond = plan_s * _MOST <= copy_s
+    ratio = _MOST if beyond else copy_s / plan_s
+    detail = f"{_MOST:g} or more" if beyond else ""
+    return [
+        Verdict(name, COPY_BAR, ">=", "x as fast", ratio, None, ratio >= COPY_BAR, detail),
+        faster(report, case, PLAN.name, COPY.name, COPY_BAR),
+    ]
+
+
+def _seconds(report: Report, case: str, system: str) -> float | None:
+    rows = [row for row in report.rows if (row.case, row.system) == (case, system)]
+    return rows[0].seconds_median if rows else None
+
+
+def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
+    """Whether `plan` and `copy` had the same bits after the same number of steps, and how many."""
+    name = f"{case} bits of plan and copy"
+    plan, copy = (ends.get(system.name) for system in (PLAN, COPY))
+    if plan is None or copy is None:
+        why = "plan and copy did not both run to their end"
+        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=why)
+    if plan.steps != copy.steps:
+        other = f"they took {plan.steps} and {copy.steps} steps"
+        return Verdict(name, BITS_STEPS, ">=", "equal steps", detail=other)
+    equal = len({*plan.bits, *copy.bits}) == 1
+    steps = float(plan.steps) if equal else 0.0
+    detail = "" if equal else f"they differ after {plan.steps} steps"
+    return Verdict(name, BITS_STEPS, ">=", "equal steps", steps, None, steps >= BITS_STEPS, detail)

@@ -1,0 +1,191 @@
+"""A tiny `bench placement` trains every workload with every system, and has honest reasons.
+
+No timed assertion.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tensorwire.bench import link
+from tensorwire.bench.placement import placement
+from tensorwire.bench.processes import Pair
+from tensorwire.bench.rows import Report
+from tensorwire.bench.training import stage
+from tensorwire.bench.training.systems import COMPUTATION, GRPC, PLAN, System
+from tensorwire.bench.workloads.catalog import WORKLOADS, Workload, workload
+from tensorwire.cli import main
+
+pytest.importorskip("torch")
+pytest.importorskip("tensorwire.torch")
+needs_grpc = pytest.mark.skipif(GRPC.missing() is not None, reason=str(GRPC.missing()))
+
+
+def tiny(*names: str, **changes: object) -> placement.Settings:
+    settings = placement.Settings(
+        workloads=[workload(name).reduced() for name in names], wires=("shm",), steps=12, turns=6
+    )
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    return settings
+
+
+def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None:
+    """All rows are there, all systems were at the same place, and copy has the bits of plan."""
+    rows = {(row.case, row.system): row for row in report.rows}
+    case = f"{model.name}/{wire}"
+    for row in rows.values():
+        assert row.measured, (row.case, row.system, row.note)
+        assert row.bytes == model.size_bytes
+    assert {system for what, system in rows if what == case} == systems - {"computation"}
+    assert {system for what, system in rows if what == f"{case}/step"} == systems - {"limit"}
+    exchanging = systems - {"computation", "limit"}
+    for system in exchanging:
+        assert (rows[case, system].ratio_to_limit is not None) == ("limit" in systems)
+        assert rows[case, system].cpu_seconds_remote is not None
+    assert {system for what, system in rows if what == f"{case}/hidden"} == exchanging
+    computed = {"computation"} & systems
+    assert {system for what, system in rows if what == f"{case}/exposed"} == (
+        exchanging if computed else set()
+    )
+    for part in ("forward", "backward"):
+        assert {system for what, system in rows if what == f"{case}/{part}"} == computed
+    assert not any("different parameters" in text for text in report.settings["warnings"])
+    bits = [
+        verdict for verdict in report.verdicts if verdict.name == f"{case} bits of plan and copy"
+    ]
+    assert [(verdict.met, verdict.measured) for verdict in bits] == [(True, 23.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
+def test_placement_and_copying_compute_the_same_bits(model: Workload) -> None:
+    found = placement.run(tiny(model.name, systems=("plan", "copy")))
+    check(found, model.reduced(), "shm", {"plan", "copy"})
+
+
+@pytest.mark.slow
+@needs_grpc
+@pytest.mark.parametrize("name", ["fcn5", "moe"])
+def test_all_systems_take_part_over_tcp(name: str) -> None:
+    found = placement.run(tiny(name, wires=("tcp",)))
+    check(found, workload(name).reduced(), "tcp", set(placement.NAMES))
+    assert {item.rival for item in found.comparisons} == {"copy", "grpc"}
+    assert {item.system for item in found.comparisons} == {"plan"}
+
+
+NO_LINK = link.missing(1000)
+
+
+@pytest.mark.slow
+@needs_grpc
+@pytest.mark.skipif(NO_LINK is not None, reason=str(NO_LINK))
+def test_all_systems_take_part_between_two_hosts() -> None:
+    before = namespaces()
+    found = placement.run(tiny("lstm", wires=("1gbit",)))
+    check(found, workload("lstm").reduced(), "1gbit", set(placement.NAMES))
+    notes = {row.system: row.note for row in found.rows if row.case == "lstm/1gbit"}
+    assert "both ways at once" in notes["limit"]
+    assert "over TCP, 1000 Mbit/s" in notes["plan"]
+    assert namespaces() == before
+
+
+@pytest.mark.skipif(NO_LINK is not None, reason=str(NO_LINK))
+def test_the_limit_between_two_hosts_is_that_of_the_link() -> None:
+    """512 KiB from each of two workers, both ways at once, take 8.4 ms over 1 Gbit/s."""
+    elements = 1 << 17
+    with link.two_hosts(1000) as hosts:
+        options = {"wire": "1gbit", "elements": elements, "workers": 2, "threads": 1,
+                   "optimizer": "sgd", "hosts": hosts}  # fmt: skip
+        with Pair("tensorwire.bench.training.limit", options) as pair:
+            samples, _, _ = pair.call("block", 20)
+    least_s = 2 * 4 * elements * 8 / 1e9
+    burst_s = 1e-3  # what the bucket lets through at once, per direction
+    for apply_s, both_s, nothing_s in samples:
+        assert 0 < apply_s
+        assert both_s > least_s - 2 * burst_s
+        assert nothing_s == 0
+
+
+def test_without_the_right_there_is_a_reason_and_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespaces()
+    monkeypatch.setenv("PATH", "")
+    assert link.missing(1000) == "ip is missing: apt-get install iproute2"
+    found = placement.run(tiny("lstm", wires=("1gbit",), systems=("plan", "limit")))
+    assert {row.note for row in found.rows} == {"ip is missing: apt-get install iproute2"}
+    assert not any(row.measured for row in found.rows)
+    assert "ip is missing" in " ".join(verdict.detail for verdict in found.verdicts)
+    assert namespaces() == before
+
+
+def namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    if not folder.is_dir():
+        return set()
+    return {path.name for path in folder.iterdir() if path.name.startswith("twb")}
+
+
+@pytest.mark.slow
+@needs_grpc
+def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.machine, "memory_bytes", lambda key="MemTotal": 1 << 20)
+    found = placement.run(tiny("lstm"))
+    check(found, workload("lstm").reduced(), "shm", set(placement.NAMES))
+    notes = {row.system: row.note for row in found.rows if row.case == "lstm/shm"}
+    assert "resident with nobody for lack of memory" in notes["plan"]
+    assert "resident with nobody for lack of memory" in notes["grpc"]
+
+
+def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = System("grpc", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
+    broken = System("copy", "a_module_that_nobody_has", (), None, {"shm": ""})
+    monkeypatch.setattr(placement, "SYSTEMS", (PLAN, broken, COMPUTATION, absent))
+    found = placement.run(tiny("gru"))
+    notes = {row.system: row.note for row in found.rows if not row.measured}
+    assert "pip install it" in notes["grpc"]
+    assert "ModuleNotFoundError" in notes["copy"]
+    assert set(notes) == {"grpc", "copy"}
+    unjudged = [verdict for verdict in found.verdicts if "copy" in verdict.name]
+    assert {verdict.met for verdict in unjudged} == {None}
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_rows_and_draws(tmp_path: Path) -> None:
+    path, figure = tmp_path / "placement.json", tmp_path / "placement.svg"
+    has_figure = importlib.util.find_spec("matplotlib") is not None
+    result = CliRunner().invoke(
+        main,
+        ["bench", "placement", "--tiny", "--workload", "fcn5", "--wire", "shm", "--steps", "6",
+         "--systems", "plan,computation", "--strict", "--json", str(path)]
+        + (["--figure", str(figure)] if has_figure else []),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "what a step is made of" in result.output
+    data = json.loads(path.read_text())
+    assert {(row["case"], row["system"]) for row in data["rows"]} == {
+        ("fcn5/shm", "plan"),
+        *((f"fcn5/shm/{part}", "plan") for part in ("step", "hidden", "exposed")),
+        *((f"fcn5/shm/{part}", "computation") for part in ("step", "forward", "backward")),
+    }
+    assert data["settings"]["workloads"][0]["tensors"] == 10
+    assert figure.exists() == has_figure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "lenet"], "unknown; choose from alexnet, inception-v3"),
+        (["--systems", "tensorwire"], "unknown; choose from plan, limit, copy"),
+        (["--wire", "rope"], "unknown; choose from shm, tcp"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+    ],
+)
+def test_bad_options_say_what_to_write(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "placement", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
