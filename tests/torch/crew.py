@@ -274,3 +274,152 @@ def check_equal(results: Sequence[Any], expected: tuple[Any, Any, Any]) -> None:
     close_to(ends[0][0], losses)
     for found, wanted in zip(ends[0][2], outputs, strict=True):
         close_to(found, wanted)
+
+
+class Odd(nn.Module):
+    """Two inputs, two outputs of which one is made early; a frozen weight; not only floats move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.second = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.shared = nn.Parameter(torch.ones(8, dtype=torch.bfloat16), requires_grad=False)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.bfloat16)
+
+    def forward(self, x: Any, keep: Any) -> Any:
+        largest, where = (x * self.shared).max(1)
+        early = self.first(x)
+        pipe_split()
+        mixed = self.norm(early) * self.shared + where[:, None] + largest[:, None]
+        late = torch.where(keep, self.second(mixed), mixed)
+        return {"late": late, "early": early}
+
+
+def odd_loss(output: Any, target: Any) -> Any:
+    return (output["late"].float() - target).pow(2).mean() + output["early"].float().abs().mean()
+
+
+def odd_inputs(step: int) -> tuple[Any, Any, Any]:
+    random = torch.Generator().manual_seed(step)
+    x = torch.randn(6, 8, generator=random).bfloat16()
+    return x, torch.rand(6, 8, generator=random) > 0.3, torch.randn(6, 8, generator=random)
+
+
+def train_odd(machines: tw.Machines | None, steps: int) -> Any:
+    """With machines split, without whole; gradients are summed over two steps each."""
+    torch.manual_seed(3)
+    model = Odd()
+    module: nn.Module = model
+    if machines is not None:
+        split = tw.split(
+            model,
+            example=[each[:3] for each in odd_inputs(0)[:2]],
+            loss=odd_loss,
+            microbatches=2,
+            machines=machines,
+            timeout_s=30,
+        )
+        module = split.module
+    opt = optimizer(each for each in module.parameters() if each.requires_grad)
+    losses = []
+    for step in range(steps):
+        if step % 2 == 0:
+            opt.zero_grad()
+        x, keep, target = odd_inputs(step)
+        if machines is not None:
+            result = split.step(
+                *([x, keep] if machines.rank == 0 else []),
+                target=target if machines.rank == 1 else None,
+            )
+        else:
+            parts = zip(*(each.chunk(2) for each in (x, keep, target)), strict=True)
+            result = sum(odd_loss(model(a, b), c) for a, b, c in parts) / 2
+            result.backward()
+        if step % 2:
+            opt.step()
+        losses.append(None if result is None else result.item())
+    state = {name: value.float().numpy() for name, value in module.state_dict().items()}
+    if machines is not None:
+        split.close()
+    return losses, state
+
+
+def accumulate(machines: tw.Machines) -> Any:
+    """The gradient of the tied weight after two steps without zeroing."""
+    model, loss = make("transformer")
+    with tw.split(
+        model,
+        SPECS["transformer", 2],
+        example=inputs_of("transformer", 0, 1, False)[0],
+        loss=loss,
+        machines=machines,
+    ) as split:
+        for step in range(2):
+            x, y = inputs_of("transformer", step, 1, False)
+            split.step(
+                *([x] if machines.rank == 0 else []), target=y if machines.rank == 1 else None
+            )
+        assert split.module.get_parameter("embedding.weight") is model.embedding.weight
+        return model.embedding.weight.grad.numpy()
+
+
+class Through(nn.Module):
+    """The second stage returns what it got, as it is and as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.layer(x)
+        pipe_split()
+        return x, x.reshape(-1)
+
+
+def evaluate_through(machines: tw.Machines) -> Any:
+    """Outputs stay what they are while later ones come."""
+    torch.manual_seed(1)
+    model = Through()
+    batches = [torch.full((2, 4), float(at)) for at in range(8)]
+    with tw.split(
+        model, example=[batches[0]], microbatches=8, machines=machines, timeout_s=30
+    ) as split:
+        outputs = split.evaluate(*([batches] if machines.rank == 0 else []))
+    if outputs is not None:
+        for batch, (plain, view) in zip(batches, outputs, strict=True):
+            assert torch.equal(plain, model.layer(batch))
+            assert torch.equal(view, plain.reshape(-1))
+    return outputs is not None
+
+
+def differ(machines: tw.Machines) -> None:
+    """Each process splits at another place."""
+    model, loss = make("mlp")
+    spec = {f"layers.{machines.rank + 1}": SplitPoint.BEGINNING}
+    example = inputs_of("mlp", 0, 1, False)[0]
+    tw.split(model, spec, example=example, loss=loss, machines=machines, timeout_s=5)
+
+
+def train_until_killed(channel: Channel, rank: int, transport: str) -> str:
+    """What the surviving process is told."""
+    with Node(tw.machine_name(rank), transports=[transport]) as node:
+        channel.send(node.address)
+        machines = tw.connect(node, rank, channel.recv())
+        model, loss = make("mlp")
+        x, y = inputs_of("mlp", 0, 2, False)
+        split = tw.split(
+            model,
+            SPECS["mlp", 2],
+            example=x[:1],
+            loss=loss,
+            microbatches=2,
+            machines=machines,
+        )
+        channel.send("training")
+        try:
+            while True:
+                split.step(*([x] if rank == 0 else []), target=y if rank else None)
+        except ConnectionError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            split.close()

@@ -44,6 +44,38 @@ class Value:
     users: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Input:
+    """An input of the model, as it was traced.
+
+    Attributes:
+        name: in the trace.
+        dtype: of its elements.
+        sizes: for every dimension the least, the most (None: no bound), and its symbol; sizes with
+            the same symbol are equal in a micro-batch. "" is no symbol.
+    """
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[tuple[int, int | None, str], ...]
+
+    def check(self, given: torch.Tensor, symbols: dict[str, int]) -> None:
+        """Raises ValueError if the trace does not hold for it; `symbols` collects sizes."""
+        fits = given.dtype == self.dtype and given.dim() == len(self.sizes)
+        for size, (low, high, symbol) in zip(given.shape, self.sizes, strict=False):
+            fits = fits and low <= size and (high is None or size <= high)
+            fits = fits and (not symbol or symbols.setdefault(symbol, size) == size)
+        if not fits:
+            wanted = ", ".join(
+                str(low) if low == high else f"{symbol or 'n'}: {low} to {high or 'any'}"
+                for low, high, symbol in self.sizes
+            )
+            raise ValueError(
+                f"input {self.name!r} was traced as {self.dtype} ({wanted}), and is {given.dtype} "
+                f"{tuple(given.shape)}; say in dynamic_shapes= which sizes vary"
+            )
+
+
 @dataclass
 class Part:
     """One stage.
@@ -69,7 +101,7 @@ class Capture:
     Attributes:
         parts: the stages.
         values: what crosses between them, by name.
-        inputs: names of the model's inputs, in order.
+        inputs: the model's, in order.
         output_spec: how the model's outputs are packed.
         names: every name of a parameter or buffer, and the first one of the same tensor.
         others: constants and modules of the trace, by name.
@@ -77,7 +109,7 @@ class Capture:
 
     parts: list[Part]
     values: dict[str, Value]
-    inputs: list[str]
+    inputs: list[Input]
     output_spec: Any
     names: dict[str, str]
     others: dict[str, Any]
@@ -184,8 +216,8 @@ class _Cutter:
         self._check_in_place(nodes)
         parts = [self._part(nodes, stage, ()) for stage in range(last)]
         parts.append(self._part(nodes, last, outputs))
-        names = [node.name for node in self._inputs]
-        return Capture(parts, self._values, names, output_spec, self._names, self._others)
+        inputs = [self._input(node) for node in self._inputs]
+        return Capture(parts, self._values, inputs, output_spec, self._names, self._others)
 
     def _number(self, nodes: Sequence[fx.Node]) -> int:
         """Gives every node its stage, and tells which need gradients."""
@@ -228,10 +260,28 @@ class _Cutter:
         self._values[node.name] = value
 
     def _size(self, size: Any) -> Size:
+        low, high = self._range(size)
         if isinstance(size, int):
-            return size
-        upper = bound_sympy(size.node.expr, self._ranges).upper
-        return UpTo(int(upper)) if upper.is_Integer and int(upper) < _MOST else None
+            return low
+        return None if high is None else UpTo(high)
+
+    def _range(self, size: Any) -> tuple[int, int | None]:
+        if isinstance(size, int):
+            return size, size
+        found = bound_sympy(size.node.expr, self._ranges)
+        low, high = (
+            int(each) if each.is_Integer and 0 <= int(each) < _MOST else None
+            for each in (found.lower, found.upper)
+        )
+        return low or 0, high
+
+    def _input(self, node: fx.Node) -> Input:
+        val = node.meta["val"]
+        sizes = []
+        for size in val.shape:
+            plain = isinstance(size, int) or not size.node.expr.is_Symbol
+            sizes.append((*self._range(size), "" if plain else str(size.node.expr)))
+        return Input(node.name, val.dtype, tuple(sizes))
 
     def _check_in_place(self, nodes: Sequence[fx.Node]) -> None:
         """What crosses is copied: a change in place in one stage is not seen in others."""

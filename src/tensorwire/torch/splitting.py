@@ -198,14 +198,20 @@ class Split:
         return sum(loss.detach() for loss in losses.values()) if train else outputs
 
     def _cut(self, inputs: Sequence[Any]) -> list[dict[str, Any]]:
-        names = self._taken.inputs
+        wanted = self._taken.inputs
+        names = [each.name for each in wanted]
         if len(inputs) != len(names):
             raise ValueError(f"the model has {len(names)} inputs, {names}; given are {len(inputs)}")
         cut = [
             _chunks(each, self._microbatches, name)
             for name, each in zip(names, inputs, strict=True)
         ]
-        return [dict(zip(names, each, strict=True)) for each in zip(*cut, strict=True)]
+        batches = [dict(zip(names, each, strict=True)) for each in zip(*cut, strict=True)]
+        for batch in batches:
+            symbols: dict[str, int] = {}
+            for each in wanted:
+                each.check(batch[each.name], symbols)
+        return batches
 
     def _forward(self, index: int, at: int, inputs: dict[str, Any], train: bool) -> list[Any]:
         stage = self._stages[index]
