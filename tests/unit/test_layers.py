@@ -20,7 +20,7 @@ PYTHON_LAYERS = (
     ("memory",),
     ("placement",),
     ("membership",),
-    ("parameters",),
+    ("edges", "parameters"),
     ("torch", "rpc", "files"),
     ("launch",),
     ("bench",),

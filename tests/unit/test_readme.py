@@ -54,6 +54,20 @@ def test_memory_page(
     assert f"\n{transports} " in printed
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+def test_placement_page(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
+    """All blocks are one program; what it prints first is the table on the page."""
+    monkeypatch.setenv("TENSORWIRE_TRANSPORTS", transports)
+    page = repository / "docs" / "placement.md"
+    program = tmp_path / "placement_page.py"
+    program.write_text("".join(blocks(page)))
+    *table, last = run(program).splitlines()
+    assert "".join(f"    {line}\n" for line in table) in page.read_text()
+    assert last == f"(32, 7) {12800 if transports == 'shm' else 0}"
+
+
 def test_measured_place(repository: Path) -> None:
     """The marks between which figures are written are there, once and in order."""
     text = (repository / "README.md").read_text()

@@ -4,6 +4,8 @@ The same script runs alone, under `tensorwire run` and under torchrun.
 docs/training.md is the guide.
 """
 
+from typing import TYPE_CHECKING, Any
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as _error:
@@ -18,9 +20,13 @@ from tensorwire import _core
 from .explanation import Explanation, explain_model, explain_optimizer
 from .job import Job, init
 from .loader import Loader
+from .machines import Machines, connect, machine_name, machines
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .placing import PlacementWarning
 from .scaler import GradScaler
+
+if TYPE_CHECKING:
+    from .splitting import Split, split
 
 # Tensors over our memory may outlive the interpreter, in torch's own globals.
 _core.expect_leaks()
@@ -31,10 +37,24 @@ __all__ = [
     "GradScaler",
     "Job",
     "Loader",
+    "Machines",
     "PlacementWarning",
+    "Split",
     "clip_grad_norm_",
+    "connect",
     "edit",
     "explain_model",
     "explain_optimizer",
     "init",
+    "machine_name",
+    "machines",
+    "split",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Split", "split"):  # when asked for: what it needs of torch takes a second to load
+        from . import splitting
+
+        return getattr(splitting, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

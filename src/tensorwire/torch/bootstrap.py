@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from typing import Any
 
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import Place
@@ -38,13 +39,12 @@ def find_place() -> Place:
     return place or Place()
 
 
-def _under_torchrun() -> Place:
+def torchrun_store() -> Any:
+    """The store of torchrun, for this job; the job's secret is in the environment afterwards."""
     import torch.distributed as dist
 
     environ = os.environ
-    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    host, hosts = int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
-    first = environ["LOCAL_RANK"] == "0"
+    rank = int(environ["RANK"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     base = dist.TCPStore(
         environ["MASTER_ADDR"],
@@ -58,10 +58,19 @@ def _under_torchrun() -> Place:
         if rank == 0:
             store.set("secret", secrets.token_hex(32))
         environ["TENSORWIRE_SECRET"] = store.get("secret").decode()
+    return store
+
+
+def _under_torchrun() -> Place:
+    environ = os.environ
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    host, hosts = int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
+    first = environ["LOCAL_RANK"] == "0"
+    store = torchrun_store()
     addresses: list[str] = []
     for index in range(hosts):
         if first and index == host:
-            here = _address_towards(environ["MASTER_ADDR"]) if hosts > 1 else "127.0.0.1"
+            here = address_towards(environ["MASTER_ADDR"]) if hosts > 1 else "127.0.0.1"
             store.set(f"server/{index}", start_server(index, size, addresses, here))
         addresses.append(store.get(f"server/{index}").decode())
     slices = int(environ.get("TENSORWIRE_SLICES", str(size)))
@@ -80,7 +89,7 @@ def wait_for_servers(orderly: bool) -> None:
             process.wait()
 
 
-def _address_towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """This host's own address on the way to another one; nothing is sent."""
     found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, target = found[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 from tensorwire.bench.training.systems.base import Place, Trainer, make_optimizer
@@ -21,10 +20,7 @@ class OwnTrainer(Trainer):
         assert found == (place.rank, place.workers), f"the job says {found}"
         self.module = module
         inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
-        options = {"mode": "sync", "placement": self.placement}
-        if "placement" not in inspect.signature(tw.DistributedOptimizer).parameters:
-            del options["placement"]
-        self._optimizer = tw.DistributedOptimizer(inner, module, **options)
+        self._optimizer = tw.DistributedOptimizer(inner, module, placement=self.placement)
         self._job.barrier()
         self._steps = 0
         self.note = "one server process"

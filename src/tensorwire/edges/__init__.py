@@ -1,0 +1,10 @@
+"""Edges: tensors of a graph move between machines under a plan, one-sidedly. Knows no torch.
+
+Start with `Edges`. docs/placement.md is the guide.
+"""
+
+from .edges import Edges
+from .incoming import Arrival
+from .values import Rows
+
+__all__ = ["Arrival", "Edges", "Rows"]

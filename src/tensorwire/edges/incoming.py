@@ -1,0 +1,195 @@
+"""The receiver's half of a route: memory, what came, and when the sender may use it again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+
+from tensorwire.errors import BusyError, PeerLostError, TimeoutError
+from tensorwire.memory import Node, Peer, RemoteRegion
+from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
+
+from .route import Route
+from .values import Value, read_block, size_bytes, values_in
+
+
+class Arrival:
+    """One turn of a tensor, until it is released.
+
+    Attributes:
+        value: a numpy array, of rows `Rows`. It lies in memory that the sender uses again after
+            `release`, or, where the receiver had to read it, in memory of its own.
+    """
+
+    __slots__ = ("_release", "value")
+
+    def __init__(self, value: Value, release: Callable[[], None]) -> None:
+        self.value = value
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """The value is not used any more, nor any view of it. Calling it again does nothing."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+    def __enter__(self) -> Value:
+        return self.value
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Incoming:
+    """What one machine gets from another.
+
+    Attributes:
+        bytes_received: of values.
+        bytes_read: of those, read by this side into memory that it allocated.
+    """
+
+    def __init__(
+        self, node: Node, route: Route, peer: Peer, timeout_s: float | None, most_bytes: int
+    ) -> None:
+        self.route = route
+        self.peer = peer
+        self.bytes_received = self.bytes_read = 0
+        self._timeout_s = timeout_s
+        self._most_bytes = most_bytes
+        self._region = node.allocate(route.size_bytes, name=route.name, access="rw")
+        head = np.frombuffer(route.head, np.uint8)
+        self._region.array()[8 : len(head)] = head[8:]
+        # Last: who sees it sees the rest.
+        self._region.word(0).set(int.from_bytes(route.head[:8], "little"))
+        self._taken: RemoteRegion | None = None
+        self._places: dict[str, tuple[Bucket, int, Slot]] = {
+            slot.tensor.name: (bucket, at, slot)
+            for bucket in route.buckets
+            for at, slot in enumerate(bucket.slots)
+        }
+        self._turns = dict.fromkeys(self._places, 0)
+        self._released: dict[tuple[int, int], int] = {}
+        self._memories: dict[tuple[int, int, int], tuple[int, RemoteRegion]] = {}
+
+    def attach(self, taken: RemoteRegion) -> None:
+        """The source's words are there."""
+        self._taken = taken
+
+    def get(self, name: str) -> Arrival:
+        """Waits for the next turn of a tensor."""
+        bucket, at, slot = self._places[name]
+        turn = self._turns[name] + 1
+        self._wait_filled(bucket, turn, name)
+        value = self._value(bucket, at, slot, turn)
+        self._turns[name] = turn
+        return Arrival(value, lambda: self._release(bucket, turn))
+
+    def _value(self, bucket: Bucket, at: int, slot: Slot, turn: int) -> Value:
+        start = self.route.start(bucket, turn) + slot.offset
+        place = self._region[start : start + slot.size_bytes]
+        tensor = slot.tensor
+        if slot.protocol == "static":
+            shape = tuple(size for size in tensor.shape if isinstance(size, int))
+            self.bytes_received += size_bytes(tensor, shape)
+            return values_in(tensor, shape, place.memoryview())
+        try:
+            shape, number = read_block(slot, bytes(place.memoryview()[:BLOCK_BYTES]))
+        except ValueError as error:
+            raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+        size = size_bytes(tensor, shape)
+        if slot.protocol == "bounded":
+            value = values_in(tensor, shape, place[BLOCK_BYTES:].memoryview())
+        else:
+            value = self._read(bucket, at, slot, turn, shape, number)
+        self.bytes_received += size
+        return value
+
+    def _read(
+        self, bucket: Bucket, at: int, slot: Slot, turn: int, shape: tuple[int, ...], number: int
+    ) -> Value:
+        tensor, size = slot.tensor, size_bytes(slot.tensor, shape)
+        key = bucket.index, at, self.route.flight(turn)
+        known = self._memories.get(key)
+        if known is None or known[0] != number:
+            name = self.route.memory_name(bucket, at, turn, number)
+            try:
+                known = number, self.peer.region(name, self._timeout_s)
+            except LookupError as error:
+                raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+            self._memories[key] = known
+        region = known[1]
+        if size > region.size_bytes:
+            raise ValueError(
+                f"machine {self.route.source!r} wrote nonsense: {size} bytes of {tensor.name!r} in "
+                f"{region!r}"
+            )
+        if region.mapped:
+            return values_in(tensor, shape, region.memoryview())
+        if size > self._most_bytes:
+            raise BusyError(
+                f"{tensor.name!r} of turn {turn} has {size} bytes, above most_bytes="
+                f"{self._most_bytes}; raise it where Edges is made"
+            )
+        memory = np.empty(size, np.uint8)
+        if size:
+            region.read(memory).wait(self._timeout_s)
+        self.bytes_read += size
+        return values_in(tensor, shape, memory)
+
+    def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
+        word = self._region.word(self.route.filled(bucket, turn))
+        source = self.route.source
+        try:
+            word.wait_until(turn, self._timeout_s, peer=self.peer)
+        except TimeoutError:
+            raise TimeoutError(
+                f"turn {turn} of {name!r} did not come from machine {source!r} ({self.peer.name}) "
+                f"within {self._timeout_s:g} s"
+            ) from None
+        except PeerLostError as error:
+            raise PeerLostError(
+                f"machine {source!r} was lost before turn {turn} of {name!r} came: {error}"
+            ) from error
+
+    def _release(self, bucket: Bucket, turn: int) -> None:
+        key = bucket.index, turn
+        released = self._released.get(key, 0) + 1
+        if released < len(bucket.slots):
+            self._released[key] = released
+            return
+        self._released.pop(key, None)
+        assert self._taken is not None, "Edges was not opened"
+        if not self.peer.lost:  # else nobody waits for it
+            self._taken.word(self.route.taken(bucket, turn)).set(turn)
+
+    def close(self) -> None:
+        """Takes the memory away from the source; arrays of it stay valid here."""
+        self._region.free()
+        self._memories.clear()
+
+
+def wait_for_region(peer: Peer, name: str, deadline: float | None, what: str) -> RemoteRegion:
+    """A region that the peer allocates when it gets there.
+
+    Raises:
+        TimeoutError: it did not.
+        PeerLostError: the peer is gone.
+    """
+    pause_s = 0.001
+    while True:
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+        try:
+            return peer.region(name, left)
+        except LookupError:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{what} has not opened its edges in time") from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)

@@ -1,0 +1,334 @@
+"""A data-flow graph of any framework: tensors, operators, and the machine of each operator.
+
+It holds what placement needs and nothing else: sizes, who makes a tensor, who uses it, and when.
+What an operator computes is not its business. Everything here is checked when it is made, so that a
+Graph that exists makes sense, whoever sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import checks
+
+FORMAT = 1
+MAX_RANK = 16
+MAX_SIZE = 1 << 40
+MAX_ORDER = (1 << 53) - 1
+MAX_ENTRIES = 1 << 20
+
+DTYPES: Mapping[str, int] = {
+    **dict.fromkeys(["bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"], 1),
+    **dict.fromkeys(["int16", "uint16", "float16", "bfloat16"], 2),
+    **dict.fromkeys(["int32", "uint32", "float32"], 4),
+    **dict.fromkeys(["int64", "uint64", "float64", "complex64"], 8),
+    "complex128": 16,
+}
+"""Bytes of an element, by the name that numpy and torch use."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpTo:
+    """A size that differs from run to run and is never above `most`."""
+
+    most: int
+
+
+Size = int | UpTo | None
+"""A dimension: always the same, bounded, or without a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What one operator makes and others use.
+
+    Attributes:
+        name: unique in the graph.
+        dtype: one of DTYPES.
+        shape: its sizes. The number of dimensions never varies.
+        rows: only some rows of it exist in a run, each with its number: the gradient of an
+            embedding. `shape` is that of the whole table; rows have static sizes.
+
+    Raises:
+        ValueError: a name, dtype or size that makes no sense.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    rows: bool = False
+
+    def __post_init__(self) -> None:
+        checks.name(self.name, "a tensor's name")
+        where = f"tensor {self.name!r}"
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{where}: no dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        if type(self.shape) is not tuple or len(self.shape) > MAX_RANK:
+            raise ValueError(f"{where}: the shape is a tuple of at most {MAX_RANK} sizes")
+        for size in self.shape:
+            if size is not None:
+                most = size.most if type(size) is UpTo else size
+                checks.number(most, f"{where}: a size", 0, MAX_SIZE)
+        if type(self.rows) is not bool:
+            raise ValueError(f"{where}: rows is true or false, not {self.rows!r}")
+        if self.rows and not (self.shape and all(type(size) is int for size in self.shape[1:])):
+            raise ValueError(f"{where}: rows have static sizes, so shape[1:] has no varying one")
+        # Without a bound the sizes that are known still have to fit.
+        if self._product(self.shape) > checks.MAX_BYTES:
+            raise ValueError(f"{where} has more than 2**48 bytes")
+
+    def _product(self, sizes: tuple[Size, ...]) -> int:
+        total = DTYPES[self.dtype]
+        for size in sizes:
+            total *= 1 if size is None else size.most if isinstance(size, UpTo) else size
+        return total
+
+    @property
+    def is_static(self) -> bool:
+        """Every size is known."""
+        return not self.rows and all(isinstance(size, int) for size in self.shape)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The most bytes that a run can make; None if there is no bound. Without row numbers."""
+        return None if None in self.shape else self._product(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, if `rows`."""
+        return self._product(self.shape[1:])
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a run may make this shape; of `rows`, any number of rows up to all."""
+        if len(shape) != len(self.shape):
+            return False
+        for at, (size, found) in enumerate(zip(self.shape, shape, strict=True)):
+            bounded = isinstance(size, UpTo) or (self.rows and at == 0)
+            most = size.most if isinstance(size, UpTo) else size
+            if found < 0 or (most is not None and (found > most or (found < most and not bounded))):
+                return False
+        return True
+
+    def __str__(self) -> str:
+        sizes = ", ".join(
+            "?" if size is None else f"≤{size.most}" if isinstance(size, UpTo) else str(size)
+            for size in self.shape
+        )
+        return f"{self.dtype} ({'some rows of ' if self.rows else ''}{sizes})"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What makes tensors of others, on one machine.
+
+    Attributes:
+        name: unique in the graph.
+        machine: where it runs.
+        inputs: names of tensors.
+        outputs: names of tensors that it makes; nobody else makes them.
+        order: a machine runs its operators in this order, so it tells when outputs are ready.
+    """
+
+    name: str
+    machine: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    order: int
+
+    def __post_init__(self) -> None:
+        checks.name(self.name, "an operator's name")
+        where = f"operator {self.name!r}"
+        checks.name(self.machine, f"{where}: its machine")
+        for side in (self.inputs, self.outputs):
+            if type(side) is not tuple:
+                raise ValueError(f"{where}: inputs and outputs are tuples of names")
+            for each in side:
+                checks.name(each, f"{where}: a tensor")
+        checks.number(self.order, f"{where}: its order", 0, MAX_ORDER)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor and one machine that uses it and does not make it.
+
+    Attributes:
+        tensor: what crosses.
+        source: the machine that makes it.
+        target: the machine that uses it; however many operators there do.
+        ready: order of the operator that makes it.
+        needed: order of the first operator at the target that uses it; above `ready`.
+    """
+
+    tensor: Tensor
+    source: str
+    target: str
+    ready: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Tensors and operators; what a program runs in every step.
+
+    Every tensor is made by exactly one operator: inputs of the program by operators without inputs.
+    An operator has a higher order than those that make its inputs, so there are no cycles.
+
+    Raises:
+        ValueError: names that are not unique, tensors that nobody makes or two make, an order that
+            contradicts the data flow.
+    """
+
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+    _makers: dict[str, Operator] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        known = {tensor.name for tensor in self.tensors}
+        if len(known) < len(self.tensors):
+            raise ValueError(f"two tensors are called {_twice(self.tensors)!r}")
+        if len({operator.name for operator in self.operators}) < len(self.operators):
+            raise ValueError(f"two operators are called {_twice(self.operators)!r}")
+        makers: dict[str, Operator] = {}
+        for operator in self.operators:
+            for name in (*operator.inputs, *operator.outputs):
+                if name not in known:
+                    raise ValueError(f"operator {operator.name!r}: there is no tensor {name!r}")
+            for name in operator.outputs:
+                if name in makers:
+                    raise ValueError(
+                        f"tensor {name!r} is made by {makers[name].name!r} and {operator.name!r}"
+                    )
+                makers[name] = operator
+        if orphans := known - set(makers):
+            raise ValueError(f"no operator makes tensor {min(orphans)!r}")
+        for operator in self.operators:
+            for name in operator.inputs:
+                if makers[name].order >= operator.order:
+                    raise ValueError(
+                        f"operator {operator.name!r} has order {operator.order} and uses "
+                        f"{name!r}, which {makers[name].name!r} makes at {makers[name].order}"
+                    )
+        object.__setattr__(self, "_makers", makers)
+
+    def maker(self, tensor: str) -> Operator:
+        """The operator that makes a tensor.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return self._makers[tensor]
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """All machines, sorted."""
+        return tuple(sorted({operator.machine for operator in self.operators}))
+
+    def crossings(self) -> list[Crossing]:
+        """Every (tensor, machine that uses it and does not make it) once, in ready order.
+
+        The order is the same however the graph was declared.
+        """
+        needed: dict[tuple[str, str], int] = {}
+        for operator in self.operators:
+            for name in operator.inputs:
+                if self._makers[name].machine != operator.machine:
+                    key = name, operator.machine
+                    needed[key] = min(needed.get(key, operator.order), operator.order)
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        found = [
+            Crossing(tensors[name], maker.machine, target, maker.order, first)
+            for (name, target), first in needed.items()
+            for maker in [self._makers[name]]
+        ]
+        return sorted(found, key=lambda each: (each.ready, each.tensor.name, each.target))
+
+    def to_json(self) -> str:
+        """The graph as text, for `from_json`."""
+        return checks.dump(
+            "graph",
+            FORMAT,
+            {
+                "tensors": [tensor_to_plain(each) for each in self.tensors],
+                "operators": [
+                    {
+                        "name": each.name,
+                        "machine": each.machine,
+                        "inputs": list(each.inputs),
+                        "outputs": list(each.outputs),
+                        "order": each.order,
+                    }
+                    for each in self.operators
+                ],
+            },
+        )
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Graph:
+        """Reads what `to_json` wrote, from anybody.
+
+        Raises:
+            ValueError: it is no graph; the message says where.
+        """
+        document = checks.load(text, "graph", FORMAT)
+        _, _, tensors, operators = checks.fields(
+            document, "a graph", ("format", "version", "tensors", "operators")
+        )
+        return Graph(
+            tuple(
+                tensor_from_plain(each, f"tensor {at}")
+                for at, each in enumerate(checks.items(tensors, "tensors", MAX_ENTRIES))
+            ),
+            tuple(
+                _operator_from_plain(each, f"operator {at}")
+                for at, each in enumerate(checks.items(operators, "operators", MAX_ENTRIES))
+            ),
+        )
+
+
+def _twice(named: tuple[Tensor, ...] | tuple[Operator, ...]) -> str:
+    seen: set[str] = set()
+    for each in named:
+        if each.name in seen:
+            return each.name
+        seen.add(each.name)
+    raise AssertionError("all names differ")
+
+
+def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as JSON has it."""
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": [{"most": s.most} if isinstance(s, UpTo) else s for s in tensor.shape],
+        "rows": tensor.rows,
+    }
+
+
+def tensor_from_plain(value: Any, where: str) -> Tensor:
+    """The other way round.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    name, dtype, shape, rows = checks.fields(value, where, ("name", "dtype", "shape", "rows"))
+    sizes: list[Size] = []
+    for size in checks.items(shape, f"{where}: the shape", MAX_RANK):
+        if isinstance(size, dict):
+            (most,) = checks.fields(size, f"{where}: a bounded size", ("most",))
+            sizes.append(UpTo(most))
+        else:
+            sizes.append(size)
+    if not isinstance(dtype, str):
+        raise ValueError(f"{where}: the dtype is a name, not {dtype!r}")
+    return Tensor(name, dtype, tuple(sizes), rows)
+
+
+def _operator_from_plain(value: Any, where: str) -> Operator:
+    name, machine, inputs, outputs, order = checks.fields(
+        value, where, ("name", "machine", "inputs", "outputs", "order")
+    )
+    inputs = checks.items(inputs, f"{where}: inputs", MAX_ENTRIES)
+    outputs = checks.items(outputs, f"{where}: outputs", MAX_ENTRIES)
+    return Operator(name, machine, tuple(inputs), tuple(outputs), order)

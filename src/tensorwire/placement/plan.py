@@ -1,0 +1,314 @@
+"""Where every tensor that crosses machines will live, decided before the first step.
+
+Between two machines the tensors lie one behind the other in ready order, cut into buckets: each
+moves with one transfer and one signal. A Plan is a pure function of the tensors that cross, so all
+processes of a program can make it for themselves, and `digest` tells whether they made the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from . import checks
+from .graph import MAX_ENTRIES, Crossing, Graph, Tensor, tensor_from_plain, tensor_to_plain
+
+FORMAT = 1
+
+ALIGN_BYTES = 64
+"""Slots and buckets start and end on multiples of it."""
+
+BLOCK_BYTES = 192
+"""A block that describes what a run made: sizes, and where the bytes are if not behind it."""
+
+PROTOCOLS = ("static", "bounded", "unbounded", "rows")
+"""static: the bytes. bounded: a block, and behind it room for the most bytes there can be.
+unbounded and rows: a block alone; the receiver allocates and reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor's place in its bucket.
+
+    Attributes:
+        tensor: which.
+        protocol: one of PROTOCOLS.
+        offset: from the start of the bucket.
+        size_bytes: a multiple of ALIGN_BYTES.
+    """
+
+    tensor: Tensor
+    protocol: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A range of the receiver's memory that moves with one transfer.
+
+    Attributes:
+        source: the machine that writes.
+        target: the machine whose memory it is.
+        index: 0, 1, … between these two machines, in ready order.
+        offset: from the start of what `target` keeps for `source`.
+        slots: in ready order, one behind the other.
+    """
+
+    source: str
+    target: str
+    index: int
+    offset: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """A multiple of ALIGN_BYTES."""
+        last = self.slots[-1]
+        return last.offset + last.size_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of a graph, in ready order. Made by `plan` and `from_json`.
+
+    Two plans are equal if they have the same buckets in the same order.
+    """
+
+    buckets: tuple[Bucket, ...]
+    _places: dict[tuple[str, str], tuple[Bucket, Slot]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        places = {}
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                places[slot.tensor.name, bucket.target] = bucket, slot
+        object.__setattr__(self, "_places", places)
+
+    def place(self, tensor: str, target: str) -> tuple[Bucket, Slot]:
+        """Where a tensor lies at a machine that uses it.
+
+        Raises:
+            KeyError: it does not cross to that machine.
+        """
+        return self._places[tensor, target]
+
+    def between(self, source: str, target: str) -> tuple[Bucket, ...]:
+        """The buckets from one machine to another, by index."""
+        return tuple(b for b in self.buckets if (b.source, b.target) == (source, target))
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(source, target) of all buckets, sorted, each once."""
+        return tuple(sorted({(b.source, b.target) for b in self.buckets}))
+
+    def arena_bytes(self, source: str, target: str) -> int:
+        """What `target` keeps for `source`, for one run of the graph."""
+        return max((b.offset + b.size_bytes for b in self.between(source, target)), default=0)
+
+    def to_json(self) -> str:
+        """The plan as text, for `from_json`. Offsets follow from it and are not written."""
+        buckets = [
+            {
+                "source": bucket.source,
+                "target": bucket.target,
+                "slots": [
+                    {"tensor": tensor_to_plain(slot.tensor), "protocol": slot.protocol}
+                    for slot in bucket.slots
+                ],
+            }
+            for bucket in self.buckets
+        ]
+        return checks.dump("plan", FORMAT, {"buckets": buckets})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Reads what `to_json` wrote, from anybody.
+
+        Raises:
+            ValueError: it is no plan; the message says where.
+        """
+        document = checks.load(text, "plan", FORMAT)
+        _, _, plain = checks.fields(document, "a plan", ("format", "version", "buckets"))
+        drafts = []
+        for at, each in enumerate(checks.items(plain, "buckets", MAX_ENTRIES)):
+            where = f"bucket {at}"
+            source, target, slots = checks.fields(each, where, ("source", "target", "slots"))
+            draft = _Draft(
+                checks.name(source, f"{where}: source"), checks.name(target, f"{where}: target")
+            )
+            for slot in checks.items(slots, f"{where}: slots", MAX_ENTRIES):
+                tensor, protocol = checks.fields(slot, f"{where}: a slot", ("tensor", "protocol"))
+                draft.slots.append((tensor_from_plain(tensor, f"{where}: a tensor"), protocol))
+            drafts.append(draft)
+        _check(drafts)
+        return Plan(_lay_out(drafts))
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that are equal if the plans are."""
+        return hashlib.sha256(self.to_json().encode()).digest()
+
+    def __str__(self) -> str:
+        """A table of all slots."""
+        rows = [("bucket", "tensor", "what", "protocol", "offset", "bytes")]
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                rows.append(
+                    (
+                        f"{bucket.source} → {bucket.target} {bucket.index}",
+                        slot.tensor.name,
+                        str(slot.tensor),
+                        slot.protocol,
+                        str(bucket.offset + slot.offset),
+                        str(slot.size_bytes),
+                    )
+                )
+        return _table(rows)
+
+
+def plan(graph: Graph, *, bucket_bytes: int = 512 << 10, allocate_bytes: int = 64 << 20) -> Plan:
+    """Gives every tensor that crosses machines a place in the memory of each machine that uses it.
+
+    The result depends on the tensors that cross and the order in which they are ready and needed,
+    on nothing else: not on the order of declaration, nor on operators that nothing crosses to or
+    from. What lies between two machines does not depend on the other machines.
+
+    A bucket leaves when its last tensor is ready. No tensor joins a bucket that the target needs
+    before that tensor is ready: the order in which one process would run the graph stays possible,
+    so that no two machines can wait for each other.
+
+    Args:
+        graph: what runs in every step.
+        bucket_bytes: the most that a bucket has; a larger tensor has one of its own.
+        allocate_bytes: a tensor whose bound is above this is sent as if it had none.
+
+    Raises:
+        ValueError: the slots between two machines are more than 2**48 bytes.
+    """
+    drafts: list[_Draft] = []
+    present: dict[tuple[str, str], _Draft] = {}
+    for crossing in graph.crossings():
+        tensor = crossing.tensor
+        protocol = _protocol(tensor, allocate_bytes)
+        size = _slot_bytes(tensor, protocol)
+        pair = crossing.source, crossing.target
+        draft = present.get(pair)
+        if (
+            draft is None
+            or draft.size_bytes + size > bucket_bytes
+            or crossing.ready >= draft.needed
+        ):
+            draft = present[pair] = _Draft(*pair)
+            drafts.append(draft)
+        draft.add(crossing, protocol, size)
+    # Ready when the last tensor is; Python's sort keeps the order of what is ready together.
+    drafts.sort(key=lambda draft: (draft.ready, draft.slots[-1][0].name, draft.target))
+    _check(drafts)
+    return Plan(_lay_out(drafts))
+
+
+@dataclass
+class _Draft:
+    """A bucket that is being filled."""
+
+    source: str
+    target: str
+    slots: list[tuple[Tensor, str]] = field(default_factory=list)
+    size_bytes: int = 0
+    ready: int = 0
+    needed: int = 1 << 62
+
+    def add(self, crossing: Crossing, protocol: str, size_bytes: int) -> None:
+        self.slots.append((crossing.tensor, protocol))
+        self.size_bytes += size_bytes
+        self.ready = crossing.ready
+        self.needed = min(self.needed, crossing.needed)
+
+
+def _protocol(tensor: Tensor, allocate_bytes: int) -> str:
+    if tensor.rows:
+        return "rows"
+    if tensor.is_static:
+        return "static"
+    most = tensor.most_bytes
+    return "bounded" if most is not None and most <= allocate_bytes else "unbounded"
+
+
+def _slot_bytes(tensor: Tensor, protocol: str) -> int:
+    if protocol in ("unbounded", "rows"):
+        return BLOCK_BYTES
+    most = tensor.most_bytes
+    assert most is not None, f"{protocol} {tensor} has no bound"
+    return _padded(most) + (BLOCK_BYTES if protocol == "bounded" else 0)
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGN_BYTES
+
+
+def _check(drafts: Sequence[_Draft]) -> None:
+    """What `_lay_out` relies on and a reader of plans too."""
+    seen: set[tuple[str, str]] = set()
+    specs: dict[str, tuple[Tensor, str]] = {}
+    for at, draft in enumerate(drafts):
+        where = f"bucket {at}"
+        if draft.source == draft.target:
+            raise ValueError(f"{where} goes from machine {draft.source!r} to itself")
+        if not draft.slots:
+            raise ValueError(f"{where} has no slots")
+        for tensor, protocol in draft.slots:
+            possible = _possible(tensor)
+            if protocol not in possible:
+                raise ValueError(
+                    f"{where}: {tensor.name!r} is {tensor}, which is sent as "
+                    f"{' or '.join(possible)}, not {protocol!r}"
+                )
+            if (tensor.name, draft.target) in seen:
+                raise ValueError(f"{where}: {tensor.name!r} goes to {draft.target!r} twice")
+            seen.add((tensor.name, draft.target))
+            if specs.setdefault(tensor.name, (tensor, draft.source)) != (tensor, draft.source):
+                raise ValueError(f"{where}: {tensor.name!r} differs from the one in another bucket")
+
+
+def _possible(tensor: Tensor) -> tuple[str, ...]:
+    if tensor.rows:
+        return ("rows",)
+    if tensor.is_static:
+        return ("static",)
+    return ("unbounded",) if tensor.most_bytes is None else ("bounded", "unbounded")
+
+
+def _lay_out(drafts: Iterable[_Draft]) -> tuple[Bucket, ...]:
+    """Puts the buckets of each pair one behind the other."""
+    ends: dict[tuple[str, str], tuple[int, int]] = {}
+    buckets = []
+    for draft in drafts:
+        pair = draft.source, draft.target
+        index, start = ends.get(pair, (0, 0))
+        slots, offset = [], 0
+        for tensor, protocol in draft.slots:
+            size = _slot_bytes(tensor, protocol)
+            slots.append(Slot(tensor, protocol, offset, size))
+            offset += size
+        if start + offset > checks.MAX_BYTES:
+            raise ValueError(f"what goes from {pair[0]!r} to {pair[1]!r} is above 2**48 bytes")
+        ends[pair] = index + 1, start + offset
+        buckets.append(Bucket(*pair, index, start, tuple(slots)))
+    return tuple(buckets)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text; the last two are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if at >= len(row) - 2 else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""The processes that share a model: who they are, and a connection between each two of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.memory import Node, Peer
+
+from . import bootstrap
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The processes of a split model.
+
+    Attributes:
+        rank: this one, 0 to size - 1.
+        node: this process on the fabric; None if it is alone.
+        peers: all others, by rank.
+    """
+
+    rank: int = 0
+    node: Node | None = None
+    peers: Mapping[int, Peer] | None = None
+    _splits: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.peers or {}) + 1
+
+    def close(self) -> None:
+        """Leaves. Idempotent."""
+        if self.node is not None:
+            self.node.close()
+
+
+def connect(
+    node: Node, rank: int, addresses: Mapping[int, str], timeout_s: float = 60.0
+) -> Machines:
+    """Connects this process with all others; each calls it.
+
+    Args:
+        node: this process; named `machine_name(rank)`.
+        rank: this one.
+        addresses: of all Nodes, by rank, 0 to their number - 1.
+        timeout_s: for each of the others.
+
+    Raises:
+        UnavailableError: a process cannot be reached or did not come.
+        ValueError: the ranks are not 0 to their number - 1.
+    """
+    if sorted(addresses) != list(range(len(addresses))) or rank not in addresses:
+        raise ValueError(f"ranks are 0 to n - 1 and rank {rank} is one of them: {addresses}")
+    if node.name != machine_name(rank):
+        raise ValueError(f"the Node of rank {rank} is named {machine_name(rank)!r}: {node.name!r}")
+    peers: dict[int, Peer] = {}
+    for other in range(rank):
+        try:
+            peers[other] = node.connect(addresses[other], timeout_s=timeout_s)
+        except TensorwireError as error:
+            raise UnavailableError(
+                f"rank {rank} cannot reach rank {other} at {addresses[other]}: {error}"
+            ) from error
+    names = {machine_name(other): other for other in range(rank + 1, len(addresses))}
+    while len(peers) < len(addresses) - 1:
+        try:
+            peer = node.accept(timeout_s)
+        except TensorwireError as error:
+            missing = sorted(set(addresses) - {rank} - set(peers))
+            raise UnavailableError(f"rank {rank} waits for ranks {missing}: {error}") from error
+        if peer.name in names:
+            peers[names[peer.name]] = peer
+    return Machines(rank, node, peers)
+
+
+def machine_name(rank: int) -> str:
+    """The name of a process's Node."""
+    return f"machine-{rank}"
+
+
+def machines() -> Machines:
+    """The processes that torchrun started, connected; alone without torchrun.
+
+    Raises:
+        UnavailableError: a process cannot be reached.
+    """
+    environ = os.environ
+    size = int(environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "TORCHELASTIC_RUN_ID" not in environ:
+        return Machines()
+    rank = int(environ["RANK"])
+    store = bootstrap.torchrun_store()
+    several = int(environ["GROUP_WORLD_SIZE"]) > 1
+    host = bootstrap.address_towards(environ["MASTER_ADDR"]) if several else "127.0.0.1"
+    node = Node(machine_name(rank), listen=f"{host}:0")
+    try:
+        store.set(f"machine/{rank}", node.address)
+        addresses = {other: store.get(f"machine/{other}").decode() for other in range(size)}
+        return connect(node, rank, addresses)
+    except BaseException:
+        node.close()
+        raise

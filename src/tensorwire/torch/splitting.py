@@ -1,0 +1,550 @@
+"""A model that is split over processes: each has its stages, and what crosses moves under a plan.
+
+`split` captures, plans and materialises; a `Split` runs steps. Activations and their gradients are
+edges of a graph (tensorwire.edges); so are the gradients of weights that several processes have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+from torch.utils import _pytree as pytree
+
+from tensorwire.edges import Arrival, Edges, Rows
+from tensorwire.placement import Graph, Operator, Plan, Tensor, plan
+
+from .capture import Capture, capture
+from .machines import Machines
+from .machines import machines as find_machines
+from .schedules import Action, flights, order
+from .stage import Stage
+
+Weights = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
+
+# Elements that numpy does not know move as their bits.
+_BITS = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+def split(
+    model: nn.Module,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    *,
+    example: Sequence[torch.Tensor],
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    microbatches: int = 1,
+    schedule: str = "1F1B",
+    dynamic_shapes: Any = None,
+    weights: Weights | None = None,
+    machines: Machines | None = None,
+    timeout_s: float | None = 60.0,
+) -> Split:
+    """Splits a model into stages and keeps those of this process.
+
+    All processes call it with the same arguments, in the same order if there are several models.
+    The model is traced once by `torch.export`; stage s belongs to process s modulo their number.
+
+    Args:
+        model: on the CPU, or on the meta device, where it takes no memory; its mode (train or eval)
+            is that of the stages.
+        split_spec: names of modules, to begin a stage before or behind; None if the model itself
+            calls `torch.distributed.pipelining.pipe_split()`.
+        example: positional inputs of one micro-batch; only shapes and dtypes count.
+        loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
+        microbatches: parts of a step.
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B", as in torch.distributed.pipelining. Only the
+            last may have several stages in a process.
+        dynamic_shapes: as for `torch.export.export`: which sizes differ between micro-batches. Give
+            a bound (`Dim("t", max=512)`) where there is one.
+        weights: of a model on meta: parameters and buffers by name. Only those of this process are
+            asked for.
+        machines: the processes; default those that torchrun started.
+        timeout_s: for a value to come from another process; None waits for ever.
+
+    Raises:
+        ValueError: the model, the schedule, or the processes' arguments do not fit together.
+        UnavailableError: a process cannot be reached.
+        TimeoutError, PeerLostError: another process did not come so far.
+    """
+    found = machines if machines is not None else find_machines()
+    try:
+        taken = capture(model, split_spec, example, dynamic_shapes)
+        made = Split(taken, model, found, loss, microbatches, schedule, weights, timeout_s)
+    except BaseException:
+        if machines is None:
+            found.close()
+        raise
+    made._owns_machines = machines is None
+    return made
+
+
+class Split:
+    """The stages of this process; made by `split`.
+
+    Attributes:
+        module: holds the parameters and buffers of this process under their first names.
+        stages: indices of the stages here.
+        plan: of what moves in each micro-batch.
+        machines: the processes.
+    """
+
+    def __init__(
+        self,
+        taken: Capture,
+        model: nn.Module,
+        machines: Machines,
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        microbatches: int,
+        schedule: str,
+        weights: Weights | None,
+        timeout_s: float | None,
+    ) -> None:
+        count, size, rank = len(taken.parts), machines.size, machines.rank
+        self._actions = order(schedule, rank, size, count, microbatches)
+        self._taken = taken
+        self._loss = loss
+        self._microbatches = microbatches
+        self._owns_machines = False
+        self.machines = machines
+        self.stages = tuple(range(rank, count, size))
+        used = sorted(set().union(*(taken.parts[s].tensors for s in self.stages)))
+        self.module = _materialised(model, taken, used, weights)
+        self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
+        self._last = count - 1
+        self._tied = _tied(taken, self.module, size)
+        self.plan = plan(_graph(taken, size))
+        ties = plan(_ties_graph(taken, model, size))
+        number = next(machines._splits)
+        self._edges = _Crossings(self, number, flights(schedule, count, microbatches), timeout_s)
+        self._ties = _open(machines, ties, f"split/{number}/ties", 1, timeout_s)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this process, for its optimizer."""
+        yield from self.module.parameters()
+
+    def step(self, *inputs: Any, target: Any = None) -> torch.Tensor | None:
+        """Runs forward and backward of all micro-batches; every process calls it.
+
+        Gradients are added to `.grad`, as by one backward of the mean loss. A weight that several
+        processes have gets the same sum in each, so that equal optimizers keep it equal.
+
+        Args:
+            inputs: on the process of the first stage: tensors, cut along their first dimension into
+                equal micro-batches, or lists with one tensor for each.
+            target: on that of the last stage: likewise.
+
+        Returns:
+            The mean loss on the process of the last stage, None elsewhere.
+
+        Raises:
+            ValueError: the inputs cannot be cut, or there is no loss.
+            TimeoutError, PeerLostError: another process did not send. Make a new Split then.
+        """
+        if self._loss is None:
+            raise ValueError("a step needs the loss=... of split()")
+        return self._run(self._actions, inputs, target, True)
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """Runs forward alone; every process calls it, as `step`.
+
+        Returns:
+            On the process of the last stage the outputs of all micro-batches, in a list.
+        """
+        forwards = [action for action in self._actions if not action.backward]
+        return self._run(forwards, inputs, None, False)
+
+    def _run(
+        self, actions: Sequence[Action], inputs: Sequence[Any], target: Any, train: bool
+    ) -> Any:
+        batches = self._cut(inputs) if 0 in self.stages else []
+        is_last = self._last in self.stages
+        targets = _chunks(target, self._microbatches, "target") if is_last and train else []
+        kept = self._put_aside() if train else {}
+        losses: dict[int, torch.Tensor] = {}
+        outputs: list[Any] = []
+        try:
+            for backward, stage, at in actions:
+                if backward:
+                    self._backward(stage, at, losses.get(at) if stage == self._last else None)
+                    continue
+                results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
+                if stage != self._last:
+                    continue
+                output = pytree.tree_unflatten(results, self._taken.output_spec)
+                if train:
+                    assert self._loss is not None
+                    losses[at] = self._loss(output, targets[at]) / self._microbatches
+                else:
+                    outputs.append(self._edges.kept(output))
+                    self._edges.release(stage, at)
+            if train:
+                self._sum_ties(kept)
+            else:
+                self._edges.settle()
+        except BaseException:
+            for each in self._stages.values():
+                each.forget()
+            raise
+        if not is_last:
+            return None
+        return sum(loss.detach() for loss in losses.values()) if train else outputs
+
+    def _cut(self, inputs: Sequence[Any]) -> list[dict[str, Any]]:
+        wanted = self._taken.inputs
+        names = [each.name for each in wanted]
+        if len(inputs) != len(names):
+            raise ValueError(f"the model has {len(names)} inputs, {names}; given are {len(inputs)}")
+        cut = [
+            _chunks(each, self._microbatches, name)
+            for name, each in zip(names, inputs, strict=True)
+        ]
+        batches = [dict(zip(names, each, strict=True)) for each in zip(*cut, strict=True)]
+        for batch in batches:
+            symbols: dict[str, int] = {}
+            for each in wanted:
+                each.check(batch[each.name], symbols)
+        return batches
+
+    def _forward(self, index: int, at: int, inputs: dict[str, Any], train: bool) -> list[Any]:
+        stage = self._stages[index]
+        if index:
+            inputs = {name: self._edges.get(name, index, at) for name in stage.inputs}
+        made, outputs = stage.forward(at, inputs, train)
+        for name, value in made.items():
+            self._edges.put(name, value, at)
+        if not train and index != self._last:
+            self._edges.release(index, at)
+        return outputs
+
+    def _backward(self, index: int, at: int, loss: torch.Tensor | None) -> None:
+        stage = self._stages[index]
+        gradients = self._edges.gradients(stage, at)
+        back = stage.backward(at, gradients, loss)
+        # First: the sender may be waiting for this memory before it can take gradients.
+        self._edges.release(index, at)
+        for name, gradient in back.items():
+            self._edges.put_gradient(name, index, gradient, at)
+
+    def _put_aside(self) -> dict[str, torch.Tensor | None]:
+        """What tied weights have from earlier steps, so that only this one's is summed."""
+        kept = {}
+        for name in self._tied:
+            parameter = self.module.get_parameter(name)
+            kept[name], parameter.grad = parameter.grad, None
+        return kept
+
+    def _sum_ties(self, kept: Mapping[str, torch.Tensor | None]) -> None:
+        rank = self.machines.rank
+        mine = {}
+        for name in self._tied:
+            parameter = self.module.get_parameter(name)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            if gradient.layout != torch.strided:
+                raise ValueError(f"{name!r} is in several processes; its gradient must be dense")
+            mine[name] = gradient.contiguous()
+            self._ties.put(f"{rank} {name}", _array(mine[name]))
+        for name, ranks in self._tied.items():
+            total: torch.Tensor | None = None
+            for other in ranks:  # in this order everywhere, so that the bits are the same
+                arrival = None if other == rank else self._ties.get(f"{other} {name}")
+                part = mine[name] if arrival is None else _tensor(arrival.value, mine[name].dtype)
+                total = part.clone() if total is None else total.add_(part)
+                if arrival is not None:
+                    arrival.release()
+            before = kept[name]
+            self.module.get_parameter(name).grad = total if before is None else before.add_(total)
+        if self._tied:
+            self._ties.settle()
+
+    def stats(self) -> dict[str, int]:
+        """`Edges.stats` of activations and their gradients."""
+        return self._edges.edges.stats()
+
+    def close(self) -> None:
+        """Ends it here; parameters stay. Idempotent."""
+        self._edges.edges.close()
+        self._ties.close()
+        if self._owns_machines:
+            self.machines.close()
+
+    def __enter__(self) -> Split:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
+
+
+class _Crossings:
+    """What moves in a micro-batch: to other processes by edges, between stages here directly."""
+
+    def __init__(self, owner: Split, number: int, turns: int, timeout_s: float | None) -> None:
+        machines = owner.machines
+        self._size, self._rank = machines.size, machines.rank
+        self._values = owner._taken.values
+        self._stages = owner.stages
+        self._here: dict[tuple[str, int], Any] = {}
+        self._left: dict[tuple[str, int], int] = {}  # stages here that still use it
+        self._arrived: dict[tuple[str, int], Arrival] = {}
+        self.edges = _open(machines, owner.plan, f"split/{number}", turns, timeout_s)
+
+    def _users_here(self, name: str) -> list[int]:
+        return [user for user in self._values[name].users if user in self._stages]
+
+    def put(self, name: str, value: Any, at: int) -> None:
+        """A stage here has made a value."""
+        crossing = self._values[name]
+        if self._users_here(name):
+            self._here[name, at] = value
+            self._left[name, at] = len(self._users_here(name))
+        if len(self._users_here(name)) < len(crossing.users):
+            if crossing.is_size:
+                self.edges.put(name, np.array(int(value), np.int64))
+            else:
+                self.edges.put(name, _array(self._own(value.detach())))
+
+    def get(self, name: str, stage: int, at: int) -> Any:
+        """A value for a stage here; tensors lie where they came."""
+        key = name, at
+        if key not in self._here:
+            arrival = self.edges.get(name)
+            crossing = self._values[name]
+            self._arrived[key] = arrival
+            self._left[key] = len(self._users_here(name))
+            array = arrival.value
+            if crossing.is_size:
+                assert isinstance(array, np.ndarray)
+                self._here[key] = int(array)
+            else:
+                self._here[key] = _tensor(array, getattr(torch, crossing.tensor.dtype))
+        return self._here[key]
+
+    def release(self, stage: int, at: int) -> None:
+        """A stage here is done with a micro-batch."""
+        for name, value in self._values.items():
+            key = name, at
+            if stage in value.users and key in self._left:
+                self._left[key] -= 1
+                if not self._left[key]:
+                    del self._left[key], self._here[key]
+                    if (arrival := self._arrived.pop(key, None)) is not None:
+                        arrival.release()
+
+    def put_gradient(self, name: str, stage: int, gradient: torch.Tensor, at: int) -> None:
+        """A stage here has the gradient of a value that it used."""
+        if self._values[name].maker in self._stages:
+            self._here[_gradient(name, stage), at] = gradient
+        else:
+            self.edges.put(_gradient(name, stage), _array(gradient))
+
+    def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
+        """The gradient of everything that a stage here has made for others."""
+        found: dict[str, torch.Tensor] = {}
+        for name in stage.outputs:
+            value = self._values[name]
+            if not value.needs_grad:
+                continue
+            parts = []
+            for user in reversed(value.users):  # as they are made
+                key = _gradient(name, user)
+                if user in self._stages:
+                    parts.append(self._here.pop((key, at)))
+                    continue
+                with self.edges.get(key) as array:
+                    parts.append(_tensor(array, getattr(torch, value.tensor.dtype)).clone())
+            found[name] = parts[0]
+            for part in parts[1:]:
+                found[name] = found[name] + part
+        return found
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies in memory of its own, not in that of an arrival."""
+        return tensor.clone() if self._in_arrival(tensor) else tensor
+
+    def kept(self, output: Any) -> Any:
+        """Outputs of the model as its user may keep them."""
+        return pytree.tree_map_only(torch.Tensor, self._own, output)
+
+    def _in_arrival(self, tensor: torch.Tensor) -> bool:
+        start = tensor.untyped_storage().data_ptr()
+        for key in self._arrived:
+            value = self._here[key]
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == start:
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Waits until the others have released all that was sent."""
+        self.edges.settle()
+
+
+def _gradient(name: str, user: int) -> str:
+    return f"gradient {user} {name}"
+
+
+def _graph(taken: Capture, size: int) -> Graph:
+    """A micro-batch: forwards in order of the stages, then backwards."""
+    count = len(taken.parts)
+    tensors = [value.tensor for value in taken.values.values()]
+    operators = []
+    for stage in range(count):
+        uses = [n for n, v in taken.values.items() if stage in v.users]
+        makes = [n for n, v in taken.values.items() if v.maker == stage]
+        grads = [_gradient(n, stage) for n in uses if taken.values[n].needs_grad]
+        needs = [
+            _gradient(n, user)
+            for n in makes
+            if taken.values[n].needs_grad
+            for user in taken.values[n].users
+        ]
+        machine = str(stage % size)
+        operators += [
+            Operator(f"forward {stage}", machine, tuple(uses), tuple(makes), stage),
+            Operator(
+                f"backward {stage}", machine, tuple(needs), tuple(grads), 2 * count - 1 - stage
+            ),
+        ]
+        tensors += [
+            Tensor(_gradient(n, stage), taken.values[n].tensor.dtype, taken.values[n].tensor.shape)
+            for n in uses
+            if taken.values[n].needs_grad
+        ]
+    return Graph(tuple(tensors), tuple(operators))
+
+
+def _ranks(taken: Capture, size: int) -> dict[str, list[int]]:
+    """Processes that have a tensor of the model, by name."""
+    found: dict[str, set[int]] = {}
+    for stage, part in enumerate(taken.parts):
+        for name in part.tensors:
+            found.setdefault(name, set()).add(stage % size)
+    return {name: sorted(ranks) for name, ranks in sorted(found.items())}
+
+
+def _is_tied(model: nn.Module, name: str, ranks: Sequence[int]) -> bool:
+    parameters = dict(model.named_parameters())
+    return len(ranks) > 1 and name in parameters and parameters[name].requires_grad
+
+
+def _tied(taken: Capture, own: nn.Module, size: int) -> dict[str, list[int]]:
+    """Weights of this process that others have too, and who."""
+    return {
+        name: ranks for name, ranks in _ranks(taken, size).items() if _is_tied(own, name, ranks)
+    }
+
+
+def _ties_graph(taken: Capture, model: nn.Module, size: int) -> Graph:
+    """The end of a step: everybody who has a tied weight sends its gradient to the others."""
+    tensors, makes, uses = [], [], []
+    for name, ranks in _ranks(taken, size).items():
+        if not _is_tied(model, name, ranks):
+            continue
+        parameter = model.get_parameter(name)
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        for rank in ranks:
+            part = Tensor(f"{rank} {name}", dtype, tuple(parameter.shape))
+            tensors.append(part)
+            makes.append(Operator(f"make {part.name}", str(rank), (), (part.name,), 0))
+        names = tuple(f"{rank} {name}" for rank in ranks)
+        uses += [Operator(f"sum {rank} {name}", str(rank), names, (), 1) for rank in ranks]
+    return Graph(tuple(tensors), (*makes, *uses))
+
+
+def _open(machines: Machines, made: Plan, label: str, turns: int, timeout_s: float | None) -> Edges:
+    """The edges of this process; none if nothing crosses to or from it."""
+    rank = str(machines.rank)
+    if not any(rank in pair for pair in made.pairs):
+        made = Plan(())
+    peers = {str(other): peer for other, peer in (machines.peers or {}).items()}
+    node: Any = machines.node  # None without peers, and then nothing crosses
+    edges = Edges(node, made, rank, peers, flights=turns, label=label, timeout_s=timeout_s)
+    try:
+        return edges.open()
+    except BaseException:
+        edges.close()
+        raise
+
+
+def _materialised(
+    model: nn.Module, taken: Capture, used: Sequence[str], weights: Weights | None
+) -> nn.Module:
+    """A module with the tensors of this process alone, with storage."""
+    own = nn.Module()
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name in used:
+        *way, last = name.split(".")
+        holder = own
+        for part in way:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        if name in parameters:
+            given = parameters[name]
+            if given.is_meta:
+                value = _value(name, given, weights)
+                given = nn.Parameter(value, requires_grad=given.requires_grad)
+            holder.register_parameter(last, given)
+        elif name in buffers:
+            given = buffers[name]
+            holder.register_buffer(last, _value(name, given, weights) if given.is_meta else given)
+        elif isinstance(taken.others[name], torch.Tensor):
+            holder.register_buffer(last, taken.others[name], persistent=False)
+        else:
+            setattr(holder, last, taken.others[name])
+    return own
+
+
+def _value(name: str, wanted: torch.Tensor, weights: Weights | None) -> torch.Tensor:
+    """The value of a tensor that is on meta, in memory of its own."""
+    if weights is None:
+        raise ValueError(f"{name!r} is on the meta device: give its value by weights=")
+    try:
+        value = weights(name) if callable(weights) else weights[name]
+    except KeyError:
+        raise ValueError(
+            f"{name!r} is on the meta device, and weights has no such tensor"
+        ) from None
+    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+        raise ValueError(
+            f"{name!r} is {wanted.dtype} {tuple(wanted.shape)}; weights has {value.dtype} "
+            f"{tuple(value.shape)}"
+        )
+    return value.detach().clone()
+
+
+def _chunks(given: Any, count: int, name: str) -> list[Any]:
+    """A tensor cut along its first dimension, or a list as it is."""
+    if isinstance(given, list | tuple):
+        if len(given) != count:
+            raise ValueError(f"{name}: one for each of {count} micro-batches, not {len(given)}")
+        return list(given)
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f"{name}: a tensor or a list of them, not {type(given).__name__}")
+    if not given.dim() or given.shape[0] % count:
+        raise ValueError(
+            f"{name} of shape {tuple(given.shape)} cannot be cut into {count} equal micro-batches; "
+            "pass a list of tensors"
+        )
+    return list(given.chunk(count)) if given.shape[0] else [given] * count
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """A tensor's elements for an edge; copied only if they are not contiguous."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(_BITS[tensor.dtype]).numpy() if tensor.dtype in _BITS else tensor.numpy()
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The other way round; the same memory."""
+    assert not isinstance(value, Rows)
+    tensor = torch.from_numpy(value)
+    return tensor.view(dtype) if dtype in _BITS else tensor

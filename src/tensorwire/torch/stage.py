@@ -1,0 +1,103 @@
+"""One stage of a split model: forward and backward of a micro-batch, and what is kept between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .capture import Part, Value
+
+
+class Stage:
+    """One stage in this process.
+
+    Args:
+        index: its number.
+        part: what it computes.
+        values: all that cross, by name.
+        own: the module that holds the parameters and buffers of this process.
+
+    Attributes:
+        index: its number.
+        inputs: names of what it uses.
+        outputs: names of what it makes for other stages.
+    """
+
+    def __init__(self, index: int, part: Part, values: Mapping[str, Value], own: nn.Module) -> None:
+        self.index = index
+        self.inputs = tuple(part.inputs)
+        self.outputs = tuple(part.outputs)
+        self._values = values
+        self._module = fx.GraphModule(own, part.graph)
+        self._kept: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+
+    def forward(
+        self, microbatch: int, inputs: Mapping[str, Any], keep: bool
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Runs a micro-batch.
+
+        Args:
+            microbatch: its number.
+            inputs: by name; tensors are used where they are.
+            keep: for `backward`.
+
+        Returns:
+            What others use, by name, and in the last stage the model's outputs.
+        """
+        leaves = dict(inputs)
+        for name in self.inputs:
+            value = self._values.get(name)
+            if keep and value is not None and value.needs_grad and value.maker != self.index:
+                leaves[name] = inputs[name].detach().requires_grad_()
+        with torch.set_grad_enabled(keep):
+            results = self._module(*(leaves[name] for name in self.inputs))
+        made = list(results[: len(self.outputs)])
+        if keep:
+            self._kept[microbatch] = leaves, made
+        return dict(zip(self.outputs, made, strict=True)), list(results[len(made) :])
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Adds to the gradients of parameters.
+
+        Args:
+            microbatch: as in `forward`.
+            gradients: of what others use, by name.
+            loss: in the last stage.
+
+        Returns:
+            The gradient of every input that needs one, by name; zeros where nothing depends on it.
+        """
+        leaves, made = self._kept.pop(microbatch)
+        roots, seeds = _roots(self.outputs, made, gradients)
+        if loss is not None and loss.requires_grad:
+            roots.append(loss)
+            seeds.append(None)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        back = {}
+        for name, leaf in leaves.items():
+            value = self._values.get(name)
+            if value is not None and value.needs_grad and value.maker != self.index:
+                back[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return back
+
+    def forget(self) -> None:
+        """After a failure: nothing is kept for `backward`."""
+        self._kept.clear()
+
+
+def _roots(
+    names: Sequence[str], made: Sequence[Any], gradients: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Outputs that depend on parameters or inputs, and their gradients."""
+    roots, seeds = [], []
+    for name, tensor in zip(names, made, strict=True):
+        if name in gradients and tensor.requires_grad:
+            roots.append(tensor)
+            seeds.append(gradients[name])
+    return roots, seeds

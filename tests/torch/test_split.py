@@ -1,0 +1,277 @@
+"""A split model trains as the whole one: schedules, skip edges, tied weights, varying sizes."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import crew as cases
+import numpy as np
+import pytest
+import torch
+from crew import Crew, alone, check_equal, make_crew
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipe_split
+
+import tensorwire.torch as tw
+from tensorwire.testing import PeerGroup
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with make_crew() as made:
+        yield made
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+SCHEDULES = [
+    ("GPipe", 2, 2, 4),
+    ("1F1B", 2, 2, 4),
+    ("1F1B", 3, 3, 5),
+    ("GPipe", 3, 3, 1),
+    ("Interleaved1F1B", 2, 4, 4),
+    ("Interleaved1F1B", 1, 4, 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "size", "stages", "microbatches"), SCHEDULES)
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_equal_to_the_whole_model(
+    crew: Crew,
+    transport: str,
+    kind: str,
+    schedule: str,
+    size: int,
+    stages: int,
+    microbatches: int,
+) -> None:
+    results = crew.run(size, transport, cases.train, kind, stages, schedule, microbatches, STEPS)
+    check_equal(results, alone(kind, microbatches, STEPS, False))
+    assert all(each[3] == ({"static"} if size > 1 else set()) for each in results)
+
+
+@pytest.mark.parametrize(("bound", "protocol"), [(64, "bounded"), (None, "unbounded")])
+def test_sizes_that_vary(crew: Crew, transport: str, bound: int | None, protocol: str) -> None:
+    args = ("transformer", 2, "1F1B", 4, STEPS, bound)
+    results = crew.run(2, transport, cases.train, *args)
+    check_equal(results, alone("transformer", 4, STEPS, True))
+    assert protocol in results[0][3]
+
+
+def test_a_model_that_has_its_memory(crew: Crew) -> None:
+    """It is not on meta: its own parameters are trained."""
+    args = ("mlp", 2, "1F1B", 2, STEPS, -1, False)
+    check_equal(crew.run(2, "shm", cases.train, *args), alone("mlp", 2, STEPS, False))
+
+
+def test_many_kinds_of_values(crew: Crew, transport: str) -> None:
+    losses, state = cases.train_odd(None, 4)
+    (_, first), (last, second) = crew.run(2, transport, cases.train_odd, 4)
+    np.testing.assert_allclose(last, losses, rtol=2e-2)
+    assert {*first, *second} == {*state}
+    assert {*first} & {*second} == {"shared"}
+    for part in (first, second):
+        for name, value in part.items():
+            np.testing.assert_allclose(value, state[name], rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_of_tied_weights_add_up_over_steps(crew: Crew, transport: str) -> None:
+    model, loss = cases.make("transformer")
+    for step in range(2):
+        (x,), (y,) = cases.inputs_of("transformer", step, 1, False)
+        loss(model(x), y).backward()
+    first, second = crew.run(2, transport, cases.accumulate)
+    assert np.array_equal(first, second)
+    cases.close_to(first, model.embedding.weight.grad)
+
+
+def test_outputs_are_kept(crew: Crew, transport: str) -> None:
+    assert crew.run(2, transport, cases.evaluate_through) == [False, True]
+
+
+def test_processes_that_split_differently(crew: Crew) -> None:
+    first, second = crew.failures(2, "shm", cases.differ)
+    assert "ValueError" in first or "ValueError" in second
+    assert "has another plan" in first + second
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed(transport: str, victim: int) -> None:
+    with PeerGroup() as group:
+        members = [group.start(cases.train_until_killed, rank, transport) for rank in range(2)]
+        addresses = dict(enumerate(member.recv(60) for member in members))
+        for member in members:
+            member.send(addresses)
+        for member in members:
+            assert member.recv(60) == "training"
+        members[victim].kill()
+        error = members[1 - victim].result(30)
+    assert error.startswith("PeerLostError: ")
+    assert f"machine '{victim}'" in error
+
+
+SCRIPT = """
+import torch, tensorwire.torch as tw
+from torch.distributed.pipelining import SplitPoint
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+with tw.split(
+    model, {"2": SplitPoint.BEGINNING}, example=[torch.ones(2, 4)],
+    loss=torch.nn.functional.mse_loss, microbatches=2,
+) as split:
+    opt = torch.optim.SGD(split.parameters(), lr=0.1)
+    x, y = torch.arange(16.0).reshape(4, 4) / 16, torch.ones(4, 1)
+    for step in range(30):
+        opt.zero_grad()
+        first, last = split.stages[0] == 0, split.stages[-1] == 1
+        loss = split.step(*([x] if first else []), target=y if last else None)
+        opt.step()
+    if last:
+        print("loss", loss.item(), "of", split.machines.size)
+"""
+
+
+@pytest.mark.parametrize("processes", [2, 1])
+def test_under_torchrun_and_alone(tmp_path: Path, processes: int) -> None:
+    script = tmp_path / "script.py"
+    source = SCRIPT if processes == 2 else SCRIPT.replace("2,\n)", "2, schedule='Interleaved1F1B')")
+    script.write_text(source)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *(start if processes == 2 else []), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    _, loss, _, count = done.stdout.split()
+    assert float(loss) < 0.05
+    assert int(count) == processes
+
+
+class InPlace(nn.Module):
+    """The second stage changes what the first has made and the third uses."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        x = self.layer(x) + self.count
+        pipe_split()
+        y = x * 1
+        if self.of == "value":
+            x[0].add_(1)
+        elif self.of == "buffer":
+            self.count.add_(1)
+        else:
+            y.add_(1)
+        pipe_split()
+        return x + y
+
+
+def split_alone(model: nn.Module, **options: Any) -> Any:
+    options = {"example": [torch.ones(2, 4)], "schedule": "Interleaved1F1B"} | options
+    return tw.split(model, machines=tw.Machines(), **options)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [("value", "'add' in place"), ("buffer", "'count' in place")]
+)
+def test_changes_in_place_that_would_be_lost_are_refused(of: str, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        split_alone(InPlace(of))
+
+
+def test_changes_in_place_within_a_stage_are_fine() -> None:
+    model = InPlace("own")
+    with split_alone(model) as split:
+        (output,) = split.evaluate(torch.ones(2, 4))
+    with torch.no_grad():
+        assert torch.equal(output, model(torch.ones(2, 4)))
+
+
+class Sequence2(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+BEGIN = {"split_spec": {"1": SplitPoint.BEGINNING}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no split point"),
+        ({"split_spec": {"7": SplitPoint.END}}, "no module '7'"),
+        ({"split_spec": {"1": "end"}}, "a SplitPoint, not 'end'"),
+        (BEGIN | {"schedule": "GPipe"}, "one stage on each process, not 2 on 1"),
+        (BEGIN | {"schedule": "none"}, "no schedule 'none'"),
+        (BEGIN | {"microbatches": 0}, "at least one micro-batch"),
+    ],
+)
+def test_splits_that_are_refused(options: Any, message: str) -> None:
+    model = Sequence2()
+    with pytest.raises(ValueError, match=message):
+        split_alone(model, **options)
+    assert "forward" not in vars(model[1])  # the model is as it was
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda split: split.step(torch.ones(4, 4), target=torch.ones(4, 4)), "a step needs"),
+        (lambda split: split.evaluate(), "has 1 inputs"),
+        (lambda split: split.evaluate(torch.ones(3, 4)), "equal micro-batches"),
+        (lambda split: split.evaluate([torch.ones(2, 4)]), "for each of 2 micro-batches, not 1"),
+        (lambda split: split.evaluate(torch.ones(8, 4)), r"traced as torch.float32 \(2, 4\)"),
+        (lambda split: split.evaluate(torch.ones(4, 4).double()), "is torch.float64"),
+        (lambda split: split.evaluate(7), "a tensor or a list of them, not int"),
+    ],
+    ids=range(7),
+)
+def test_steps_that_are_refused(act: Any, message: str) -> None:
+    with split_alone(Sequence2(), **BEGIN, microbatches=2) as split:
+        with pytest.raises(ValueError, match=message):
+            act(split)
+        assert len(split.evaluate(torch.ones(4, 4))) == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (None, "give its value by weights="),
+        ({}, "weights has no such tensor"),
+        (lambda name: torch.ones(3), r"weights has torch.float32 \(3,\)"),
+    ],
+    ids=["none", "missing", "shape"],
+)
+def test_weights_that_do_not_fit(weights: Any, message: str) -> None:
+    with torch.device("meta"):
+        model = Sequence2()
+    with pytest.raises(ValueError, match=message):
+        split_alone(model, **BEGIN, weights=weights)
+
+
+def test_sizes_out_of_range() -> None:
+    shapes = ({0: torch.export.Dim("batch", min=2, max=5)},)
+    with split_alone(Sequence2(), **BEGIN, dynamic_shapes=shapes) as split:
+        assert split.evaluate([torch.ones(5, 4)])[0].shape == (5, 4)
+        with pytest.raises(ValueError, match=r"s\d+: 2 to 5, 4"):
+            split.evaluate([torch.ones(6, 4)])
+
+
+def test_import_of_tensorwire_torch_leaves_out_what_only_a_split_needs() -> None:
+    command = (
+        "import sys, tensorwire.torch as tw; print('torch.distributed.pipelining' in sys.modules)"
+    )
+    command += "; tw.split; print('torch.distributed.pipelining' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
