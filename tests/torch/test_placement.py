@@ -602,6 +602,36 @@ def test_the_profiler_sees_the_copies_that_are_counted(team: Team) -> None:
     assert counted == seen == whole
 
 
+def python_calls(job: tw.Job, operators: int) -> int:
+    """Of Python functions, while backward runs in steady state."""
+    model = nn.Linear(5, 5)
+    opt = wrap(model, "plan")
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(4):
+        count = 0
+        x = model(torch.ones(2, 5))
+        for _ in range(operators):
+            x = x.sin()
+        loss = x.sum()
+        sys.setprofile(seen)
+        loss.backward()
+        sys.setprofile(None)
+        opt.step()
+        opt.zero_grad()
+    assert in_place(opt) == [True, True]
+    return count
+
+
+def test_no_python_runs_per_operator(team: Team) -> None:
+    few, many = team.alone(python_calls, 1), team.alone(python_calls, 300)
+    assert 0 < few == many
+
+
 def outliving(job: tw.Job) -> None:
     model = net()
     opt = wrap(model, "plan")
@@ -842,6 +872,7 @@ def test_a_script_is_explained(tmp_path: Any) -> None:
     assert {"model", "tensors", "bytes", "bytes_in_place", "tensors_in_place", "rows"} <= set(found)
     assert found["bytes"] == found["bytes_in_place"] == 4 * (20 * 30 + 30 + 300 + 10)
     assert found["tensors"] == found["tensors_in_place"] == 4
+    assert 0 < found["planning_seconds"] < 10
 
 
 def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:

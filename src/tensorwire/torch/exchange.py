@@ -641,6 +641,11 @@ class Exchange:
             offset = self.store.layout.places[i].start
             yield self._names[id(parameter)], parameter, offset, placed, self._shared[i]
 
+    @property
+    def planning_s(self) -> float:
+        """Spent on learning which allocations the gradients are."""
+        return self._placing.learning_s if isinstance(self._placing, Placing) else 0.0
+
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
         self._let_go(private)

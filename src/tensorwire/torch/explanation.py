@@ -63,10 +63,12 @@ class Explanation:
     Attributes:
         model: its name.
         rows: gradients first, in the order of the model, then parameters.
+        planning_s: spent on learning which allocations the gradients are, since the start.
     """
 
     model: str
     rows: tuple[ExplainRow, ...]
+    planning_s: float
 
     @property
     def gradients(self) -> tuple[ExplainRow, ...]:
@@ -92,6 +94,7 @@ class Explanation:
             "bytes": self.bytes,
             "bytes_in_place": self.bytes_in_place,
             "tensors_in_place": sum(row.in_place for row in gradients),
+            "planning_seconds": self.planning_s,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
 
@@ -167,7 +170,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
             )
         )  # fmt: skip
     model = type(core.model).__name__
-    return Explanation(model, tuple(gradients + parameters))
+    return Explanation(model, tuple(gradients + parameters), core.planning_s)
 
 
 class _EnoughError(BaseException):

@@ -8,6 +8,7 @@ when it has arrived, so a gradient elsewhere is noticed, told with a reason, and
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,6 +47,10 @@ class Placed(NamedTuple):
 class Placing:
     """Slots for gradients. One thread at a time, but backward may be another.
 
+    Attributes:
+        reasons: for each parameter why its last gradient was not in its slot; "" if it was.
+        learning_s: spent on finding out which allocations gradients were.
+
     Args:
         parameters: those that get gradients.
         slots: for each a piece of memory of exactly its bytes, or the reason why it has none.
@@ -56,6 +61,7 @@ class Placing:
 
     def __init__(self, parameters: Sequence[torch.Tensor], slots: Sequence[Bytes | str]) -> None:
         self._placer = load()
+        self.learning_s = 0.0
         self._start = self._placer.add_context()
         self._enter = self._placer.enter
         self._slots: list[int] = []
@@ -92,7 +98,9 @@ class Placing:
             if self.reasons[index]:
                 self.reasons[index], self._misses[index] = "", 0
         elif self._slots[index] >= 0:
+            started = time.perf_counter()
             self._missed(index, gradient)
+            self.learning_s += time.perf_counter() - started
         self._enter(self._contexts[index])
         return in_place
 
