@@ -118,8 +118,9 @@ class Progress {
   void disarm(Notifier& notifier);
 
   // How long a waiter polls before it sleeps: the cost of being woken, measured once per process;
-  // 0 on one core or when more threads want to run than there are cores.
-  static int64_t spin_bound_ns();
+  // 0 on one core or when more threads want to run than there are cores. With a Poller eight times
+  // as long, also on one core.
+  static int64_t spin_bound_ns(bool polled = false);
 
   struct Counters {
     std::atomic<uint64_t> rings{0}, sleeps{0}, rounds{0}, handovers{0};
@@ -164,6 +165,7 @@ class Progress {
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;
   std::vector<std::shared_ptr<Handler>> to_flush_;  // driving thread only
   std::shared_ptr<Poller> poller_;                  // driving thread only
+  std::atomic<bool> polled_{false};                 // there is one
 
   std::mutex jobs_mutex_;
   std::deque<std::function<bool()>> jobs_;
