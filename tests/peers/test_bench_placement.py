@@ -137,6 +137,8 @@ def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.Monkey
     notes = {row.system: row.note for row in found.rows if row.case == "lstm/shm"}
     assert "resident with nobody for lack of memory" in notes["plan"]
     assert "resident with nobody for lack of memory" in notes["grpc"]
+    step = next(row for row in found.rows if row.system == "computation")
+    assert step.note.startswith("resident with nobody for lack of memory; pairs with")
 
 
 def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,8 @@ class Stage:
                 self.tell(f"starts {name}")
                 self._start_limit() if name == LIMIT else self._start(self._systems[name])
                 if len(groups) > 1 and name in self._notes:
-                    self._notes[name] += f"; resident with {_others(group, name)}"
+                    parts = (self._notes[name], f"resident with {_others(group, name)}")
+                    self._notes[name] = "; ".join(filter(None, parts))
             self._take_turns(group)
             for name in group:
                 self._end(name)
