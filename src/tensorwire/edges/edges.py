@@ -18,7 +18,7 @@ from tensorwire.placement import Plan, Tensor
 from .incoming import Arrival, Incoming, wait_for_region
 from .outgoing import Outgoing
 from .route import MAGIC, Route
-from .values import Value, check_shape, numpy_dtype, size_bytes, values_in
+from .values import Value, check_shape, size_bytes, values_in
 
 _HEAD_BYTES = 64
 
@@ -232,10 +232,6 @@ class Edges:
             "received": sum(each.bytes_received for each in back),
             "received_read": sum(each.bytes_read for each in back),
         }
-
-    def dtype(self, name: str) -> np.dtype[np.generic]:
-        """The numpy dtype of a tensor; elements that numpy does not know are unsigned integers."""
-        return numpy_dtype(self._tensors[name])
 
     def close(self) -> None:
         """Takes the memory away from the other machines; arrays of it stay valid. Idempotent."""

@@ -17,9 +17,9 @@ except ImportError as _error:
 
 from tensorwire import _core
 
+from .connecting import Machines, connect, machine_name, machines
 from .job import Job, init
 from .loader import Loader
-from .machines import Machines, connect, machine_name, machines
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .scaler import GradScaler
 
