@@ -274,6 +274,24 @@ def test_machines_that_do_not_fit(transport: str) -> None:
                 alone.open()
 
 
+def test_use_before_open(transport: str) -> None:
+    with node_pair([transport]) as pair:
+        with Edges(pair.near, planned(STATIC), "a", {"b": pair.to_far}) as a:
+            with pytest.raises(ValueError, match=r"machine 'a' are used before open\(\)"):
+                a.put("static", value(STATIC, 1))
+
+
+@pytest.mark.parametrize("end", ["edges", "node"])
+def test_release_after_the_source_has_ended(transport: str, end: str) -> None:
+    with connected(transport, planned(STATIC)) as (a, b, pair):
+        a.put("static", value(STATIC, 1))
+        arrival = b.get("static")
+        a.close()
+        if end == "node":
+            pair.near.close()
+        arrival.release()
+
+
 def test_two_plans_at_a_time(transport: str) -> None:
     made = planned(STATIC)
     with node_pair([transport]) as pair:

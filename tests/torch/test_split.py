@@ -276,6 +276,37 @@ def test_addresses_that_make_no_sense() -> None:
             tw.connect(node, 0, {0: node.address, 1: "127.0.0.1:1"}, timeout_s=0.1)
 
 
+class Quiet(nn.Module):
+    """Part of it has no gradient, and makes a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        with torch.no_grad():
+            places = torch.arange(4, device=x.device) + x.detach().abs().mean()
+        pipe_split()
+        return self.second(x + places)
+
+
+def test_a_part_without_gradients_on_meta() -> None:
+    torch.manual_seed(2)
+    whole = Quiet()
+    with torch.device("meta"):
+        model = Quiet()
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    options = {"loss": nn.functional.mse_loss, "weights": whole.state_dict()}
+    with split_alone(model, **options) as split:
+        loss = split.step(x, target=y)
+    expected = nn.functional.mse_loss(whole(x), y)
+    expected.backward()
+    assert torch.allclose(loss, expected)
+    for name, parameter in whole.named_parameters():
+        assert torch.allclose(split.module.get_parameter(name).grad, parameter.grad)
+
+
 def test_sizes_out_of_range() -> None:
     shapes = ({0: torch.export.Dim("batch", min=2, max=5)},)
     with split_alone(Sequence2(), **BEGIN, dynamic_shapes=shapes) as split:

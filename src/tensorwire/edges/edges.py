@@ -69,6 +69,7 @@ class Edges:
         self._incoming: dict[str, Incoming] = {}
         self._local: dict[str, Value] = {}
         self.closed = False
+        self._opened = False
         try:
             for source, target in plan.pairs:
                 if machine not in (source, target):
@@ -119,6 +120,7 @@ class Edges:
             what = f"machine {source!r} ({incoming.peer.name})"
             name = incoming.route.taken_name
             incoming.attach(wait_for_region(incoming.peer, name, deadline, what))
+        self._opened = True
         return self
 
     def place(self, name: str, shape: Sequence[int] | None = None) -> Value:
@@ -251,7 +253,7 @@ class Edges:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None and not self.closed:
+            if kind is None and self._opened and not self.closed:
                 self.settle()
         finally:
             self.close()
@@ -268,6 +270,8 @@ class Edges:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"the edges of machine {self.machine!r} are closed")
+        if not self._opened:
+            raise ValueError(f"the edges of machine {self.machine!r} are used before open()")
 
 
 def _read_head(remote: RemoteRegion, deadline: float | None, what: str) -> bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 
-from tensorwire.errors import BusyError, PeerLostError, TimeoutError
+from tensorwire.errors import BusyError, PeerLostError, StaleHandleError, TimeoutError
 from tensorwire.memory import Node, Peer, RemoteRegion
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
@@ -166,8 +167,9 @@ class Incoming:
             self._released[key] = released
             return
         self._released.pop(key, None)
-        assert self._taken is not None, "Edges was not opened"
-        if not self.peer.lost:  # else nobody waits for it
+        assert self._taken is not None, "nothing comes before the edges are open"
+        # A source that is gone, or has closed its edges, waits for nothing.
+        with contextlib.suppress(PeerLostError, StaleHandleError):
             self._taken.word(self.route.taken(bucket, turn)).set(turn)
 
     def close(self) -> None:

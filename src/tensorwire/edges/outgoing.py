@@ -65,7 +65,7 @@ class Outgoing:
 
     @property
     def _far(self) -> RemoteRegion:
-        assert self._remote is not None, "Edges was not opened"
+        assert self._remote is not None, "nothing leaves before the edges are open"
         return self._remote
 
     def place(self, name: str, shape: tuple[int, ...]) -> Value | None:
