@@ -181,10 +181,9 @@ class Edges:
         if value is not None and local is not None:
             raise ValueError(f"{name!r} was placed: put it without a value")
         value = local if value is None else value
-        for target in targets:
-            target.prepare(name, value)
-        for target in targets:
-            target.put(name, value)
+        shapes = [target.prepare(name, value) for target in targets]
+        for target, shape in zip(targets, shapes, strict=True):
+            target.put(name, value, shape)
         self._local.pop(name, None)
 
     def get(self, name: str) -> Arrival:

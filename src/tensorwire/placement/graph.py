@@ -102,6 +102,8 @@ class Tensor:
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a run may make this shape; of `rows`, any number of rows up to all."""
+        if shape == self.shape:
+            return True
         if len(shape) != len(self.shape):
             return False
         for at, (size, found) in enumerate(zip(self.shape, shape, strict=True)):
