@@ -125,7 +125,11 @@ class Split:
         ties = plan(_ties_graph(taken, model, size))
         number = next(machines._splits)
         self._edges = _Crossings(self, number, flights(schedule, count, microbatches), timeout_s)
-        self._ties = _open(machines, ties, f"split/{number}/ties", 1, timeout_s)
+        try:
+            self._ties = _open(machines, ties, f"split/{number}/ties", 1, timeout_s)
+        except BaseException:
+            self._edges.edges.close()
+            raise
 
     @property
     def has_first(self) -> bool:
@@ -316,7 +320,6 @@ class _Crossings:
 
     def __init__(self, owner: Split, number: int, turns: int, timeout_s: float | None) -> None:
         machines = owner.machines
-        self._size, self._rank = machines.size, machines.rank
         self._values = owner._taken.values
         self._stages = owner.stages
         self._here: dict[tuple[str, int], Any] = {}
