@@ -274,6 +274,24 @@ def test_machines_that_do_not_fit(transport: str) -> None:
                 alone.open()
 
 
+def test_use_before_open(transport: str) -> None:
+    with node_pair([transport]) as pair:
+        with Edges(pair.near, planned(STATIC), "a", {"b": pair.to_far}) as a:
+            with pytest.raises(ValueError, match=r"machine 'a' are used before open\(\)"):
+                a.put("static", value(STATIC, 1))
+
+
+@pytest.mark.parametrize("end", ["edges", "node"])
+def test_release_after_the_source_has_ended(transport: str, end: str) -> None:
+    with connected(transport, planned(STATIC)) as (a, b, pair):
+        a.put("static", value(STATIC, 1))
+        arrival = b.get("static")
+        a.close()
+        if end == "node":
+            pair.near.close()
+        arrival.release()
+
+
 def test_two_plans_at_a_time(transport: str) -> None:
     made = planned(STATIC)
     with node_pair([transport]) as pair:
@@ -354,3 +372,65 @@ def test_a_peer_that_leaves(transport: str) -> None:
             b.get("static")
         b.close()
         a.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_puts_gets_and_releases(transport: str, seed: int) -> None:
+    """Both directions at a time; whatever is possible next happens, in a random order."""
+    random = np.random.default_rng(seed)
+    flights, turns = int(random.integers(1, 5)), 12
+    back = [Tensor(f"{t.name} back", t.dtype, t.shape, t.rows) for t in ALL]
+    names, backs = tuple(t.name for t in ALL), tuple(t.name for t in back)
+    graph = Graph(
+        (*ALL, *back),
+        (
+            Operator("make", "a", (), names, 0),
+            Operator("use", "b", names, backs, 1),
+            Operator("end", "a", backs, (), 2),
+        ),
+    )
+    made = plan(graph, bucket_bytes=int(random.choice([0, 300, 1 << 20])))
+    with connected(transport, made, flights=flights) as (a, b, _):
+        sides = {t.name: (t, a, b) for t in ALL}
+        sides |= {f"{t.name} back": (t, b, a) for t in ALL}
+        slots = {
+            slot.tensor.name: [s.tensor.name for s in bucket.slots]
+            for bucket in made.buckets
+            for slot in bucket.slots
+        }
+        put, got = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
+        held: dict[str, dict[int, Any]] = {name: {} for name in sides}
+        released: dict[str, set[int]] = {name: set() for name in sides}
+
+        def can_put(name: str) -> bool:
+            older = put[name] + 1 - flights
+            done = older < 1 or all(older in released[each] for each in slots[name])
+            return put[name] < turns and done
+
+        def can_get(name: str) -> bool:
+            return all(put[each] > got[name] for each in slots[name])
+
+        while any(len(each) < turns for each in released.values()):
+            able = [("put", n) for n in sides if can_put(n)]
+            able += [("get", n) for n in sides if can_get(n)]
+            able += [("release", n) for n in sides if held[n]]
+            act, name = able[random.integers(len(able))]
+            tensor, source, target = sides[name]
+            if act == "put":
+                put[name] += 1
+                new = value(tensor, put[name])
+                if random.integers(2):
+                    shape = new.values.shape if tensor is ROWS else new.shape
+                    fill(source.place(name, shape), new)
+                    source.put(name)
+                else:
+                    source.put(name, new)
+            elif act == "get":
+                got[name] += 1
+                held[name][got[name]] = target.get(name)
+            else:
+                turn = random.choice(list(held[name]))
+                arrival = held[name].pop(turn)
+                assert_same(arrival.value, value(tensor, turn))
+                arrival.release()
+                released[name].add(turn)

@@ -1,6 +1,6 @@
 """A numpy graph split over two processes gives the bits that one process gives."""
 
-import machines
+import edges_program as program
 import numpy as np
 import pytest
 
@@ -19,16 +19,16 @@ def start(group: PeerGroup, transport: str, function: object, *args: object) -> 
 
 
 def test_the_graph_has_every_protocol() -> None:
-    slots = [slot for bucket in plan(machines.GRAPH).buckets for slot in bucket.slots]
+    slots = [slot for bucket in plan(program.GRAPH).buckets for slot in bucket.slots]
     assert {slot.protocol for slot in slots} == {"static", "bounded", "unbounded", "rows"}
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_two_processes_equal_one(transport: str) -> None:
-    alone = machines.Program()
-    machines.run(alone, STEPS, None, None)
+    alone = program.Program()
+    program.run(alone, STEPS, None, None)
     with PeerGroup() as group:
-        first, second = start(group, transport, machines.work, STEPS)
+        first, second = start(group, transport, program.work, STEPS)
         table, _, answers = first.result(60)
         _, weight, _ = second.result(60)
     assert np.array_equal(table, alone.table)
@@ -40,7 +40,7 @@ def test_two_processes_equal_one(transport: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_machine_that_is_killed(transport: str, victim: int) -> None:
     with PeerGroup() as group:
-        members = start(group, transport, machines.wait_for_the_other)
+        members = start(group, transport, program.wait_for_the_other)
         for member in members:
             assert member.recv() == "open"
         members[victim].kill()

@@ -31,7 +31,7 @@ class Crew:
         members = self.members[:size]
         for member in members:
             member.send((case.__name__, args, transport))
-        addresses = dict(enumerate(member.recv(60) for member in members))
+        addresses = dict(enumerate(member.recv(100) for member in members))
         for member in members:
             member.send(addresses)
 
@@ -233,14 +233,15 @@ def train(
         for step in range(steps):
             opt.zero_grad()
             x, y = inputs_of(kind, step, microbatches, varying)
-            first, last = 0 in split.stages, stages - 1 in split.stages
-            result = split.step(*([x] if first else []), target=y if last else None)
+            result = split.step(
+                *([x] if split.has_first else []), target=y if split.has_last else None
+            )
             opt.step()
-            assert (result is not None) == last
+            assert (result is not None) == split.has_last
             if result is not None:
                 losses.append(result.item())
         x, _ = inputs_of(kind, 99, microbatches, varying)
-        outputs = split.evaluate(*([x] if first else []))
+        outputs = split.evaluate(*([x] if split.has_first else []))
         own = {n: p.detach().numpy() for n, p in split.module.named_parameters()}
         if on_meta:
             mine = {*own, *(name for name, _ in split.module.named_buffers())}
@@ -363,6 +364,45 @@ def accumulate(machines: tw.Machines) -> Any:
         return model.embedding.weight.grad.numpy()
 
 
+class Broadcast(nn.Module):
+    """Gradients of parameters are views of what a stage gets: of gradients, of numbers of rows."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.table = nn.Embedding(9, 5, sparse=sparse)
+        self.late = nn.Embedding(9, 5, sparse=sparse)
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, words: Any) -> Any:
+        words = words * 1
+        x = self.table(words) + self.bias.view(1, 5)
+        pipe_split()
+        return self.layer(x) + self.late(words)
+
+
+def train_broadcast(machines: tw.Machines | None, sparse: bool) -> Any:
+    """Gradients after steps that are not zeroed, by name."""
+    torch.manual_seed(5)
+    model = Broadcast(sparse)
+    batches = [torch.tensor([at]) for at in range(6)]
+    target = torch.ones(1, 5)
+    if machines is None:
+        for _ in range(2):
+            (sum(mean_square(model(x), target) for x in batches) / 6).backward()
+        return {name: each.grad.to_dense().numpy() for name, each in model.named_parameters()}
+    with tw.split(
+        model, example=[batches[0]], loss=mean_square, microbatches=6, machines=machines
+    ) as split:
+        for _ in range(2):
+            split.step(
+                *([batches] if machines.rank == 0 else []),
+                target=[target] * 6 if machines.rank == 1 else None,
+            )
+        named = split.module.named_parameters()
+        return {name: each.grad.to_dense().numpy() for name, each in named}
+
+
 class Through(nn.Module):
     """The second stage returns what it got, as it is and as a view."""
 
@@ -423,3 +463,17 @@ def train_until_killed(channel: Channel, rank: int, transport: str) -> str:
             return f"{type(error).__name__}: {error}"
         finally:
             split.close()
+
+
+def page_alone() -> float:
+    """The last loss of the program in docs/split.md, in plain torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    x, y = torch.arange(16.0).reshape(4, 4) / 16, torch.ones(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(30):
+        opt.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+    return loss.item()

@@ -3,13 +3,17 @@
 The hosts are network namespaces; shm is forbidden, since they share a kernel.
 """
 
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import hosts
 import pytest
 import scripts
+from crew import page_alone
 from hosts import Host
 from team import Team
 
@@ -31,11 +35,32 @@ def test_same_bits_as_on_one_host(team: Team, pair: tuple[Host, Host], name: str
         assert [bits for _, bits in team.run(scripts.train_ours, name, **options)] == [here] * 2
 
 
-def test_torchrun_on_two_hosts(pair: tuple[Host, Host], tmp_path: Path) -> None:
-    """One agent per host, a server beside the first worker of each."""
-    import subprocess
-    import sys
+def run_under_torchrun(pair: tuple[Host, Host], script: Path, **environment: str) -> list[str]:
+    """What the script prints on each host: one agent and one process per host."""
+    port = 20000 + secrets.randbelow(20000)
+    agents = []
+    for index, host in enumerate(pair):
+        command = ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={index}"]
+        command += [f"--master-addr={pair[0].address}", f"--master-port={port}", str(script)]
+        agents.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        )
+    try:
+        return [agent.communicate(timeout=100)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
 
+
+def test_torchrun_on_two_hosts(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    """A server is beside the first worker of each host."""
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -53,22 +78,21 @@ servers = opt._tensorwire.store._member.place.servers
 print("done", job.rank, job.size, len(servers), float(model.weight.sum()), flush=True)
 """
     )
-    port = 20000 + secrets.randbelow(20000)
-    agents = []
-    for index, host in enumerate(pair):
-        command = ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={index}"]
-        command += [f"--master-addr={pair[0].address}", f"--master-port={port}", str(script)]
-        pipe = subprocess.PIPE
-        agents.append(subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True))
-    try:
-        outputs = [agent.communicate(timeout=100)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    outputs = run_under_torchrun(pair, script)
     text = "\n".join(outputs)
     lines = [
         line.split() for out in outputs for line in out.splitlines() if line.startswith("done ")
     ]
     assert sorted(line[1:4] for line in lines) == [["0", "2", "2"], ["1", "2", "2"]], text
     assert lines[0][4] == lines[1][4]
+
+
+def test_a_split_model_on_two_hosts(
+    pair: tuple[Host, Host], repository: Path, tmp_path: Path
+) -> None:
+    """The program of docs/split.md."""
+    page = (repository / "docs" / "split.md").read_text()
+    script = tmp_path / "split.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0])
+    text = "".join(run_under_torchrun(pair, script, TENSORWIRE_TRANSPORTS="tcp"))
+    assert f"loss {page_alone():.4f} with 2 processes\n" in text, text

@@ -18,7 +18,7 @@ from tensorwire.placement import Plan, Tensor
 from .incoming import Arrival, Incoming, wait_for_region
 from .outgoing import Outgoing
 from .route import MAGIC, Route
-from .values import Value, check_shape, numpy_dtype, size_bytes, values_in
+from .values import Value, check_shape, size_bytes, values_in
 
 _HEAD_BYTES = 64
 
@@ -69,6 +69,7 @@ class Edges:
         self._incoming: dict[str, Incoming] = {}
         self._local: dict[str, Value] = {}
         self.closed = False
+        self._opened = False
         try:
             for source, target in plan.pairs:
                 if machine not in (source, target):
@@ -119,6 +120,7 @@ class Edges:
             what = f"machine {source!r} ({incoming.peer.name})"
             name = incoming.route.taken_name
             incoming.attach(wait_for_region(incoming.peer, name, deadline, what))
+        self._opened = True
         return self
 
     def place(self, name: str, shape: Sequence[int] | None = None) -> Value:
@@ -179,10 +181,9 @@ class Edges:
         if value is not None and local is not None:
             raise ValueError(f"{name!r} was placed: put it without a value")
         value = local if value is None else value
-        for target in targets:
-            target.prepare(name, value)
-        for target in targets:
-            target.put(name, value)
+        shapes = [target.prepare(name, value) for target in targets]
+        for target, shape in zip(targets, shapes, strict=True):
+            target.put(name, value, shape)
         self._local.pop(name, None)
 
     def get(self, name: str) -> Arrival:
@@ -233,10 +234,6 @@ class Edges:
             "received_read": sum(each.bytes_read for each in back),
         }
 
-    def dtype(self, name: str) -> np.dtype[np.generic]:
-        """The numpy dtype of a tensor; elements that numpy does not know are unsigned integers."""
-        return numpy_dtype(self._tensors[name])
-
     def close(self) -> None:
         """Takes the memory away from the other machines; arrays of it stay valid. Idempotent."""
         self.closed = True
@@ -255,7 +252,7 @@ class Edges:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None and not self.closed:
+            if kind is None and self._opened and not self.closed:
                 self.settle()
         finally:
             self.close()
@@ -272,6 +269,8 @@ class Edges:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"the edges of machine {self.machine!r} are closed")
+        if not self._opened:
+            raise ValueError(f"the edges of machine {self.machine!r} are used before open()")
 
 
 def _read_head(remote: RemoteRegion, deadline: float | None, what: str) -> bytes:

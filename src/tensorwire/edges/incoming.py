@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 
-from tensorwire.errors import BusyError, PeerLostError, TimeoutError
-from tensorwire.memory import Node, Peer, RemoteRegion
+from tensorwire.errors import BusyError, PeerLostError, StaleHandleError, TimeoutError
+from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord, Word
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
@@ -69,7 +70,9 @@ class Incoming:
         self._region.array()[8 : len(head)] = head[8:]
         # Last: who sees it sees the rest.
         self._region.word(0).set(int.from_bytes(route.head[:8], "little"))
+        self._words: dict[int, Word] = {}
         self._taken: RemoteRegion | None = None
+        self._taken_words: dict[int, RemoteWord] = {}
         self._places: dict[str, tuple[Bucket, int, Slot]] = {
             slot.tensor.name: (bucket, at, slot)
             for bucket in route.buckets
@@ -145,7 +148,10 @@ class Incoming:
         return values_in(tensor, shape, memory)
 
     def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
-        word = self._region.word(self.route.filled(bucket, turn))
+        offset = self.route.filled(bucket, turn)
+        word = self._words.get(offset)
+        if word is None:
+            word = self._words[offset] = self._region.word(offset)
         source = self.route.source
         try:
             word.wait_until(turn, self._timeout_s, peer=self.peer)
@@ -166,9 +172,14 @@ class Incoming:
             self._released[key] = released
             return
         self._released.pop(key, None)
-        assert self._taken is not None, "Edges was not opened"
-        if not self.peer.lost:  # else nobody waits for it
-            self._taken.word(self.route.taken(bucket, turn)).set(turn)
+        assert self._taken is not None, "nothing comes before the edges are open"
+        # A source that is gone, or has closed its edges, waits for nothing.
+        with contextlib.suppress(PeerLostError, StaleHandleError):
+            offset = self.route.taken(bucket, turn)
+            word = self._taken_words.get(offset)
+            if word is None:
+                word = self._taken_words[offset] = self._taken.word(offset)
+            word.set(turn)
 
     def close(self) -> None:
         """Takes the memory away from the source; arrays of it stay valid here."""

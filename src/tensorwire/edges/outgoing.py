@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TimeoutError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion, Transfer
+from tensorwire.memory import Node, Peer, Region, RemoteRegion, RemoteWord, Transfer, Word
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
@@ -46,6 +46,8 @@ class Outgoing:
         self._node = node
         self._timeout_s = timeout_s
         self._taken = node.allocate(max(route.words_bytes, 64), name=route.taken_name, access="w")
+        self._taken_words: dict[int, Word] = {}
+        self._far_words: dict[int, RemoteWord] = {}
         self._remote: RemoteRegion | None = None
         self._places: dict[str, tuple[Bucket, int, Slot]] = {
             slot.tensor.name: (bucket, at, slot)
@@ -65,7 +67,7 @@ class Outgoing:
 
     @property
     def _far(self) -> RemoteRegion:
-        assert self._remote is not None, "Edges was not opened"
+        assert self._remote is not None, "nothing leaves before the edges are open"
         return self._remote
 
     def place(self, name: str, shape: tuple[int, ...]) -> Value | None:
@@ -91,8 +93,12 @@ class Outgoing:
         self._placed[name] = value
         return value
 
-    def prepare(self, name: str, value: Value | None) -> None:
-        """Checks what is to be put, and waits until it can leave; changes nothing."""
+    def prepare(self, name: str, value: Value | None) -> tuple[int, ...]:
+        """Checks what is to be put, and waits until it can leave; changes nothing.
+
+        Returns:
+            The shape, for `put`.
+        """
         bucket, _, slot = self._places[name]
         turn = self._turns[name] + 1
         placed = self._placed.get(name)
@@ -100,17 +106,17 @@ class Outgoing:
             raise ValueError(f"{name!r} was not placed: put it with a value")
         if placed is not None and value is not None:
             raise ValueError(f"{name!r} was placed: put it without a value")
-        check(slot.tensor, placed if value is None else value)
+        shape = check(slot.tensor, placed if value is None else value)
         is_last = len(self._waiting.get((bucket.index, turn), ())) + 1 == len(bucket.slots)
         if is_last or slot.protocol in ("unbounded", "rows"):
             self._wait_free(bucket, turn, name)
+        return shape
 
-    def put(self, name: str, value: Value | None) -> None:
+    def put(self, name: str, value: Value | None, shape: tuple[int, ...]) -> None:
         """The next turn of a tensor is made: `value`, or what was placed. After `prepare`."""
         bucket, at, slot = self._places[name]
         turn = self._turns[name] + 1
-        made = self._placed.pop(name, None) if value is None else value
-        shape = check(slot.tensor, made)
+        self._placed.pop(name, None)
         pieces = self._pieces(bucket, at, slot, turn, shape, value)
         self._turns[name] = turn
         self._count(slot, shape, value)
@@ -169,7 +175,10 @@ class Outgoing:
 
     def _leave(self, bucket: Bucket, turn: int, pieces: list[_Piece]) -> None:
         far = self._far
-        word = far.word(self.route.filled(bucket, turn))
+        offset = self.route.filled(bucket, turn)
+        word = self._far_words.get(offset)
+        if word is None:
+            word = self._far_words[offset] = far.word(offset)
         if pieces:
             locals_ = [array for array, _ in pieces]
             transfer = self.peer.write(
@@ -195,7 +204,10 @@ class Outgoing:
     def _wait_taken(self, bucket: Bucket, turn: int, what: str) -> None:
         if turn < 1:
             return
-        word = self._taken.word(self.route.taken(bucket, turn))
+        offset = self.route.taken(bucket, turn)
+        word = self._taken_words.get(offset)
+        if word is None:
+            word = self._taken_words[offset] = self._taken.word(offset)
         target = self.route.target
         try:
             word.wait_until(turn, self._timeout_s, peer=self.peer)

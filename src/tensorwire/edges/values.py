@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from tensorwire.placement import ALIGN_BYTES, BLOCK_BYTES, DTYPES, Slot, Tensor
 
-_NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_UNKNOWN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_NUMPY = {name: np.dtype(_UNKNOWN.get(name, name)) for name in DTYPES}
 
 # Magic, number of sizes, bytes of the values, number of the memory they are in, sizes.
 _BLOCK = struct.Struct("<8sQQQ16Q")
@@ -39,7 +40,7 @@ Value = NDArray[Any] | Rows
 
 def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
     """Elements as numpy has them; those that it does not know are unsigned integers."""
-    return np.dtype(_NUMPY.get(tensor.dtype, tensor.dtype))
+    return _NUMPY[tensor.dtype]
 
 
 def size_bytes(tensor: Tensor, shape: tuple[int, ...]) -> int:

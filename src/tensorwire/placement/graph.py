@@ -102,12 +102,16 @@ class Tensor:
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a run may make this shape; of `rows`, any number of rows up to all."""
+        if shape == self.shape:
+            return True
         if len(shape) != len(self.shape):
             return False
         for at, (size, found) in enumerate(zip(self.shape, shape, strict=True)):
             bounded = isinstance(size, UpTo) or (self.rows and at == 0)
             most = size.most if isinstance(size, UpTo) else size
-            if found < 0 or (most is not None and (found > most or (found < most and not bounded))):
+            if most is None:
+                bounded, most = True, MAX_SIZE
+            if not (0 <= found <= most and (bounded or found == most)):
                 return False
         return True
 

@@ -17,10 +17,10 @@ except ImportError as _error:
 
 from tensorwire import _core
 
+from .connecting import Machines, connect, machine_name, machines
 from .explanation import Explanation, explain_model, explain_optimizer
 from .job import Job, init
 from .loader import Loader
-from .machines import Machines, connect, machine_name, machines
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .placing import PlacementWarning
 from .scaler import GradScaler

@@ -136,7 +136,9 @@ def capture(
         )
     traced = program.module(check_guards=False)
     if on_meta:
-        _replace_device(traced.graph)
+        for module in traced.modules():
+            if isinstance(module, fx.GraphModule):
+                _replace_device(module)
     cutter = _Cutter(model, traced, dict(program.range_constraints))
     return cutter.cut(program.call_spec.out_spec)
 
@@ -176,16 +178,17 @@ def _splitting(forward: Any, point: SplitPoint) -> Any:
     return split_forward
 
 
-def _replace_device(graph: fx.Graph) -> None:
+def _replace_device(module: fx.GraphModule) -> None:
     """What the trace makes on the device of the example is made on the CPU."""
 
     def replaced(value: Any) -> Any:
         is_meta = isinstance(value, torch.device) and value.type == "meta"
         return torch.device("cpu") if is_meta else value
 
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, replaced)
         node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
+    module.recompile()
 
 
 class _Cutter:

@@ -23,13 +23,14 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 def order(name: str, machine: int, machines: int, stages: int, microbatches: int) -> list[Action]:
     """What one machine does in a step. Stage s is on machine s modulo machines.
 
-    Every stage's forwards, and its backwards, come in the order of micro-batches.
+    Every stage's forwards, and its backwards, come in the order of micro-batches. A machine that is
+    alone with several stages runs them as Interleaved1F1B, whatever the name.
 
     Args:
         name: one of SCHEDULES, in any case.
         machine: which.
         machines: how many.
-        stages: a multiple of machines; as many for GPipe and 1F1B.
+        stages: a multiple of machines; for GPipe and 1F1B as many, or any number on one machine.
         microbatches: at least 1.
 
     Raises:
@@ -42,7 +43,7 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
         raise ValueError(f"a step has at least one micro-batch, not {microbatches}")
     if stages % machines or not stages:
         raise ValueError(f"{stages} stages cannot be dealt equally to {machines} processes")
-    if known[name.lower()] == "Interleaved1F1B":
+    if known[name.lower()] == "Interleaved1F1B" or (machines == 1 and stages > 1):
         return _interleaved(machine, machines, stages // machines, microbatches)
     if stages != machines:
         raise ValueError(

@@ -19,8 +19,8 @@ from tensorwire.edges import Arrival, Edges, Rows
 from tensorwire.placement import Graph, Operator, Plan, Tensor, plan
 
 from .capture import Capture, capture
-from .machines import Machines
-from .machines import machines as find_machines
+from .connecting import Machines
+from .connecting import machines as find_machines
 from .schedules import Action, flights, order
 from .stage import Stage
 
@@ -61,7 +61,7 @@ def split(
         loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
         microbatches: parts of a step.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B", as in torch.distributed.pipelining. Only the
-            last may have several stages in a process.
+            last may have several stages in each of several processes.
         dynamic_shapes: as for `torch.export.export`: which sizes differ between micro-batches. Give
             a bound (`Dim("t", max=512)`) where there is one.
         weights: of a model on meta: parameters and buffers by name. Only those of this process are
@@ -113,6 +113,7 @@ class Split:
         self._loss = loss
         self._microbatches = microbatches
         self._owns_machines = False
+        self._failed = False
         self.machines = machines
         self.stages = tuple(range(rank, count, size))
         used = sorted(set().union(*(taken.parts[s].tensors for s in self.stages)))
@@ -124,7 +125,21 @@ class Split:
         ties = plan(_ties_graph(taken, model, size))
         number = next(machines._splits)
         self._edges = _Crossings(self, number, flights(schedule, count, microbatches), timeout_s)
-        self._ties = _open(machines, ties, f"split/{number}/ties", 1, timeout_s)
+        try:
+            self._ties = _open(machines, ties, f"split/{number}/ties", 1, timeout_s)
+        except BaseException:
+            self._edges.edges.close()
+            raise
+
+    @property
+    def has_first(self) -> bool:
+        """Inputs are given here."""
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        """Targets are given here, and the loss and outputs come out here."""
+        return self._last in self.stages
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this process, for its optimizer."""
@@ -145,8 +160,11 @@ class Split:
             The mean loss on the process of the last stage, None elsewhere.
 
         Raises:
-            ValueError: the inputs cannot be cut, or there is no loss.
-            TimeoutError, PeerLostError: another process did not send. Make a new Split then.
+            ValueError: the inputs cannot be cut or are not as they were traced, or there is no
+                loss. Nothing was done.
+            TimeoutError, PeerLostError: another process did not send. After these, and errors of
+                the model, this Split cannot be used any more.
+            RuntimeError: an earlier step failed.
         """
         if self._loss is None:
             raise ValueError("a step needs the loss=... of split()")
@@ -164,9 +182,10 @@ class Split:
     def _run(
         self, actions: Sequence[Action], inputs: Sequence[Any], target: Any, train: bool
     ) -> Any:
-        batches = self._cut(inputs) if 0 in self.stages else []
-        is_last = self._last in self.stages
-        targets = _chunks(target, self._microbatches, "target") if is_last and train else []
+        if self._failed:
+            raise RuntimeError("an earlier step of this Split failed; make a new one")
+        batches = self._cut(inputs) if self.has_first else []
+        targets = _chunks(target, self._microbatches, "target") if self.has_last and train else []
         kept = self._put_aside() if train else {}
         losses: dict[int, torch.Tensor] = {}
         outputs: list[Any] = []
@@ -190,10 +209,11 @@ class Split:
             else:
                 self._edges.settle()
         except BaseException:
+            self._failed = True
             for each in self._stages.values():
                 each.forget()
             raise
-        if not is_last:
+        if not self.has_last:
             return None
         return sum(loss.detach() for loss in losses.values()) if train else outputs
 
@@ -226,10 +246,12 @@ class Split:
 
     def _backward(self, index: int, at: int, loss: torch.Tensor | None) -> None:
         stage = self._stages[index]
-        gradients = self._edges.gradients(stage, at)
+        gradients, arrivals = self._edges.gradients(stage, at)
         back = stage.backward(at, gradients, loss)
         # First: the sender may be waiting for this memory before it can take gradients.
         self._edges.release(index, at)
+        for arrival in arrivals:
+            arrival.release()
         for name, gradient in back.items():
             self._edges.put_gradient(name, index, gradient, at)
 
@@ -271,16 +293,25 @@ class Split:
         return self._edges.edges.stats()
 
     def close(self) -> None:
-        """Ends it here; parameters stay. Idempotent."""
-        self._edges.edges.close()
-        self._ties.close()
-        if self._owns_machines:
-            self.machines.close()
+        """Ends it here, when the others have taken what was sent; parameters stay. Idempotent.
+
+        Raises:
+            TimeoutError, PeerLostError: another process did not; it is closed in any case.
+        """
+        try:
+            if not self._failed and not self._edges.edges.closed:
+                self._edges.settle()
+        finally:
+            self._edges.edges.close()
+            self._ties.close()
+            if self._owns_machines:
+                self.machines.close()
 
     def __enter__(self) -> Split:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._failed = self._failed or kind is not None
         self.close()
 
 
@@ -289,7 +320,6 @@ class _Crossings:
 
     def __init__(self, owner: Split, number: int, turns: int, timeout_s: float | None) -> None:
         machines = owner.machines
-        self._size, self._rank = machines.size, machines.rank
         self._values = owner._taken.values
         self._stages = owner.stages
         self._here: dict[tuple[str, int], Any] = {}
@@ -346,9 +376,10 @@ class _Crossings:
         else:
             self.edges.put(_gradient(name, stage), _array(gradient))
 
-    def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
-        """The gradient of everything that a stage here has made for others."""
+    def gradients(self, stage: Stage, at: int) -> tuple[dict[str, torch.Tensor], list[Arrival]]:
+        """The gradient of everything that a stage here has made for others, and what to release."""
         found: dict[str, torch.Tensor] = {}
+        arrivals = []
         for name in stage.outputs:
             value = self._values[name]
             if not value.needs_grad:
@@ -359,12 +390,12 @@ class _Crossings:
                 if user in self._stages:
                     parts.append(self._here.pop((key, at)))
                     continue
-                with self.edges.get(key) as array:
-                    parts.append(_tensor(array, getattr(torch, value.tensor.dtype)).clone())
+                arrivals.append(self.edges.get(key))
+                parts.append(_tensor(arrivals[-1].value, getattr(torch, value.tensor.dtype)))
             found[name] = parts[0]
             for part in parts[1:]:
                 found[name] = found[name] + part
-        return found
+        return found, arrivals
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies in memory of its own, not in that of an arrival."""

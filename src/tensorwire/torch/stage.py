@@ -31,6 +31,8 @@ class Stage:
         self.inputs = tuple(part.inputs)
         self.outputs = tuple(part.outputs)
         self._values = values
+        # In the first stage the inputs are the model's, and also values if others use them.
+        self._received = self.inputs if index else ()
         self._module = fx.GraphModule(own, part.graph)
         self._kept: dict[int, tuple[dict[str, Any], list[Any]]] = {}
 
@@ -48,9 +50,8 @@ class Stage:
             What others use, by name, and in the last stage the model's outputs.
         """
         leaves = dict(inputs)
-        for name in self.inputs:
-            value = self._values.get(name)
-            if keep and value is not None and value.needs_grad and value.maker != self.index:
+        for name in self._received:
+            if keep and self._values[name].needs_grad:
                 leaves[name] = inputs[name].detach().requires_grad_()
         with torch.set_grad_enabled(keep):
             results = self._module(*(leaves[name] for name in self.inputs))
@@ -66,7 +67,8 @@ class Stage:
 
         Args:
             microbatch: as in `forward`.
-            gradients: of what others use, by name.
+            gradients: of what others use, by name. Nothing keeps their memory afterwards, nor that
+                of the inputs.
             loss: in the last stage.
 
         Returns:
@@ -79,16 +81,35 @@ class Stage:
             seeds.append(None)
         if roots:
             torch.autograd.backward(roots, seeds)
+        received = [leaves[name] for name in self._received]
+        lent = {
+            each.untyped_storage().data_ptr()
+            for each in (*gradients.values(), *received)
+            if isinstance(each, torch.Tensor)
+        }
+        for parameter in self._module.parameters():
+            parameter.grad = _own(parameter.grad, lent)
         back = {}
-        for name, leaf in leaves.items():
-            value = self._values.get(name)
-            if value is not None and value.needs_grad and value.maker != self.index:
-                back[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name in self._received:
+            if self._values[name].needs_grad:
+                found = _own(leaves[name].grad, lent)
+                back[name] = torch.zeros_like(leaves[name]) if found is None else found
         return back
 
     def forget(self) -> None:
         """After a failure: nothing is kept for `backward`."""
         self._kept.clear()
+
+
+def _own(gradient: torch.Tensor | None, lent: set[int]) -> torch.Tensor | None:
+    """A gradient in memory of its own: autograd may keep a view of what it was given."""
+    if gradient is None:
+        return None
+    parts = [gradient]
+    if gradient.is_sparse:
+        parts = [gradient._values(), gradient._indices()]
+    is_view = any(each.untyped_storage().data_ptr() in lent for each in parts)
+    return gradient.clone() if is_view else gradient
 
 
 def _roots(

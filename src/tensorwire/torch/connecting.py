@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.membership import Place
 from tensorwire.memory import Node, Peer
 
 from . import bootstrap
@@ -84,14 +85,21 @@ def machine_name(rank: int) -> str:
 
 
 def machines() -> Machines:
-    """The processes that torchrun started, connected; alone without torchrun.
+    """The processes that torchrun started, connected; a process that nobody started is alone.
 
     Raises:
-        UnavailableError: a process cannot be reached.
+        UnavailableError: a process cannot be reached, or something else than torchrun started
+            several.
     """
     environ = os.environ
     size = int(environ.get("WORLD_SIZE", "1"))
-    if size == 1 or "TORCHELASTIC_RUN_ID" not in environ:
+    place = Place.from_environment()
+    if "TORCHELASTIC_RUN_ID" not in environ and (size > 1 or (place and place.workers > 1)):
+        raise UnavailableError(
+            "torchrun did not start these processes, so they cannot find each other by themselves: "
+            "use torchrun, or tw.connect(node, rank, addresses) and machines="
+        )
+    if size == 1:
         return Machines()
     rank = int(environ["RANK"])
     store = bootstrap.torchrun_store()

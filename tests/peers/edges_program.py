@@ -113,18 +113,27 @@ def run(program: Program, steps: int, machine: str | None, edges: Edges | None) 
             arrival.release()
 
 
-def join(channel: Channel, machine: str, transport: str) -> tuple[Node, dict[str, Peer]]:
+def join(
+    channel: Channel, machine: str, transport: str, **options: Any
+) -> tuple[Node, dict[str, Peer]]:
     """Connects two processes, by way of the one that started them."""
-    node = Node(machine, transports=[transport])
+    node = Node(machine, transports=[transport], **options)
     channel.send(node.address)
     other = channel.recv()
     peer = node.connect(other) if machine == "first" else node.accept(timeout_s=30)
     return node, {peer.name: peer}
 
 
-def work(channel: Channel, machine: str, transport: str, steps: int) -> Any:
-    """One process."""
-    node, peers = join(channel, machine, transport)
+def work(
+    channel: Channel,
+    machine: str,
+    transport: str,
+    steps: int,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """One process; `options` are for its Node."""
+    node, peers = join(channel, machine, transport, **(options or {}))
+    assert {peer.path.transport for peer in peers.values()} == {transport}
     program = Program()
     with node, Edges(node, plan(GRAPH), machine, peers) as edges:
         edges.open()
