@@ -354,7 +354,9 @@ bool RdmaFabric::poll() {
 bool RdmaFabric::arm() {
   std::lock_guard lock(mutex_);
   if (worker_ == nullptr) return true;
-  return !has_notes() && ucx_->ucp_worker_arm(worker_) != ucx::kBusy;
+  if (has_notes() || ucx_->ucp_worker_arm(worker_) == ucx::kBusy) return false;
+  // An armed queue tells of what comes later. Not every NIC tells of what came since the last look.
+  return ucx_->ucp_worker_progress(worker_) == 0 && !has_notes();
 }
 
 // Frames before failures: a peer that answers and goes has answered.
