@@ -12,9 +12,9 @@ from tensorwire.testing import Channel, Footprint
 BLOCK = 256 << 10
 
 
-def restarting(channel: Channel, listen: str) -> None:
+def restarting(channel: Channel, listen: str, transports: list[str] | None) -> None:
     """A process with a region that everybody writes and reads, until it is killed."""
-    with Node("restarting", listen=listen) as node:
+    with Node("restarting", listen=listen, transports=transports) as node:
         region = node.allocate(4 * MIB, name="target")
         channel.send((node.address, region.handle()))
         channel.recv(None)
@@ -92,7 +92,7 @@ class Friend:
 
 def reconnect(node: Node, address: str, channel: Channel) -> Peer | None:
     """Tries until somebody listens there again; None if the test ends."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + 3 * PATIENCE_S  # a process takes long to start in a machine
     while True:
         try:
             return node.connect(address)
@@ -100,7 +100,7 @@ def reconnect(node: Node, address: str, channel: Channel) -> Peer | None:
             if told_to_stop(channel):
                 return None
             assert time.monotonic() < deadline, "it never came back"
-            time.sleep(0.005)
+            time.sleep(0.02)
 
 
 def told_to_stop(channel: Channel) -> bool:

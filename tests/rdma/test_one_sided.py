@@ -155,7 +155,13 @@ far.close()
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize(
     "suite",
-    ["test_faults.py", "test_stopped.py", "test_threads.py"],
+    [
+        "test_faults.py",
+        "test_stopped.py",
+        "test_threads.py",
+        "test_kill.py",
+        "test_restart.py::test_restarts_under_load",
+    ],
 )
 def test_the_suites_of_other_transports(machines: tuple[Machine, Machine], suite: str) -> None:
     """Unchanged, in one machine."""
