@@ -509,4 +509,5 @@ def test_the_checks_see_a_connection(transport: str) -> None:
         assert ("eventfd" in growth) == (transport == "shm")
         member.stop()
         transfer = remote.write(bytes(12345))
-        assert all_complete(node) == transfer.done() == (transport == "shm")
+        if transport != "rdma":  # there a NIC completes it, sooner or later
+            assert all_complete(node) == transfer.done() == (transport == "shm")
