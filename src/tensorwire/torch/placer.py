@@ -28,7 +28,7 @@ _TIMEOUT_S = 120.0
 class Placer:
     """The functions of the library; `placer.cc` has their contracts. Any thread."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.PyDLL) -> None:
         number, address, size = ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64
 
         def function(
@@ -61,7 +61,8 @@ def load() -> Placer:
         UnavailableError: it cannot be had here; the message says what is missing.
     """
     try:
-        library = ctypes.CDLL(str(_find()), mode=os.RTLD_LOCAL | os.RTLD_NODELETE)
+        # Calls take less than giving up the interpreter's lock and getting it again.
+        library = ctypes.PyDLL(str(_find()), mode=os.RTLD_LOCAL | os.RTLD_NODELETE)
     except OSError as error:
         raise UnavailableError(f"the allocator library cannot be loaded: {error}") from error
     placer = Placer(library)

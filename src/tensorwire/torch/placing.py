@@ -81,6 +81,7 @@ class Placing:
             self._addresses.append(address)
             self._slots.append(self._placer.add_slot(address, slot.nbytes))
             self._held_memory.append(slot)
+        _in_use.append(self._held_memory)
         self.begin()
 
     def begin(self) -> None:
@@ -151,10 +152,15 @@ class Placing:
         for slot in self._slots:
             if slot >= 0:
                 self._placer.retire(slot)
+        _in_use[:] = [memory for memory in _in_use if memory is not self._held_memory]
         _leave_behind(self._placer, self._slots, self._held_memory)
         self._slots = [-1] * len(self._slots)
         self._addresses = [0] * len(self._addresses)
 
+
+# Slots can be handed out until they are retired: their memory must not go before, whatever becomes
+# of whoever made them.
+_in_use: list[list[Bytes]] = []
 
 _left: list[tuple[list[int], list[Bytes]]] = []
 
