@@ -60,6 +60,17 @@ def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None
     assert [(verdict.met, verdict.measured) for verdict in bits] == [(True, 23.0)]
 
 
+def test_what_placement_costs_alone() -> None:
+    report = placement.run(tiny("lstm", wires=("alone",)))
+    assert [(row.case, row.system) for row in report.rows] == [
+        ("lstm/alone/step", "plan"), ("lstm/alone/step", "copy"),
+    ]  # fmt: skip
+    assert all(row.measured and row.cpu_seconds_local for row in report.rows)
+    (verdict,) = [each for each in report.verdicts if "CPU seconds" in each.name]
+    assert verdict.measured is not None
+    assert verdict.measured > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
 def test_placement_and_copying_compute_the_same_bits(model: Workload) -> None:

@@ -380,7 +380,8 @@ _TINY = click.option(
     "wires",
     type=_Names(_placement_wires),
     metavar="A,B",
-    help="shm, tcp (both by default), 1gbit: two hosts on a slow link, which needs root.",
+    help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: two "
+    "hosts on a slow link, which needs root.",
 )
 @click.option(
     "--steps",

@@ -5,7 +5,8 @@ last gradient that any worker produced until the slowest worker may read the upd
 reduction and optimizer included; the whole *step*; and how the step divides into computation and
 communication (`shares.py`). `plan` produces gradients where they are needed, `copy` is the same
 transport without that analysis, `grpc` a parameter server on gRPC, `computation` the same workers
-with no exchange. After all its turns `copy` must have the very bits of `plan`.
+with no exchange. After all its turns `copy` must have the very bits of `plan`. On the wire `alone`:
+what placement itself costs (`overhead.py`).
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. Images and
 sequences are small, so computation is a smaller part of a step than in practice.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tensorwire.bench import machine
+from tensorwire.bench.placement import overhead
 from tensorwire.bench.placement.shares import rows_of
 from tensorwire.bench.placement.verdicts import judge, judge_bits
 from tensorwire.bench.rows import Report, Verdict
@@ -29,7 +31,7 @@ from tensorwire.parameters import most_threads
 BENCH = "placement"
 LINKS = {"1gbit": 1000}
 """Wires between two hosts, with Mbit/s."""
-WIRES = ("shm", "tcp", *LINKS)
+WIRES = ("shm", "tcp", overhead.ALONE, *LINKS)
 SYSTEMS = (PLAN, COPY, COMPUTATION, GRPC)
 NAMES = (PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name)
 """In the order of their turns: the limit beside what is held against it."""
@@ -46,7 +48,7 @@ class Settings:
     """
 
     workloads: Sequence[Workload] = WORKLOADS
-    wires: Sequence[str] = WIRES[:2]
+    wires: Sequence[str] = WIRES[:3]
     systems: Sequence[str] = NAMES
     optimizer: str = "sgd"
     workers: int = 2
@@ -80,9 +82,17 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     stages = [(model, wire) for model in settings.workloads for wire in settings.wires]
     total = len(stages)
     course = _course(settings)
-    bits: list[Verdict] = []
+    bits: list[Verdict] = []  # and what placement costs
     try:
         for done, (model, wire) in enumerate(stages):
+            if wire == overhead.ALONE:
+                if progress is not None:
+                    progress(done, total, f"{model.name}/{wire}")
+                pairs = settings.steps or overhead.PAIRS
+                rows, verdict = overhead.run(BENCH, model, settings.optimizer, pairs)
+                report.rows += rows
+                bits.append(verdict)
+                continue
             stage = Stage(course, model, wire)
             if progress is not None:
                 stage.tell = partial(_tell, progress, done, total, f"{model.name}/{wire}")
