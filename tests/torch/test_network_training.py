@@ -30,7 +30,7 @@ import tensorwire.torch as tw
 
 
 def say(*words):  # in one write: another process writes to the same pipe
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
 
 torch.set_num_threads(1)
 say("ready", os.getpid())
