@@ -81,6 +81,7 @@ class Placing:
             self._addresses.append(address)
             self._slots.append(self._placer.add_slot(address, slot.nbytes))
             self._held_memory.append(slot)
+        _sweep(self._placer)
         _in_use.append(self._held_memory)
         self.begin()
 
@@ -168,11 +169,19 @@ _left: list[tuple[list[int], list[Bytes]]] = []
 def _leave_behind(placer: Placer, slots: Sequence[int], memory: list[Bytes]) -> None:
     """Keeps memory mapped as long as a tensor lies in it; looks again whenever more comes."""
     _left.append(([slot for slot in slots if slot >= 0], memory))
-    for entry in list(_left):
-        if not any(placer.held(slot) for slot in entry[0]):
-            for slot in entry[0]:
-                placer.remove(slot)
-            _left.remove(entry)
+    _sweep(placer)
+
+
+def _sweep(placer: Placer) -> None:
+    """Forgets memory in which no tensor lies any more."""
+    still = []
+    for slots, memory in _left:
+        if any(placer.held(slot) for slot in slots):
+            still.append((slots, memory))
+            continue
+        for slot in slots:
+            placer.remove(slot)
+    _left[:] = still
 
 
 def try_placing(parameters: Sequence[torch.Tensor], slots: Sequence[Bytes | str]) -> Placing | str:
