@@ -159,7 +159,6 @@ far.close()
         "test_faults.py",
         "test_stopped.py",
         "test_threads.py",
-        "test_kill.py",
         "test_restart.py::test_restarts_under_load",
     ],
 )
