@@ -888,6 +888,18 @@ def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:
     assert "had made 2 steps" in done.stderr
 
 
+def test_what_a_script_raises_is_shown_whole(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def deep():\n    raise KeyError('mine')\ndeep()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire.cli", "explain", str(script)],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+    assert "in deep" in done.stderr
+
+
 @pytest.mark.parametrize("name", [each.name for each in WORKLOADS])
 def test_workloads_are_in_place(team: Team, name: str) -> None:
     found = team.without_job(explain_workload, name, workers=1)[0]

@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorwire.errors import TensorwireError
-
 if TYPE_CHECKING:
     from tensorwire.torch import Explanation
 
@@ -53,10 +51,7 @@ def explain(
     A workload (alexnet, vgg16, inception-v3, lstm, gru, fcn5, resnet50, gpt2-small, ...):
         tensorwire explain alexnet
     """  # noqa: D301 (\b is what click reads)
-    try:
-        found = _explain(model_or_script, arguments, tiny)
-    except (TensorwireError, LookupError, RuntimeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    found = _explain(model_or_script, arguments, tiny)
     if json_path is not None:
         content = [each.to_json() for each in found]
         partial = json_path.with_name(json_path.name + ".partial")
@@ -73,10 +68,20 @@ def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanatio
     if os.path.exists(name) or name.endswith(".py"):
         from tensorwire.torch.explanation import explain_script
 
-        return explain_script(name, arguments)
+        if not os.path.isfile(name):
+            raise click.ClickException(f"there is no script {name}")
+        found = explain_script(name, arguments)  # what it raises is shown as python would
+        if not found:
+            raise click.ClickException(
+                f"{name} ended before all its DistributedOptimizers had made 2 steps"
+            )
+        return found
     from tensorwire.bench.workloads.catalog import workload
 
-    chosen = workload(name)
+    try:
+        chosen = workload(name)
+    except LookupError as error:
+        raise click.ClickException(f"{error.args[0]}; or give a script, train.py") from error
     chosen = chosen.reduced() if tiny else chosen
     import torch
 

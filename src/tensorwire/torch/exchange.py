@@ -69,6 +69,7 @@ class Exchange:
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
         self.last_norm = math.nan
+        self.steps = 0  # versions that step() has made
         self._spent = job.statistics
         self._first_push = 0.0
         self._buffers_kind = buffers
@@ -462,6 +463,7 @@ class Exchange:
         self._bytes_before = self.store.bytes_pushed
         self._spent.exposed_s += time.perf_counter() - started
         self.finite = result.finite
+        self.steps += 1
         if isinstance(self._placing, Placing):
             self._placing.begin()
         self.job.stepped(result)

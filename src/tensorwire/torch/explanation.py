@@ -7,7 +7,6 @@ arrived.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import runpy
 import sys
@@ -98,11 +97,6 @@ class Explanation:
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
 
-    def save(self, path: str) -> None:
-        """Writes `to_json` to a file."""
-        with open(path, "w") as file:
-            json.dump(self.to_json(), file, indent=1)
-
     def drawing(self, width: int = 72) -> list[tuple[str, int]]:
         """The store from its first byte to its last, in `width` cells.
 
@@ -181,10 +175,9 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
     """Runs a training script alone until its optimizers made two steps each.
 
     Returns:
-        One for each of its distributed optimizers.
+        One for each of its distributed optimizers; none if it ended before.
 
     Raises:
-        RuntimeError: it made no such step.
         Whatever the script raises.
     """
     found: list[Explanation] = []
@@ -201,21 +194,13 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
         sys.path.remove(folder)
         if jobs._current is not None:
             jobs._current.close()
-    if not found:
-        raise RuntimeError(
-            f"{path} ended before an optimizer of tensorwire.torch.DistributedOptimizer had made "
-            f"{STEPS} steps"
-        )
     return found
 
 
 @contextmanager
 def _watching(found: list[Explanation]) -> Iterator[None]:
-    steps: dict[int, int] = {}
-
     def stepped(job: jobs.Job) -> None:
-        steps[id(job)] = steps.get(id(job), 0) + 1
-        if steps[id(job)] >= STEPS * len(job.optimizers):
+        if all(optimizer._tensorwire.steps >= STEPS for optimizer in job.optimizers):
             found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
             raise _EnoughError
 
