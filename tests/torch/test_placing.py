@@ -57,6 +57,13 @@ def wrap(model: nn.Module, placement: str, **options: Any) -> Any:
     return tw.DistributedOptimizer(opt, model, placement=placement, **options)
 
 
+def train(job: tw.Job, model: nn.Module, opt: Any, steps: int = STEPS) -> None:
+    for step in range(steps):
+        loss_of(model, batch(job, step)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
 def in_place(opt: Any) -> list[bool]:
     """Of every gradient, by its address, if the optimizer places any."""
     return [row.in_place for row in tw.explain_optimizer(opt).gradients]
@@ -114,10 +121,7 @@ def accumulated(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
 def clipped(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     model = net()
     opt = wrap(model, placement, max_norm=0.1)
-    for step in range(STEPS):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt)
     return digest(model), in_place(opt)
 
 
@@ -141,10 +145,7 @@ def changing_hooks(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     opt = wrap(model, placement)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.5)
-    for step in range(STEPS):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt)
     return digest(model), in_place(opt)
 
 
@@ -502,10 +503,7 @@ def test_a_kept_gradient_keeps_its_slot(team: Team) -> None:
 def reasons(job: tw.Job) -> list[str]:
     model = net()
     opt = wrap(model, "plan")
-    for step in range(STEPS):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt)
     return [row.reason for row in tw.explain_optimizer(opt).gradients]
 
 
@@ -516,10 +514,7 @@ def test_several_slices_per_worker_are_copied(team: Team) -> None:
 def routes(job: tw.Job) -> list[str]:
     model = net()
     opt = wrap(model, "plan")
-    for step in range(STEPS):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt)
     return [row.route for row in tw.explain_optimizer(opt).gradients]
 
 
@@ -682,10 +677,7 @@ def test_an_edited_gradient_is_an_error_also_in_place(team: Team) -> None:
 def other_model(job: tw.Job, change: str) -> str:
     model = net()
     opt = wrap(model, "plan")
-    for step in range(3):
-        loss_of(model, batch(job, step)).backward()
-        opt.step()
-        opt.zero_grad()
+    train(job, model, opt, 3)
     if change == "assign":
         model.load_state_dict(net().state_dict(), assign=True)
     elif change == "dtype":
