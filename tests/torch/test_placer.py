@@ -1,0 +1,192 @@
+"""The allocator that produces gradients in place, and `tensorwire explain`: scripts of their own.
+
+How it is got, what it does beside other allocators and in forked processes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tensorwire.torch import placer
+
+PREAMBLE = """
+import os, sys
+import torch
+from torch import nn
+import tensorwire.torch as tw
+
+def train(steps, placement="plan", close=True):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = tw.DistributedOptimizer(opt, model, placement=placement)
+    for step in range(steps):
+        opt.zero_grad()
+        model(torch.ones(4, 20)).square().mean().backward()
+        opt.step()
+    rows = tw.explain_optimizer(opt).gradients
+    if close:
+        opt.close()
+    return model, [row.in_place for row in rows], {row.reason for row in rows}
+
+job = tw.init()
+"""
+
+
+def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", PREAMBLE + script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_importing_installs_nothing() -> None:
+    done = run(
+        """
+from tensorwire.torch.placer import load
+train(2, "copy")
+assert not load.cache_info().currsize
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_compiler_there_is_a_warning_with_the_remedy(tmp_path: Any) -> None:
+    done = run(
+        """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    _, places, reasons = train(3)
+(warning,) = [each for each in seen if each.category is tw.PlacementWarning]
+assert "no C++ compiler was found" in str(warning.message), warning.message
+assert "g++" in str(warning.message)
+assert warning.filename == "<string>", warning.filename
+assert not any(places) and "no C++ compiler" in reasons.pop()
+""",
+        PATH=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path),
+        CXX="",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_does_not_compile_is_told(tmp_path: Any) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.cc:1: error: no such torch' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    done = run("train(1)", CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode != 0
+    assert "error: no such torch" in done.stderr
+    assert not list(tmp_path.glob("tensorwire/*")), "half a library was left"
+
+
+def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
+    folder = tmp_path / "tensorwire"
+    folder.mkdir()
+    folder.chmod(0o777)
+    done = run("_, places, _ = train(3); assert all(places)", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+
+
+def test_a_forked_child_uses_malloc() -> None:
+    done = run(
+        """
+from tensorwire.torch.placer import load
+model, places, _ = train(3, close=False)
+assert all(places)
+before = [p.grad.clone() for p in model.parameters()]
+count = load().placed()
+child = os.fork()
+if child == 0:
+    for p in model.parameters():
+        p.grad = None
+        torch.ones(p.shape)
+    os._exit(0 if load().placed() == count else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before))
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+OTHER_ALLOCATOR = r"""
+#include <c10/core/CPUAllocator.h>
+struct Other final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override { return c10::GetDefaultCPUAllocator()->allocate(n); }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return c10::GetDefaultCPUAllocator()->raw_deleter();
+  }
+  void copy_data(void* to, const void* from, size_t n) const override {
+    default_copy_data(to, from, n);
+  }
+};
+extern "C" void install() { c10::SetCPUAllocator(new Other); }
+"""
+
+
+def test_another_allocator_may_come_later(tmp_path: Any) -> None:
+    source, library = tmp_path / "other.cc", tmp_path / "other.so"
+    source.write_text(OTHER_ALLOCATOR)
+    command = placer._command("c++")
+    command[command.index(str(placer._SOURCE))] = str(source)
+    subprocess.run([*command, "-fvisibility=default", "-o", str(library)], check=True, timeout=100)
+    done = run(
+        """
+import ctypes
+model, places, _ = train(3, close=False)
+assert all(places)
+ctypes.CDLL(os.environ["LIBRARY"]).install()
+_, places, reasons = train(3)
+assert not any(places)
+assert reasons == {"another CPU allocator was installed after tensorwire's"}, reasons
+del model
+""",
+        LIBRARY=str(library),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_is_explained(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + "import sys; print(sys.argv[1:]); train(100)\nassert False")
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "tensorwire.cli", "explain", "--json", str(out), str(script)]
+    done = subprocess.run([*command, "--lr", "3"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "['--lr', '3']" in done.stdout
+    assert "4 of 4 gradients are produced in place" in done.stdout
+    found = json.loads(out.read_text())
+    assert {"model", "tensors", "bytes", "bytes_in_place", "tensors_in_place", "rows"} <= set(found)
+    assert found["bytes"] == found["bytes_in_place"] == 4 * (20 * 30 + 30 + 300 + 10)
+    assert found["tensors"] == found["tensors_in_place"] == 4
+    assert 0 < found["planning_seconds"] < 10
+
+
+def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('nothing')")
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire.cli", "explain", str(script)],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "had made 2 steps" in done.stderr
+
+
+def test_what_a_script_raises_is_shown_whole(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def deep():\n    raise KeyError('mine')\ndeep()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire.cli", "explain", str(script)],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+    assert "in deep" in done.stderr
