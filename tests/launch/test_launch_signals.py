@@ -142,7 +142,8 @@ def test_a_killed_launcher_takes_all_with_it(place: Place, when: str) -> None:
     ) as job:
         job.wait_for(*(["ready 0", "ready 1"] if when == "running" else ["[server 0] started"]))
         # Launcher, guard, server; two workers with a child each.
-        assert len(place.processes()) == (7 if when == "running" else 3)
+        expected = 7 if when == "running" else 3
+        assert eventually(lambda: len(place.processes()) == expected)
         job.send(signal.SIGKILL)
         start = time.monotonic()
         assert eventually(lambda: not place.processes())

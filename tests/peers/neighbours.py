@@ -20,11 +20,11 @@ def restarting(channel: Channel, listen: str, transports: list[str] | None) -> N
         channel.recv(None)
 
 
-def neighbour(channel: Channel, name: str, transports: list[str], address: str) -> dict[str, Any]:
+def neighbour(channel: Channel, name: str, transports: list[str], address: str) -> None:
     """Moves bytes to the restarting process and to the other neighbour at the same time.
 
     Sends the incarnation of the restarting process each time that it has got through to a new one,
-    and stops when it is told to. Returns what it has seen.
+    and stops when it is told to. Sends what it has seen, and stays until it is told to go.
     """
     with Node(name, transports=transports) as node:
         mine = node.allocate(BLOCK + 64, name="mine")
@@ -59,7 +59,7 @@ def neighbour(channel: Channel, name: str, transports: list[str], address: str) 
             if before is None:
                 before = Footprint.now()
         assert before is not None
-        return {
+        seen = {
             "stale": stale,
             "wrong": wrong,
             "rounds": friend.rounds,
@@ -67,6 +67,8 @@ def neighbour(channel: Channel, name: str, transports: list[str], address: str) 
             "growth": growth_since(before),
             "complete": all_complete(node),
         }
+        channel.send(seen)
+        channel.recv(None)
 
 
 class Friend:

@@ -50,14 +50,16 @@ def test_restarts_under_load(paths: tuple[list[str], list[str]]) -> None:
         assert len(incarnations) == restarts + 1
         for one in (left, right):
             one.send("stop")
-        for one in (left, right):
-            seen = one.result()
+        for seen in [one.recv() for one in (left, right)]:
             assert seen["wrong"] == 0
             assert seen["stale"] == restarts
             assert seen["rounds"] >= restarts
             assert not seen["other_lost"]
             assert seen["growth"] == []
             assert seen["complete"]
+        for one in (left, right):
+            one.send("go")
+            one.result()
 
 
 def test_cycles_of_connections(transport: str) -> None:

@@ -40,6 +40,9 @@ class CollectiveServer:
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
         self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
+        self._thread = threading.Thread(
+            target=self._run, name="tensorwire-collective", daemon=True
+        )
 
     def is_waiting(self, rank: int) -> bool:
         """This worker is in a call that not all others have reached."""
@@ -49,7 +52,12 @@ class CollectiveServer:
     def start(self, fail: Callable[[BaseException], None]) -> None:
         """Begins to serve; after the workers have connected. `fail` is told what ends it."""
         self._fail = fail
-        threading.Thread(target=self._run, name="tensorwire-collective", daemon=True).start()
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until its thread has ended, which it does when the Node is closed."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         member = self._member

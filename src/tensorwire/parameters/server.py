@@ -41,6 +41,7 @@ from .shard import Memory, Shard
 
 # New values leave for workers that do not see them mapped in pieces of about this size.
 _CHUNK_BYTES = 2 << 20
+_JOIN_S = 10.0
 
 
 def most_threads() -> int:
@@ -75,6 +76,7 @@ class Server:
         self.collective = collective
         self.stores: list[StoreServer] = []
         self._made = 0  # stores, those that are gone included
+        self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -90,7 +92,8 @@ class Server:
                 store = StoreServer(self, number)
                 self._made = number + 1
                 self.stores.append(store)
-                store.start()
+                alive = [thread for thread in self._threads if thread.is_alive()]
+                self._threads = [*alive, store.start()]
         except BaseException as error:
             failure = self._failure or error
             self.member.await_ends(2.0)
@@ -99,6 +102,17 @@ class Server:
         finally:
             for store in list(self.stores):
                 store.close()
+
+    def join(self) -> None:
+        """Waits until its threads have ended, which they do when the Node is closed.
+
+        A thread that computes while the interpreter ends can abort the process.
+        """
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self.collective:
+            self.collective.join(max(0.0, deadline - time.monotonic()))
 
     def fail(self, error: BaseException) -> None:
         """Called by a store's or the collective's thread: the job is over."""
@@ -182,9 +196,10 @@ class StoreServer:
             target=self._run, name=f"tensorwire-store-{number}", daemon=True
         )
 
-    def start(self) -> None:
+    def start(self) -> threading.Thread:
         """Opens the store and begins to serve it."""
         self._thread.start()
+        return self._thread
 
     def _free(self) -> None:
         """All workers have released the store."""

@@ -319,6 +319,9 @@ class PeerGroup:
             if error is None:
                 failures += self._unnoticed()
             else:
+                # One's failure is often another's first.
+                for failure in self._unnoticed():
+                    error.add_note(f"Besides: {failure}")
                 for member in self.members:
                     member.kill()
             # An orderly end needs all to run: a stopped one could not answer.

@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_grad_enabled(False)
     threads = options.threads or most_threads()
     name = server_name(options.index)
+    server: Server | None = None
     try:
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
             member = ServerMember(options.index, options.workers, node)
@@ -60,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (TensorwireError, ValueError, OSError) as error:
         print(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    finally:
+        if server:
+            server.join()
     return 0
 
 
