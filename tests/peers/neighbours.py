@@ -41,7 +41,7 @@ def neighbour(channel: Channel, name: str, transports: list[str], address: str) 
                     wrong += 1
                 except StaleHandleError:
                     stale += 1
-            remote = peer.region("target")
+            remote = allocated(peer, "target")
             handle = remote.handle()
             got_through = False
             try:
@@ -103,6 +103,17 @@ def reconnect(node: Node, address: str, channel: Channel) -> Peer | None:
                 return None
             assert time.monotonic() < deadline, "it never came back"
             time.sleep(0.02)
+
+
+def allocated(peer: Peer, name: str) -> RemoteRegion:
+    """A region of a process that may have begun to listen a moment ago."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return peer.region(name)
+        except LookupError:
+            assert time.monotonic() < deadline, "it never allocated it"
+            time.sleep(0.001)
 
 
 def told_to_stop(channel: Channel) -> bool:
