@@ -169,3 +169,39 @@ def test_it_is_interrupted(runs: list[Run], tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     code, text = finish(run)
     assert code == 130, text
+
+
+SLOW_SERVER = """
+import sys, time
+import torch
+from tensorwire.parameters.server import StoreServer
+from tensorwire.torch.server import main
+
+run = StoreServer._run
+
+def slow(self):
+    run(self)
+    deadline = time.monotonic() + 1.0
+    data = torch.zeros(100_000)
+    while time.monotonic() < deadline:
+        torch.add(data, data, out=data)
+    print("ended", flush=True)
+
+StoreServer._run = slow
+sys.exit(main())
+"""
+
+
+def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
+    """A thread in torch when the interpreter ends would abort the process."""
+    (tmp_path / "server.py").write_text(SLOW_SERVER)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    call = (
+        "import sys; from tensorwire import launch; sys.exit(launch.run("
+        "['script.py', 'return', '0'], workers=1, server_command=[sys.executable, 'server.py']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[server 0] ended\n" in done.stdout
