@@ -73,6 +73,9 @@ std::string remote_host(int socket) {
 #define TCP_RTO_MAX_MS 44
 #endif
 
+// In the kernel small frames cannot overtake any more. A full chunk fits.
+constexpr int kMaxUnsentBytes = 1280 << 10;
+
 // An idle link is asked about every `period`, a fifth of the timeout, and data or a question for
 // room is sent again as often, where the kernel can be told. Stream::watch_silence decides: it
 // reads the timeout back as their product.
@@ -80,12 +83,14 @@ void tune_tcp(int socket, double peer_timeout_s) {
   int timeout = static_cast<int>(std::clamp(peer_timeout_s, 3.0, 86400.0));
   int one = 1, period = std::max(1, timeout / 5), probes = timeout / period;
   int again_ms = std::min(period, 120) * 1000;
+  int unsent = kMaxUnsentBytes;
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &period, sizeof period);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &period, sizeof period);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
   ::setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &again_ms, sizeof again_ms);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
   // Not TCP_USER_TIMEOUT: it also ends a connection whose other side answers but has no room, such
   // as a process that is stopped.
 }

@@ -17,6 +17,7 @@ constexpr size_t kMaxSegments = 32;             // in one system call
 constexpr uint64_t kInlineBudget = 4u << 20;    // bytes that a caller pushes itself
 constexpr uint64_t kRoundBudget = 8u << 20;     // bytes per direction and round of the driver
 constexpr uint64_t kFillBytes = 4u << 20;       // generated ahead of the socket
+constexpr uint64_t kTurnBytes = 2u << 20;       // of a large transfer, before it is another's turn
 constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
 constexpr size_t kMaxUnclaimedDescriptors = 4;
 // While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for all
@@ -82,12 +83,9 @@ void Stream::send(const Header& header, std::string_view body, bool now,
                   std::span<const int> descriptors, std::shared_ptr<void> keep) {
   std::lock_guard lock(mutex_);
   if (failed_ || closed_) return;
-  Segment& segment = wire_.emplace_back();
-  segment.header = header;
-  segment.body = body;
+  Segment& segment = queue(header, body);
   segment.keep = std::move(keep);
   for (int fd : descriptors) segment.descriptors[segment.descriptor_count++] = fd;
-  queued_.fetch_add(1, std::memory_order_relaxed);
   if (waiting_for_room_) return;
   if (now) {
     push(kInlineBudget);
@@ -95,6 +93,25 @@ void Stream::send(const Header& header, std::string_view body, bool now,
     flush_asked_ = true;
     progress_->flush_later(shared_from_this());
   }
+}
+
+void Stream::send(std::span<const Frame> frames) {
+  std::lock_guard lock(mutex_);
+  if (failed_ || closed_) return;
+  for (const Frame& frame : frames) queue(frame.header, frame.body);
+  if (!waiting_for_room_) push(kInlineBudget);
+}
+
+// Behind other small frames and before chunks of which nothing is on its way.
+Stream::Segment& Stream::queue(const Header& header, std::string_view body) {
+  auto after = std::find_if(wire_.begin(), wire_.end(), [](const Segment& segment) {
+    return segment.source != nullptr && segment.sent == 0;
+  });
+  Segment& segment = *wire_.emplace(after);
+  segment.header = header;
+  segment.body = body;
+  queued_.fetch_add(1, std::memory_order_relaxed);
+  return segment;
 }
 
 void Stream::send(std::shared_ptr<FrameSource> source) {
@@ -131,7 +148,13 @@ void Stream::fill() {
     bool more = source->next(segment.header, segment.payload);
     segment.last = !more;
     bytes += segment.size();
-    // To the back of the queue: large transfers share the stream.
+    turn_bytes_ += segment.size();
+    bool goes_on = more && turn_bytes_ < kTurnBytes;
+    if (goes_on) {
+      sources_.push_front(std::move(source));
+      continue;
+    }
+    turn_bytes_ = 0;
     if (more) sources_.push_back(std::move(source));
   }
 }

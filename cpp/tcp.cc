@@ -1,6 +1,7 @@
 #include "tcp.h"
 
 #include <algorithm>
+#include <array>
 
 #include "text.h"
 
@@ -10,6 +11,9 @@ namespace {
 // Frames that wait for an answer; more are held back here, so that the peer's queue of answers is
 // bounded by a constant that it can enforce.
 constexpr size_t kWindow = 512;
+// Writes up to this size are copied into their frames, which overtake larger transfers.
+constexpr uint64_t kSmallBytes = 16 << 10;
+constexpr size_t kSmallParts = 4;
 
 std::string text_of(std::string_view message) {
   return presentable(message) ? std::string(message) : "(unprintable)";
@@ -31,6 +35,7 @@ struct TcpChannel::Request : FrameSource {
   TransferPtr transfer;
   uint64_t id = 0;
   bool is_read = false;
+  bool is_small = false;  // a write that is copied
   std::vector<Part> parts;
   bool has_signal = false;
   Header signal;    // kSignal or kFetchAdd
@@ -94,6 +99,7 @@ TcpChannel::RequestPtr TcpChannel::make(std::span<const Piece> pieces, const Sig
                               piece.length, total});
     total += piece.length;
   }
+  request->is_small = !is_read && total <= kSmallBytes && request->parts.size() <= kSmallParts;
   request->answers_left = request->parts.size();
   request->bytes_left = total;
   request->transfer = std::make_shared<Transfer>(progress_, counters_, total);
@@ -158,6 +164,15 @@ void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
       stream_->send(header);
     } else if (request->parts.empty()) {
       stream_->send(request->signal);
+    } else if (request->is_small) {
+      std::array<Stream::Frame, kSmallParts + 1> frames;
+      size_t count = 0;
+      for (bool more = true; more && count < frames.size(); ++count) {
+        std::span<const std::byte> payload;
+        more = request->next(frames[count].header, payload);
+        frames[count].body = {reinterpret_cast<const char*>(payload.data()), payload.size()};
+      }
+      stream_->send({frames.data(), count});
     } else {
       stream_->send(std::move(request));
     }
@@ -255,7 +270,7 @@ bool TcpChannel::done(const Header& header, std::string_view message) {
   RequestPtr request = find(header.transfer);
   if (!request) return false;
   // Nobody can have placed what is not sent yet; the caller would take its memory back too soon.
-  bool sends = !request->is_read && !request->parts.empty();
+  bool sends = !request->is_read && !request->is_small && !request->parts.empty();
   if (sends && !stream_->has_sent(*request)) return false;
   std::unique_lock lock(mutex_);
   if (++request->answers > request->asked) return false;

@@ -40,9 +40,7 @@ class CollectiveServer:
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
         self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
-        self._thread = threading.Thread(
-            target=self._run, name="tensorwire-collective", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
 
     def is_waiting(self, rank: int) -> bool:
         """This worker is in a call that not all others have reached."""

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -20,9 +21,10 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
-from tensorwire.memory import Region, RemoteRegion, Transfer, wait_all
+from tensorwire.memory import Peer, Region, RemoteRegion, Transfer, Word, wait_all
 
 from .apply import Apply
+from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
 from .layout import Layout, Share, Spec
 from .messages import (
     APPLY,
@@ -40,7 +42,7 @@ from .messages import (
 from .shard import Memory, Shard
 
 # New values leave for workers that do not see them mapped in pieces of about this size.
-_CHUNK_BYTES = 2 << 20
+_CHUNK_BYTES = 1 << 20
 _JOIN_S = 10.0
 
 
@@ -185,6 +187,7 @@ class StoreServer:
         self._regions: list[Region] = []
         self._commits: list[Region] = []
         self._slots: list[Region] = []
+        self._arrivals: list[list[Word]] = []  # of each slice, where it comes over a network
         self._workers: list[int] = []  # of each slice
         self._gathering = 0  # the version that workers are to commit
         self._looking = threading.Lock()  # at the commits of a store that may be freed
@@ -215,6 +218,7 @@ class StoreServer:
             self._regions.clear()
             self._slots.clear()
             self._commits.clear()
+            self._arrivals.clear()
             self._workers.clear()
         self._their_norms.clear()
         self._master = np.empty(0, np.uint8)
@@ -315,12 +319,13 @@ class StoreServer:
         ]
         states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
         self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
-        commit_bytes = WORD_BYTES + Commit.size_bytes(
-            spec.groups, len(spec.hyper), len(spec.tensors)
-        )
+        self._units = units = units_of(share)
+        self._commit_bytes = Commit.size_bytes(spec.groups, len(spec.hyper), len(spec.tensors))
+        commit_bytes = WORD_BYTES + self._commit_bytes + STAMP_BYTES * len(units)
         self._commits = [
             self._allocate(f"commit/{i}", commit_bytes, "w") for i in range(spec.slices)
         ]
+        self._arrivals = [self._make_arrivals(i) for i in range(spec.slices)]
         norms_bytes = WORD_BYTES + 8 * max(len(s.cells) for s in shares)
         self._norms_stride = norms_bytes = -(-norms_bytes // 64) * 64
         self._norms = self._allocate("norms", norms_bytes * servers, "w")
@@ -345,6 +350,13 @@ class StoreServer:
     def _is_here(self, rank: int) -> bool:
         """The worker has our memory mapped and can produce its gradients there."""
         return bool(self._member.workers[rank].path.transport == "shm")
+
+    def _make_arrivals(self, slice_index: int) -> list[Word]:
+        if self._is_here(self._workers[slice_index]):
+            return []  # what it copies is there before its commit
+        size = STAMP_BYTES * len(self._units)
+        region = self._allocate(f"arrived/{slice_index}", size, "w")
+        return [region.word(offset) for offset in range(0, size, STAMP_BYTES)]
 
     def _make_master(self, layout: Layout, share: Share, homes: set[int]) -> Region | None:
         if self._member.index not in homes:
@@ -431,10 +443,12 @@ class StoreServer:
         if commits[0].version != version:
             raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
         complete = time.perf_counter()
-        finite, norm = self._work(version, commits)
+        incoming = self._announced(self._commits)
+        finite, norm = self._work(version, commits, incoming)
         self._discard_unused(commits)
-        done = time.perf_counter()
-        result = Result(version, finite, norm, complete - started, done - complete).to_bytes()
+        waited = incoming.waited_s / self._shard.threads if self._shard else 0.0
+        wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
+        result = Result(version, finite, norm, wait_s, work_s).to_bytes()
         with self._sending:
             if self._poisoned:
                 raise ClosedError("the job is over")
@@ -467,9 +481,27 @@ class StoreServer:
                     f"{self._member.name_of(peer)} has left the job, others have not: every "
                     "worker makes the same number of steps"
                 ) from error
-            raise PeerLostError(
-                f"{self._member.name_of(peer)} was lost: {why_lost(peer)}"
-            ) from error
+            raise self._lost(peer) from error
+
+    def _lost(self, peer: Peer) -> PeerLostError:
+        return PeerLostError(f"{self._member.name_of(peer)} was lost: {why_lost(peer)}")
+
+    def _announced(self, commits: Sequence[Region]) -> Incoming:
+        """What the slices' commits say is on its way."""
+        found = []
+        for index, region in enumerate(commits):
+            if words := self._arrivals[index]:
+                data = region.array()[WORD_BYTES + self._commit_bytes :]
+                stamps = np.frombuffer(data[: STAMP_BYTES * len(words)].tobytes(), np.uint64)
+                wait = partial(self._wait_arrival, self._member.workers[self._workers[index]])
+                found.append(Announced(words, stamps, wait))
+        return Incoming(self._units, found)
+
+    def _wait_arrival(self, peer: Peer, word: Word, stamp: int) -> None:
+        try:
+            word.wait_until(stamp, peer=peer)
+        except PeerLostError as error:
+            raise self._lost(peer) from error
 
     def _check_deadlock(self, version: int, rank: int) -> None:
         """Some wait here for a worker that waits for them in another call."""
@@ -519,13 +551,14 @@ class StoreServer:
                 raise ClosedError("all workers have left")
             time.sleep(0.02)
 
-    def _work(self, version: int, commits: list[Commit]) -> tuple[bool, float]:
+    def _work(self, version: int, commits: list[Commit], incoming: Incoming) -> tuple[bool, float]:
         assert self._shard is not None
         chunks = _Chunks(self._share, self._master, self._views) if self._views else None
         result = self._shard.advance(
             commits,
             lambda sums: self._exchange(version, sums),
             chunks.placed if chunks else None,
+            incoming,
         )
         if chunks:
             wait_all(chunks.finish())

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ from .messages import (
     Bytes,
     Commit,
 )
+
+Placed = Callable[[int, int], None] | None
 
 # A pool costs some tens of microseconds: not for a few cells.
 _MIN_CELLS_PER_THREAD = 4
@@ -61,8 +63,27 @@ def threads_for(cells: int, most: int) -> int:
     return max(1, min(most, cells // _MIN_CELLS_PER_THREAD))
 
 
+class Arrivals(Protocol):
+    """What is still on its way when a version is begun; cells by their place in the share."""
+
+    def order(self, cells: Sequence[int]) -> list[int]:
+        """The cells in the order in which they are expected."""
+
+    def wait(self, cell: int) -> None:
+        """Until all gradients of the cell are there. Any thread."""
+
+
 class Shard:
-    """Reduces and applies. Methods are called by one thread at a time."""
+    """Reduces and applies. Methods are called by one thread at a time.
+
+    `placed` is called with byte ranges of the store whose new values are in place, while the rest
+    is still being worked on; by any thread.
+
+    Attributes:
+        share: its cells.
+        memory: theirs.
+        threads: how many work on them.
+    """
 
     def __init__(self, share: Share, apply: Apply, memory: Memory, threads: int = 1) -> None:
         self.share = share
@@ -77,7 +98,7 @@ class Shard:
         # As plain integers: for a handful of them numpy's calls cost more than the sums.
         self._counts = memory.counts.data
         threads = threads_for(len(self._trained), threads)
-        self._threads = threads
+        self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "tensorwire-apply") if threads > 1 else None
 
     def close(self) -> None:
@@ -99,7 +120,9 @@ class Shard:
             {name: state[begin:end] for name, state in states.items()},
         )
 
-    def reduce(self, commits: Sequence[Commit], norms: bool) -> NDArray[np.float64]:
+    def reduce(
+        self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
+    ) -> NDArray[np.float64]:
         """Puts the reduced gradient into slot 0.
 
         Returns:
@@ -115,9 +138,11 @@ class Shard:
                 total += tile.square_sum(run.start, run.stop) if norms else 0.0
             return total
 
-        return np.array(self._map(work), np.float64)
+        return np.array(self._map(work, arrivals), np.float64)
 
-    def square_sums(self, commits: Sequence[Commit]) -> NDArray[np.float64]:
+    def square_sums(
+        self, commits: Sequence[Commit], arrivals: Arrivals | None = None
+    ) -> NDArray[np.float64]:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
         runs = _Runs(commits, self._counts, self._here)
 
@@ -127,14 +152,15 @@ class Shard:
                 tile.square_sum(run.start, run.stop) for run in runs.of(self.share.cells[index])
             )
 
-        return np.array(self._map(work), np.float64)
+        return np.array(self._map(work, arrivals), np.float64)
 
     def apply(
         self,
         commits: Sequence[Commit],
         reduced: bool,
         scale: float = 1.0,
-        placed: Callable[[int, int], None] | None = None,
+        placed: Placed = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """Makes the next version.
 
@@ -142,8 +168,8 @@ class Shard:
             commits: one per slice.
             reduced: slot 0 holds the reduced gradient.
             scale: of the reduced gradient, for clipping.
-            placed: called with byte ranges of the store whose new values are in place, while the
-                rest is still being worked on; by any thread.
+            placed: see the class.
+            arrivals: None: all is there.
         """
         counts = self._counts
         runs = _Runs(commits, counts, self._here)
@@ -159,15 +185,17 @@ class Shard:
                 placed(cell.start, cell.stop)
             return 0.0
 
-        self._map(work)
-        self._copy_buffers(commits, placed)
+        self._map(work, arrivals)
+        self._copy_buffers(commits, placed, arrivals)
         for tensor in self._here:
             counts[tensor] += runs.all_present or bool(runs.weights(tensor))
 
     def _copy_buffers(
-        self, commits: Sequence[Commit], placed: Callable[[int, int], None] | None
+        self, commits: Sequence[Commit], placed: Placed, arrivals: Arrivals | None
     ) -> None:
         for index in self._copied:
+            if arrivals:
+                arrivals.wait(index)
             cell, tile = self.share.cells[index], self._tiles[index]
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
@@ -192,7 +220,8 @@ class Shard:
         self,
         commits: Sequence[Commit],
         exchange: Callable[[NDArray[np.float64]], Sequence[float]],
-        placed: Callable[[int, int], None] | None = None,
+        placed: Placed = None,
+        arrivals: Arrivals | None = None,
     ) -> tuple[bool, float]:
         """Does what the slices' commits ask for.
 
@@ -200,7 +229,8 @@ class Shard:
             commits: one per slice, agreed.
             exchange: gives the sums of squares of all cells of the store, in order, for this
                 shard's.
-            placed: as for `apply`; also called for PUBLISH.
+            placed: see the class.
+            arrivals: None: all is there.
 
         Returns:
             Whether the gradient was finite (True where nobody asked), and its norm (nan likewise).
@@ -209,6 +239,9 @@ class Shard:
         if head.operation == RELEASE:
             return True, math.nan
         if head.operation == PUBLISH:
+            if arrivals:
+                for index in range(len(self.share.cells)):
+                    arrivals.wait(index)
             self.publish()
             if placed:
                 placed(self.share.start, self.share.stop)
@@ -217,7 +250,10 @@ class Shard:
         look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
         finite, norm, scale = True, math.nan, 1.0
         if head.operation == REDUCE or look:
-            sums = self.square_sums(commits) if reduced else self.reduce(commits, look)
+            if reduced:
+                sums = self.square_sums(commits, arrivals)
+            else:
+                sums = self.reduce(commits, look, arrivals)
             reduced = True
             if look:
                 norm = _root_of_sum(exchange(sums))
@@ -226,19 +262,29 @@ class Shard:
                     # As torch.nn.utils.clip_grad_norm_.
                     scale = min(head.max_norm / (norm + 1e-6), 1.0)
         if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
-            self.apply(commits, reduced, scale, placed)
+            self.apply(commits, reduced, scale, placed, arrivals)
         return finite, norm
 
-    def _map(self, work: Callable[[int], float]) -> list[float]:
-        indices = self._trained
+    def _map(self, work: Callable[[int], float], arrivals: Arrivals | None) -> list[float]:
+        """One result for each trained cell, in their order."""
+        indices = self._trained if arrivals is None else arrivals.order(self._trained)
+
+        def work_on(part: Sequence[int]) -> list[float]:
+            found = []
+            for index in part:
+                if arrivals:
+                    arrivals.wait(index)
+                found.append(work(index))
+            return found
+
         if self._pool is None:
-            return [work(index) for index in indices]
-        parts = [indices[i :: self._threads] for i in range(self._threads)]
-        done = list(self._pool.map(lambda part: [work(index) for index in part], parts))
-        result = [0.0] * len(indices)
-        for i, values in enumerate(done):
-            result[i :: self._threads] = values
-        return result
+            results = dict(zip(indices, work_on(indices), strict=True))
+        else:
+            parts = [indices[i :: self.threads] for i in range(self.threads)]
+            results = {}
+            for part, values in zip(parts, self._pool.map(work_on, parts), strict=True):
+                results.update(zip(part, values, strict=True))
+        return [results[index] for index in self._trained]
 
 
 def _root_of_sum(squares: Sequence[float]) -> float:

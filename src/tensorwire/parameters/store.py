@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from tensorwire.membership import WorkerMember, called, why_lost
 from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
+from .arrivals import Outbox
 from .layout import Layout, Spec
 from .messages import (
     POISON,
@@ -32,6 +34,8 @@ from .messages import (
 from .shard import Memory, Shard
 
 _BUCKET_BYTES = 512 << 10
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -53,8 +57,6 @@ class Store(Protocol):
     Attributes:
         layout: where tensors lie.
         view: all parameters, in place; writable, but only PUBLISH and APPLY change the store.
-        bytes_pushed: of gradients and buffers that were written, since the start; what was produced
-            in place is not among them.
         path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
@@ -62,9 +64,15 @@ class Store(Protocol):
 
     layout: Layout
     view: Bytes
-    bytes_pushed: int
     path: str
     asynchronous: bool
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes of gradients and buffers that were written, since the start.
+
+        What was produced in place is not among them.
+        """
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """Where each tensor's gradient is best produced, or the reason why there is no such place.
@@ -207,7 +215,7 @@ class LocalStore:
 
 
 class _Target(NamedTuple):
-    """Memory of one server that holds a tensor, or a piece of its bytes."""
+    """Mapped memory of one server that holds a tensor, or a piece of its bytes."""
 
     server: int
     region: RemoteRegion
@@ -228,7 +236,7 @@ class RemoteStore:
         self.layout = layout = Layout(spec)
         servers = member.servers
         self._shares = layout.deal(len(servers))
-        self.bytes_pushed = 0
+        self._bytes_copied = 0
         self.path = "+".join(sorted({peer.path.transport for peer in servers}))
         self.asynchronous = self.path != "shm"
         node = member.node
@@ -252,6 +260,9 @@ class RemoteStore:
         member.tell(number + 1)
         self._wait_results(1)
 
+        self._outboxes = {
+            i: [self._make_outbox(i, s) for s in range(len(servers))] for i in self._mine()
+        }
         self._targets = {i: self._find_targets(i) for i in self._mine()}
         commits = {
             i: [peer.region(self._name(f"commit/{i}")) for peer in servers] for i in self._mine()
@@ -277,15 +288,33 @@ class RemoteStore:
         each = place.slices // place.workers
         return range(place.rank * each, (place.rank + 1) * each)
 
+    @property
+    def bytes_pushed(self) -> int:
+        """See `Store`."""
+        return self._bytes_copied + sum(each.bytes_sent for each in self._all_outboxes())
+
+    def _all_outboxes(self) -> Iterator[Outbox]:
+        for outboxes in self._outboxes.values():
+            yield from filter(None, outboxes)
+
+    def _make_outbox(self, slice_index: int, server: int) -> Outbox | None:
+        """None where the server's memory is mapped: a copy is there at once."""
+        peer = self._member.servers[server]
+        if _mapped(peer):
+            return None
+        slot = peer.region(self._name(f"slot/{slice_index}"))
+        words = peer.region(self._name(f"arrived/{slice_index}"))
+        return Outbox(peer, self._shares[server], slot, words)
+
     def _find_targets(self, slice_index: int) -> list[list[_Target]]:
-        """For every tensor: where its bytes go."""
+        """For every tensor: where its bytes are copied to."""
         slots = [peer.region(self._name(f"slot/{slice_index}")) for peer in self._member.servers]
         found = []
         for place in self.layout.places:
             targets = []
             for server, share in enumerate(self._shares):
                 start, stop = share.clip(place.start, place.end)
-                if start < stop:
+                if start < stop and self._outboxes[slice_index][server] is None:
                     region = slots[server][start - share.start : stop - share.start]
                     part = (start, stop) != (place.start, place.end)
                     piece = slice(start - place.start, stop - place.start) if part else None
@@ -329,15 +358,20 @@ class RemoteStore:
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
         """See `Store`."""
-        place = self.layout.places[tensor]
+        for server, outbox in enumerate(self._outboxes[slice_index]):
+            if outbox is not None:
+                self._do(self._member.servers[server], outbox.push, tensor, data)
+        if not self._targets[slice_index][tensor]:
+            return
         self._pending.append((slice_index, tensor, data))
+        place = self.layout.places[tensor]
         self._pending_bytes += place.end - place.start
         if self._pending_bytes >= _BUCKET_BYTES:
-            self._flush()
+            self._copy()
 
-    def _flush(self) -> None:
+    def _copy(self) -> None:
+        """Into servers' mapped memory what is pending."""
         pending, self._pending = self._pending, []
-        self.bytes_pushed += self._pending_bytes
         self._pending_bytes = 0
         batches: list[tuple[list[Any], list[RemoteRegion]]] = [([], []) for _ in self._shares]
         for slice_index, tensor, data in pending:
@@ -345,15 +379,27 @@ class RemoteStore:
                 locals_, remotes = batches[server]
                 locals_.append(data if piece is None else memoryview(data).cast("B")[piece])
                 remotes.append(region)
+                self._bytes_copied += region.size_bytes
         for server, (locals_, remotes) in enumerate(batches):
             if locals_:
                 peer = self._member.servers[server]
                 self._transfers[server].append(self._do(peer, peer.write, locals_, remotes))
 
+    def _flush(self, slice_index: int) -> None:
+        for server, outbox in enumerate(self._outboxes[slice_index]):
+            if outbox is not None:
+                self._do(self._member.servers[server], outbox.flush)
+
     def settle(self) -> None:
         """See `Store`."""
         if self._pending:
-            self._flush()
+            self._copy()
+        for slice_index, outboxes in self._outboxes.items():
+            self._flush(slice_index)
+            for server, outbox in enumerate(outboxes):
+                if outbox is not None:
+                    self._transfers[server] += outbox.transfers
+                    outbox.transfers.clear()
         for server, transfers in enumerate(self._transfers):
             self._finish(server, transfers)
         self._transfers = [[] for _ in self._shares]
@@ -365,21 +411,28 @@ class RemoteStore:
             raise self._explain(self._member.servers[server], error) from error
 
     def commit(self, slice_index: int, commit: Commit) -> None:
-        """See `Store`."""
+        """See `Store`. Over a network it goes ahead of what is still under way."""
         if self._pending:
-            self._flush()
+            self._copy()
+        self._flush(slice_index)
         data = commit.to_bytes()
         for server, peer in enumerate(self._member.servers):
             word, region = self._commits[slice_index][server]
             transfers = self._transfers[server]
+            outbox = self._outboxes[slice_index][server]
+            if outbox is not None:
+                announced = np.concatenate([data, outbox.stamps()])
+                signal = word, commit.version
+                write = partial(region.write, signal=signal)
+                transfers.append(self._do(peer, write, announced))
+                continue
             transfers.append(self._do(peer, region.write, data))
             done = self._do(peer, peer.signal, word, commit.version, transfers)
             self._transfers[server] = [*transfers, done]
 
-    def _do(self, peer: Peer, action: Any, *arguments: Any) -> Transfer:
+    def _do(self, peer: Peer, action: Callable[..., T], *arguments: Any) -> T:
         try:
-            transfer: Transfer = action(*arguments)
-            return transfer
+            return action(*arguments)
         except TensorwireError as error:
             raise self._explain(peer, error) from error
 

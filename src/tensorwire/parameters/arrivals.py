@@ -1,0 +1,160 @@
+"""Gradients on their way over a network: a commit goes ahead of them, unit by unit they follow.
+
+A *unit* is a run of cells of one share. The worker writes a unit when it has all its gradients, and
+the write raises the unit's word at the server to a stamp, the number of the worker's write. The
+commit tells the stamps. So a server can work on the units that come first, and send back their new
+values, while others are on their way: both directions of a link are used. No result relies on the
+order of writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Transfer, Word
+
+from .layout import Share
+from .messages import Bytes
+
+UNIT_BYTES = 1 << 20
+"""Of one write: large enough to be worth it, small beside what is under way."""
+
+STAMP_BYTES = 8
+
+
+def units_of(share: Share) -> tuple[range, ...]:
+    """Runs of the share's cells, by their place in it, of at most UNIT_BYTES or one cell."""
+    units: list[range] = []
+    for index, cell in enumerate(share.cells):
+        if units and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES:
+            units[-1] = range(units[-1].start, index + 1)
+        else:
+            units.append(range(index, index + 1))
+    return tuple(units)
+
+
+class _Part(NamedTuple):
+    """The bytes `piece` of a tensor, which go to `region` with a unit."""
+
+    unit: int
+    piece: slice
+    region: RemoteRegion
+
+
+class Outbox:
+    """What one slice sends to one server. Errors are those of writing to a peer.
+
+    Attributes:
+        transfers: all that were started; whoever has waited for them clears them.
+        bytes_sent: since the start.
+    """
+
+    def __init__(self, peer: Peer, share: Share, slot: RemoteRegion, words: RemoteRegion) -> None:
+        self.transfers: list[Transfer] = []
+        self.bytes_sent = 0
+        self._peer = peer
+        units = units_of(share)
+        self._stamps = np.zeros(len(units), np.uint64)
+        self._writes = 0
+        self._words: list[RemoteWord] = [words.word(STAMP_BYTES * i) for i in range(len(units))]
+        self._last: list[Transfer | None] = [None] * len(units)
+        self._waiting: list[dict[int, tuple[Bytes, RemoteRegion]]] = [{} for _ in units]
+        self._gradients = [0] * len(units)  # how many a unit has
+        layout = share.layout
+        self._parts: list[list[_Part]] = [[] for _ in layout.spec.tensors]
+        for number, unit in enumerate(units):
+            begin, end = share.cells[unit.start].start, share.cells[unit.stop - 1].stop
+            pieces = [piece for index in unit for piece in share.cells[index].pieces]
+            for tensor in dict.fromkeys(piece.tensor for piece in pieces):
+                place = layout.places[tensor]
+                start, stop = max(place.start, begin), min(place.end, end)
+                if start < stop:
+                    piece = slice(start - place.start, stop - place.start)
+                    region = slot[start - share.start : stop - share.start]
+                    self._parts[tensor].append(_Part(number, piece, region))
+                    self._gradients[number] += layout.spec.tensors[tensor].kind == "trained"
+
+    def push(self, tensor: int, data: Any) -> None:
+        """Sends what is complete by it; `data` as in `Store.push`."""
+        flat = np.frombuffer(data, np.uint8)
+        for unit, piece, region in self._parts[tensor]:
+            waiting = self._waiting[unit]
+            waiting[tensor] = flat[piece], region
+            if len(waiting) == self._gradients[unit]:
+                self._send(unit)
+
+    def flush(self) -> None:
+        """Sends the rest."""
+        for unit, waiting in enumerate(self._waiting):
+            if waiting:
+                self._send(unit)
+
+    def stamps(self) -> Bytes:
+        """Of each unit's last write, as they follow a commit."""
+        return self._stamps.view(np.uint8)
+
+    def _send(self, unit: int) -> None:
+        waiting, self._waiting[unit] = self._waiting[unit], {}
+        last = self._last[unit]
+        if last is not None:
+            last.wait()  # the word speaks of all that was sent of the unit; seldom still under way
+        self._writes += 1
+        self._stamps[unit] = self._writes
+        locals_, regions = zip(*waiting.values(), strict=True)
+        signal = self._words[unit], self._writes
+        transfer = self._peer.write(locals_, regions, signal=signal)
+        self._last[unit] = transfer
+        self.transfers.append(transfer)
+        self.bytes_sent += sum(map(len, locals_))
+
+
+class Announced(NamedTuple):
+    """What one slice's commit says is there or on its way.
+
+    Attributes:
+        words: of the units.
+        stamps: what the words are raised to.
+        wait: returns when a word has a value.
+    """
+
+    words: Sequence[Word]
+    stamps: NDArray[np.uint64]
+    wait: Callable[[Word, int], None]
+
+
+class Incoming:
+    """What all slices have announced for one version; see `Arrivals`."""
+
+    def __init__(self, units: Sequence[range], announced: Sequence[Announced]) -> None:
+        self._unit_of = [number for number, unit in enumerate(units) for _ in unit]
+        self._announced = announced
+        self._here = bytearray(len(units))
+        self._lock = threading.Lock()
+        self.waited_s = 0.0
+
+    def order(self, cells: Sequence[int]) -> list[int]:
+        """See `Arrivals`. Workers send in much the same order."""
+        if not self._announced:
+            return list(cells)
+        last = np.max([each.stamps for each in self._announced], axis=0).tolist()
+        return sorted(cells, key=lambda cell: last[self._unit_of[cell]])
+
+    def wait(self, cell: int) -> None:
+        """See `Arrivals`."""
+        unit = self._unit_of[cell]
+        if self._here[unit]:
+            return
+        for words, stamps, wait in self._announced:
+            word, stamp = words[unit], int(stamps[unit])
+            if word.value < stamp:
+                started = time.perf_counter()
+                wait(word, stamp)
+                with self._lock:
+                    self.waited_s += time.perf_counter() - started
+        self._here[unit] = 1
