@@ -16,14 +16,17 @@ import torch
 import tensorwire.torch as tw
 how, who = sys.argv[1], int(sys.argv[2])
 job = tw.init()
-model = torch.nn.Linear(50, 50)
+model = torch.nn.Linear(50, 50 if how != "announced" else 200_000)
 opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 class Users(Exception): pass
 for step in range(10**6):
+    if how == "announced" and step == 5 and job.rank == who:
+        # The server knows of gradients that it will never get.
+        opt._tensorwire.store.settle = lambda: os.kill(os.getpid(), signal.SIGKILL)
     model(torch.randn(8, 50)).sum().backward()
     opt.step()
     opt.zero_grad()
-    if step == 50:
+    if step == (50 if how != "announced" else 2):
         print("training", job.rank, os.getpid(), flush=True)
         if job.rank != who:
             continue
@@ -118,6 +121,7 @@ def finish(run: Run, limit_s: float = 5) -> tuple[int, str]:
     [
         ("kill", 137, "killed by SIGKILL", ""),
         ("kill", 137, "killed by SIGKILL", "tcp"),
+        ("announced", 137, "killed by SIGKILL", "tcp"),
         ("exit", 3, "exited with code 3", ""),
         ("raise", 1, "Users: from the user's code", ""),
         ("memory", 1, "MemoryError", ""),
@@ -130,7 +134,7 @@ def test_a_worker_fails(
     runs.append(run)
     run.until_training()
     # A process that ends by itself takes its time, which is not the job's.
-    found, text = finish(run, 5 if how == "kill" else 20)
+    found, text = finish(run, 5 if how in ("kill", "announced") else 20)
     assert found == code, text
     assert words in text
     summary = text[text.index("tensorwire run: ") :]
