@@ -11,6 +11,7 @@ namespace {
 // Frames that wait for an answer; more are held back here, so that the peer's queue of answers is
 // bounded by a constant that it can enforce.
 constexpr size_t kWindow = 512;
+constexpr size_t kSmallWindow = 64;  // of these, that large transfers leave to small ones
 // Writes up to this size are copied into their frames, which overtake larger transfers.
 constexpr uint64_t kSmallBytes = 16 << 10;
 constexpr size_t kSmallParts = 4;
@@ -35,7 +36,7 @@ struct TcpChannel::Request : FrameSource {
   TransferPtr transfer;
   uint64_t id = 0;
   bool is_read = false;
-  bool is_small = false;  // a write that is copied
+  bool is_small = false;  // its frames overtake others; a write is copied
   std::vector<Part> parts;
   bool has_signal = false;
   Header signal;    // kSignal or kFetchAdd
@@ -132,17 +133,24 @@ TransferPtr TcpChannel::start(RequestPtr request) {
     return transfer;
   }
   pending_.emplace(request->id, request);
-  waiting_.push_back(std::move(request));
+  auto& queue = request->is_small ? small_ : waiting_;
+  queue.push_back(std::move(request));
   issue(lock);
   return transfer;
+}
+
+std::deque<TcpChannel::RequestPtr>* TcpChannel::next() {
+  if (down_ || open_ >= kWindow) return nullptr;
+  if (!small_.empty()) return &small_;
+  return waiting_.empty() || open_ >= kWindow - kSmallWindow ? nullptr : &waiting_;
 }
 
 // Only one thread issues at a time, outside the lock, so that requests leave in order.
 void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
   if (issuing_) return;
   issuing_ = true;
-  while (!waiting_.empty() && open_ < kWindow && !down_) {
-    RequestPtr request = waiting_.front();
+  while (auto* queue = next()) {
+    RequestPtr request = queue->front();
     ++open_;
     ++request->asked;
     Header header;
@@ -158,7 +166,7 @@ void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
       header.total = part.start;
       last = request->part == request->parts.size();
     }
-    if (last) waiting_.pop_front();
+    if (last) queue->pop_front();
     lock.unlock();
     if (request->is_read) {
       stream_->send(header);
@@ -183,7 +191,7 @@ void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
 
 void TcpChannel::answered(std::unique_lock<std::mutex>& lock) {
   --open_;
-  if (!waiting_.empty()) issue(lock);
+  if (next() != nullptr) issue(lock);
 }
 
 TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {
@@ -221,6 +229,7 @@ void TcpChannel::shutdown(const Status& status) {
     down_status_ = status;
     pending.swap(pending_);
     waiting_.clear();
+    small_.clear();
   }
   for (auto& [id, request] : pending) request->transfer->complete(status.code, status.message);
 }

@@ -41,6 +41,7 @@ class TcpChannel : public Channel {
 
   RequestPtr make(std::span<const Piece> pieces, const SignalTo& signal, bool is_read);
   TransferPtr start(RequestPtr request);
+  std::deque<RequestPtr>* next();                  // whose turn it is; null: nobody's
   void issue(std::unique_lock<std::mutex>& lock);  // as much as the window allows
   void answered(std::unique_lock<std::mutex>& lock);
   RequestPtr find(uint64_t id);
@@ -55,6 +56,7 @@ class TcpChannel : public Channel {
   std::mutex mutex_;
   std::unordered_map<uint64_t, RequestPtr> pending_;
   std::deque<RequestPtr> waiting_;  // for the window
+  std::deque<RequestPtr> small_;    // likewise, and ahead of those
   size_t open_ = 0;                 // frames that the peer will answer
   bool issuing_ = false;
   bool down_ = false;

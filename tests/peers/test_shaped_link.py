@@ -16,7 +16,7 @@ from actor import MIB, PATIENCE_S
 from hosts import Hosts, enter
 from network import on, start_far
 
-from tensorwire import Node
+from tensorwire import Node, wait_all
 from tensorwire.testing import PeerGroup
 
 WHY_NOT = hosts.missing_shape()
@@ -85,3 +85,20 @@ def test_small_transfers_are_not_starved(pair: Hosts) -> None:
         assert median(times) < 2 * queued_s, times
         # A packet that is lost and sent again delays everything behind it.
         assert max(times) < all_s / 2, times
+
+
+def test_small_transfers_overtake_many_large_ones(pair: Hosts) -> None:
+    """More than the window of unanswered transfers has room for."""
+    count, size = 700, MIB // 4
+    with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:
+        _, far = start_far(group, pair)
+        peer = near.connect(far.address())
+        large = peer.region(far.allocate("large", size))
+        small = peer.region(far.allocate("small", 4096))
+        data = np.ones(size, np.uint8)
+        started = time.perf_counter()
+        transfers = [large.write(data) for _ in range(count)]
+        small.write(bytes(1000)).wait(PATIENCE_S)
+        small_s = time.perf_counter() - started
+        wait_all(transfers)
+        assert small_s < (time.perf_counter() - started) / 3

@@ -82,8 +82,11 @@ class Outbox:
 
     def push(self, tensor: int, data: Any) -> None:
         """Sends what is complete by it; `data` as in `Store.push`."""
+        parts = self._parts[tensor]
+        if not parts:
+            return
         flat = np.frombuffer(data, np.uint8)
-        for unit, piece, region in self._parts[tensor]:
+        for unit, piece, region in parts:
             waiting = self._waiting[unit]
             waiting[tensor] = flat[piece], region
             if len(waiting) == self._gradients[unit]:
