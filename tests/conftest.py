@@ -1,6 +1,7 @@
 """What all tests share: marks that need a device, and a clean environment."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# A shell starts what runs in the background deaf to it, and with it all processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing_rdma() -> str:
