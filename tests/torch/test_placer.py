@@ -153,12 +153,16 @@ del model
     assert done.returncode == 0, done.stderr
 
 
+def explain(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "tensorwire.cli", "explain", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
 def test_a_script_is_explained(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(PREAMBLE + "import sys; print(sys.argv[1:]); train(100)\nassert False")
     out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "tensorwire.cli", "explain", "--json", str(out), str(script)]
-    done = subprocess.run([*command, "--lr", "3"], capture_output=True, text=True, timeout=100)
+    done = explain("--json", out, script, "--lr", "3")
     assert done.returncode == 0, done.stderr
     assert "['--lr', '3']" in done.stdout
     assert "4 of 4 gradients are produced in place" in done.stdout
@@ -172,10 +176,7 @@ def test_a_script_is_explained(tmp_path: Any) -> None:
 def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('nothing')")
-    done = subprocess.run(
-        [sys.executable, "-m", "tensorwire.cli", "explain", str(script)],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    done = explain(script)
     assert done.returncode == 1
     assert "had made 2 steps" in done.stderr
 
@@ -183,10 +184,7 @@ def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:
 def test_what_a_script_raises_is_shown_whole(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text("def deep():\n    raise KeyError('mine')\ndeep()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "tensorwire.cli", "explain", str(script)],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    done = explain(script)
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr
     assert "in deep" in done.stderr
