@@ -1,4 +1,4 @@
-"""Two worker processes and three server processes that serve many jobs one after another.
+"""Worker processes and server processes that serve many jobs one after another.
 
 Importing torch costs seconds, so the processes live as long as the test session. A case is a
 function at the top of a test module; it runs in every worker of a fresh job.
@@ -41,13 +41,13 @@ class Team:
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
         self._servers: list[Member] = []
-        self._workers = [group.start(_work, name=f"worker-{rank}") for rank in range(2)]
+        self._workers: list[Member] = []
 
     def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """What `case(job, *args)` returns in each worker of a job that ends in good order.
 
         Options: workers (2; 0: one process without a server), servers (1), slices, transports,
-        hosts (of `hosts.two_hosts()`: servers and workers take turns on them).
+        pipeline (1), hosts (of `hosts.two_hosts()`: servers and workers take turns on them).
         """
         outcomes, codes = self._run(case, args, **options)
         for outcome in outcomes:
@@ -72,6 +72,7 @@ class Team:
 
     def without_job(self, case: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]:
         """What `case(rank, *args)` returns in each process; no job is made for it."""
+        self._start_workers(workers)
         for rank in range(workers):
             self._workers[rank].send((case.__module__, case.__name__, (rank, *args), {}, None))
         outcomes = self._outcomes(workers)
@@ -85,6 +86,11 @@ class Team:
         with tempfile.TemporaryDirectory() as folder:
             name = case.__module__, case.__name__
             return self.without_job(in_group, f"{folder}/store", name, args)
+
+    def _start_workers(self, count: int) -> None:
+        while len(self._workers) < count:
+            name = f"worker-{len(self._workers)}"
+            self._workers.append(self._group.start(_work, name=name))
 
     def _outcomes(self, workers: int) -> list[Any]:
         outcomes: list[Any] = []
@@ -104,9 +110,11 @@ class Team:
         servers: int = 1,
         slices: int | None = None,
         transports: Sequence[str] | None = None,
+        pipeline: int = 1,
         hosts: Sequence[Host] = (),
     ) -> tuple[list[Any], list[int]]:
-        options = {"slices": slices, "transports": transports}
+        options = {"slices": slices, "transports": transports, "pipeline": pipeline}
+        self._start_workers(workers or 1)
         environment = {}
         if workers:
             while len(self._servers) < servers:

@@ -3,6 +3,8 @@
 from .collective import MAX_NUMBERS, Collective, CollectiveServer
 from .members import (
     GOODBYE,
+    LOOPBACK,
+    SLICES,
     Place,
     ServerMember,
     WorkerMember,
@@ -14,7 +16,9 @@ from .members import (
 
 __all__ = [
     "GOODBYE",
+    "LOOPBACK",
     "MAX_NUMBERS",
+    "SLICES",
     "Collective",
     "CollectiveServer",
     "Place",

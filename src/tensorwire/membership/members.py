@@ -65,13 +65,32 @@ class Place:
         rank: 0 to workers - 1.
         workers: how many.
         servers: addresses, in order; empty when the process is alone.
-        slices: parts of a step, a multiple of workers.
+        slices: parts of a step, a multiple of replicas.
+        pipeline: workers that share one copy of a model, consecutive ones: a replica.
     """
 
     rank: int = 0
     workers: int = 1
     servers: tuple[str, ...] = ()
     slices: int = 1
+    pipeline: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.workers // self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """Which process of its pipeline this is."""
+        return self.rank % self.pipeline
+
+    @property
+    def my_slices(self) -> range:
+        """Those that this worker's replica computes."""
+        each = self.slices // self.replicas
+        replica = self.rank // self.pipeline
+        return range(replica * each, (replica + 1) * each)
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Place | None:
@@ -92,10 +111,16 @@ class Place:
         return Place(rank, workers, addresses, slices)
 
     def check(self) -> None:
-        """Raises ValueError if slices cannot be dealt to workers."""
-        if self.slices % self.workers:
+        """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""
+        if self.pipeline < 1 or self.workers % self.pipeline:
             raise ValueError(
-                f"{self.slices} slices cannot be dealt equally to {self.workers} workers; "
+                f"{self.workers} workers cannot be dealt to pipelines of {self.pipeline}; start a "
+                "multiple"
+            )
+        if self.slices % self.replicas:
+            whom = "workers" if self.pipeline == 1 else "replicas"
+            raise ValueError(
+                f"{self.slices} slices cannot be dealt equally to {self.replicas} {whom}; "
                 "choose a multiple"
             )
 

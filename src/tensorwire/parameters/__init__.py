@@ -5,7 +5,7 @@ same `Shard`, so their bits are the same.
 """
 
 from .apply import Apply, Tile
-from .layout import CELL_BYTES, ITEM_BYTES, Layout, Share, Spec, TensorSpec
+from .layout import CELL_BYTES, ITEM_BYTES, Layout, Selection, Share, Spec, TensorSpec
 from .messages import (
     ABSENT,
     APPLY,
@@ -23,7 +23,7 @@ from .messages import (
 )
 from .server import Server, most_threads
 from .shard import threads_for
-from .store import LocalStore, Place, RemoteStore, Store
+from .store import LocalStore, Part, Place, RemoteStore, Store
 
 __all__ = [
     "ABSENT",
@@ -43,9 +43,11 @@ __all__ = [
     "Hyper",
     "Layout",
     "LocalStore",
+    "Part",
     "Place",
     "RemoteStore",
     "Result",
+    "Selection",
     "Server",
     "Share",
     "Spec",

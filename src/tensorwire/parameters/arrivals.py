@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,14 +48,28 @@ class _Part(NamedTuple):
 
 
 class Outbox:
-    """What one slice sends to one server. Errors are those of writing to a peer.
+    """What a worker sends of one slice to one server. Errors are those of writing to a peer.
 
     Attributes:
         transfers: all that were started; whoever has waited for them clears them.
         bytes_sent: since the start.
+
+    Args:
+        peer: the server.
+        share: its cells.
+        slot: the slice's gradients there.
+        words: of the units.
+        sends: tensors whose gradients come from this worker.
     """
 
-    def __init__(self, peer: Peer, share: Share, slot: RemoteRegion, words: RemoteRegion) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        share: Share,
+        slot: RemoteRegion,
+        words: RemoteRegion,
+        sends: Container[int],
+    ) -> None:
         self.transfers: list[Transfer] = []
         self.bytes_sent = 0
         self._peer = peer
@@ -65,7 +79,7 @@ class Outbox:
         self._words: list[RemoteWord] = [words.word(STAMP_BYTES * i) for i in range(len(units))]
         self._last: list[Transfer | None] = [None] * len(units)
         self._waiting: list[dict[int, tuple[Bytes, RemoteRegion]]] = [{} for _ in units]
-        self._gradients = [0] * len(units)  # how many a unit has
+        self._gradients = [0] * len(units)  # how many a unit has from here
         layout = share.layout
         self._parts: list[list[_Part]] = [[] for _ in layout.spec.tensors]
         for number, unit in enumerate(units):
@@ -78,7 +92,8 @@ class Outbox:
                     piece = slice(start - place.start, stop - place.start)
                     region = slot[start - share.start : stop - share.start]
                     self._parts[tensor].append(_Part(number, piece, region))
-                    self._gradients[number] += layout.spec.tensors[tensor].kind == "trained"
+                    trained = layout.spec.tensors[tensor].kind == "trained"
+                    self._gradients[number] += trained and tensor in sends
 
     def push(self, tensor: int, data: Any) -> None:
         """Sends what is complete by it; `data` as in `Store.push`."""
@@ -118,7 +133,7 @@ class Outbox:
 
 
 class Announced(NamedTuple):
-    """What one slice's commit says is there or on its way.
+    """What one commit says is there or on its way.
 
     Attributes:
         words: of the units.
@@ -132,7 +147,7 @@ class Announced(NamedTuple):
 
 
 class Incoming:
-    """What all slices have announced for one version; see `Arrivals`."""
+    """What all commits have announced for one version; see `Arrivals`."""
 
     def __init__(self, units: Sequence[range], announced: Sequence[Announced]) -> None:
         self._unit_of = [number for number, unit in enumerate(units) for _ in unit]

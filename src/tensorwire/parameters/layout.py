@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +76,7 @@ class Spec:
         groups: how many groups.
         slices: parts of a step, each with its own gradients.
         tensors: in the order of the model.
+        pipeline: workers that compute a slice together, each the gradients of other tensors.
     """
 
     optimizer: str
@@ -82,6 +84,7 @@ class Spec:
     groups: int
     slices: int
     tensors: tuple[TensorSpec, ...]
+    pipeline: int = 1
 
     def to_json(self) -> bytes:
         """As it travels."""
@@ -117,7 +120,8 @@ class Spec:
 
     def check(self) -> None:
         """Raises ValueError if the parts contradict each other."""
-        for number, what in ((self.groups, "groups"), (self.slices, "slices")):
+        numbers = {"groups": self.groups, "slices": self.slices, "workers per slice": self.pipeline}
+        for what, number in numbers.items():
             if not isinstance(number, int) or not 1 <= number <= 1 << 16:
                 raise ValueError(f"a store has 1 to 65536 {what}, not {number!r}")
         if not isinstance(self.optimizer, str):
@@ -145,7 +149,7 @@ class Spec:
             longer = max(self.tensors, other.tensors, key=len)
             extra = longer[min(len(self.tensors), len(other.tensors))]
             return f"{extra} is on one side only"
-        for field in ("optimizer", "hyper", "groups", "slices"):
+        for field in ("optimizer", "hyper", "groups", "slices", "pipeline"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field} {mine!r} here, {theirs!r} there"
@@ -276,6 +280,55 @@ class Share:
     def clip(self, start: int, stop: int) -> tuple[int, int]:
         """The part of [start, stop) that is here; empty when start >= stop."""
         return max(start, self.start), min(stop, self.stop)
+
+
+class Selection:
+    """Some tensors of a layout, packed in its order into memory of their own.
+
+    Attributes:
+        size_bytes: of that memory, a multiple of ALIGN_BYTES, at least that.
+        ranges: (start, stop, at): the bytes [start, stop) of the layout lie at `at`.
+
+    Args:
+        layout: of all tensors.
+        tensors: indices; None means all, and then everything lies where the layout has it.
+    """
+
+    def __init__(self, layout: Layout, tensors: Collection[int] | None = None) -> None:
+        self._places = layout.places
+        self.ranges: list[tuple[int, int, int]] = []
+        if tensors is None:
+            self.ranges.append((0, layout.size_bytes, 0))
+            self.size_bytes = layout.size_bytes
+        else:
+            offset = 0
+            for place in sorted((layout.places[i] for i in tensors), key=lambda each: each.start):
+                if self.ranges and self.ranges[-1][1] == place.start:
+                    start, _, at = self.ranges.pop()
+                else:
+                    start, at = place.start, offset
+                if place.stop > start:
+                    self.ranges.append((start, place.stop, at))
+                offset += place.stop - place.start
+            self.size_bytes = max(offset, ALIGN_BYTES)
+        self._starts = [start for start, _, _ in self.ranges]
+
+    def of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The parts of the layout's bytes [start, stop) that are here, as in `ranges`."""
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self.ranges)):
+            begin, end, at = self.ranges[index]
+            if begin >= stop:
+                return
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                yield first, last, at + first - begin
+
+    def place(self, tensor: int) -> slice:
+        """The bytes of a selected tensor, without padding."""
+        place = self._places[tensor]
+        index = bisect_right(self._starts, place.start) - 1
+        begin, _, at = self.ranges[index] if index >= 0 else (place.start, 0, 0)
+        return slice(at + place.start - begin, at + place.end - begin)
 
 
 def _segments(

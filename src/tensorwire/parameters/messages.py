@@ -1,15 +1,16 @@
 """What workers and servers write into each other's memory; pure.
 
 A commit goes from a worker to every server, once per slice and version: what is to be done, and the
-hyper-parameters of this step. A result comes back from every server. Both lie behind a signal word
-whose value is the version, so whoever sees the word sees the whole message. docs/parameters.md has
-the tables.
+hyper-parameters of this step. Where a pipeline computes a slice, each of its workers sends one. A
+result comes back from every server. Both lie behind a signal word whose value is the version, so
+whoever sees the word sees the whole message. docs/parameters.md has the tables.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,30 @@ class Commit:
         if self._packed_hyper() != other._packed_hyper():
             return "hyper-parameters (learning rate, …) differ"
         return None
+
+
+def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
+    """One commit per slice, of those that the workers of its pipeline have made, in order.
+
+    Raises:
+        ValueError: two of them have the gradient of one tensor, or they count other samples.
+    """
+    if pipeline == 1:
+        return list(commits)
+    found = []
+    for first in range(0, len(commits), pipeline):
+        group = commits[first : first + pipeline]
+        weights = [commit.weight for commit in group]
+        if len(set(weights)) > 1:
+            raise ValueError(
+                f"slice {first // pipeline} is of {weights} samples in the processes of its "
+                "pipeline: all of them take the same batches from the loader"
+            )
+        present = np.array([np.frombuffer(commit.present, np.uint8) for commit in group])
+        if (twice := np.flatnonzero(np.count_nonzero(present, axis=0) > 1)).size:
+            raise ValueError(f"tensor {twice[0]} has gradients from two processes of a pipeline")
+        found.append(replace(group[0], present=present.max(axis=0).tobytes()))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

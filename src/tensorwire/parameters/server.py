@@ -25,7 +25,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion, Transfer, Word, wait_a
 
 from .apply import Apply
 from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
-from .layout import Layout, Share, Spec
+from .layout import Layout, Selection, Share, Spec
 from .messages import (
     APPLY,
     OPERATION_NAMES,
@@ -38,6 +38,7 @@ from .messages import (
     Bytes,
     Commit,
     Result,
+    merged,
 )
 from .shard import Memory, Shard
 
@@ -187,8 +188,8 @@ class StoreServer:
         self._regions: list[Region] = []
         self._commits: list[Region] = []
         self._slots: list[Region] = []
-        self._arrivals: list[list[Word]] = []  # of each slice, where it comes over a network
-        self._workers: list[int] = []  # of each slice
+        self._arrivals: list[list[Word]] = []  # of each commit, where it comes over a network
+        self._workers: list[int] = []  # of each commit: of slice 0's pipeline, then of slice 1's
         self._gathering = 0  # the version that workers are to commit
         self._looking = threading.Lock()  # at the commits of a store that may be freed
         self._shard: Shard | None = None
@@ -268,7 +269,9 @@ class StoreServer:
 
     def _open(self) -> None:
         member = self._member
-        specs, homes = {}, {}
+        specs: dict[int, Spec] = {}
+        homes: dict[int, int] = {}
+        wants: dict[int, list[int] | None] = {}
         for rank, peer in sorted(member.workers.items()):
             region = peer.region(self._name("spec"))
             data = np.empty(region.size_bytes, np.uint8)
@@ -278,7 +281,8 @@ class StoreServer:
                 homes[rank] = int(raw["home"])
                 if not -1 <= homes[rank] <= len(member.servers):
                     raise ValueError(f"there is no server {homes[rank]}")
-                specs[rank] = Spec.from_json(raw["spec"].encode())
+                specs[rank] = spec = Spec.from_json(raw["spec"].encode())
+                wants[rank] = _checked(raw["wants"], len(spec.tensors))
             except (
                 AttributeError,
                 KeyError,
@@ -295,9 +299,15 @@ class StoreServer:
                     "(here: worker 0, there: the other)"
                 )
         self._spec = spec = specs[0]
-        if spec.slices % member.count:
-            raise ValueError(f"{spec.slices} slices and {member.count} workers")
-        self._workers = [i // (spec.slices // member.count) for i in range(spec.slices)]
+        pipeline = spec.pipeline
+        if member.count % pipeline or spec.slices % (member.count // pipeline):
+            raise ValueError(
+                f"{spec.slices} slices and {member.count} workers in pipelines of {pipeline}"
+            )
+        each = spec.slices * pipeline // member.count
+        self._workers = [
+            i // each * pipeline + stage for i in range(spec.slices) for stage in range(pipeline)
+        ]
         layout = Layout(spec)
         servers = len(member.servers) + 1
         shares = layout.deal(servers)
@@ -314,25 +324,24 @@ class StoreServer:
         # A NIC may have the slots registered.
         self._remote = not all(self._is_here(rank) for rank in range(member.count))
         produced = [
-            self._allocate(f"produced/{i}", size, "rw") if self._is_here(rank) else None
-            for i, rank in enumerate(self._workers)
+            self._allocate(f"produced/{i}", size, "rw") if self._any_is_here(i) else None
+            for i in range(spec.slices)
         ]
         states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
         self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
         self._units = units = units_of(share)
         self._commit_bytes = Commit.size_bytes(spec.groups, len(spec.hyper), len(spec.tensors))
         commit_bytes = WORD_BYTES + self._commit_bytes + STAMP_BYTES * len(units)
-        self._commits = [
-            self._allocate(f"commit/{i}", commit_bytes, "w") for i in range(spec.slices)
-        ]
-        self._arrivals = [self._make_arrivals(i) for i in range(spec.slices)]
+        commits = range(len(self._workers))
+        self._commits = [self._allocate(f"commit/{i}", commit_bytes, "w") for i in commits]
+        self._arrivals = [self._make_arrivals(i) for i in commits]
         norms_bytes = WORD_BYTES + 8 * max(len(s.cells) for s in shares)
         self._norms_stride = norms_bytes = -(-norms_bytes // 64) * 64
         self._norms = self._allocate("norms", norms_bytes * servers, "w")
         self._cells = [len(s.cells) for s in shares]
         master = self._make_master(layout, share, set(homes.values()))
         self._tell_servers_opened()
-        self._find_views(master, homes)
+        self._find_views(master, homes, wants)
         memory = Memory(
             self._master,
             [slot.array()[:size] for slot in slots],
@@ -351,11 +360,16 @@ class StoreServer:
         """The worker has our memory mapped and can produce its gradients there."""
         return bool(self._member.workers[rank].path.transport == "shm")
 
-    def _make_arrivals(self, slice_index: int) -> list[Word]:
-        if self._is_here(self._workers[slice_index]):
+    def _any_is_here(self, slice_index: int) -> bool:
+        pipeline = self._spec.pipeline
+        first = slice_index * pipeline
+        return any(self._is_here(rank) for rank in self._workers[first : first + pipeline])
+
+    def _make_arrivals(self, commit: int) -> list[Word]:
+        if self._is_here(self._workers[commit]):
             return []  # what it copies is there before its commit
         size = STAMP_BYTES * len(self._units)
-        region = self._allocate(f"arrived/{slice_index}", size, "w")
+        region = self._allocate(f"arrived/{commit}", size, "w")
         return [region.word(offset) for offset in range(0, size, STAMP_BYTES)]
 
     def _make_master(self, layout: Layout, share: Share, homes: set[int]) -> Region | None:
@@ -385,11 +399,14 @@ class StoreServer:
                 time.sleep(0.01)  # the other server is about to allocate it
         raise ClosedError("the job is over")
 
-    def _find_views(self, view: Region | None, homes: dict[int, int]) -> None:
+    def _find_views(
+        self, view: Region | None, homes: dict[int, int], wants: dict[int, list[int] | None]
+    ) -> None:
         """Chooses where the parameters lie, and whom to write them to besides."""
         share, member = self._share, self._member
         self._master = np.empty(0, np.uint8)
-        self._views: list[RemoteRegion] = []
+        self._views: list[tuple[RemoteRegion, Selection]] = []
+        whole = Selection(share.layout)
         if view is not None:
             self._master = view.array()[share.start : share.stop]
         for home in sorted(set(homes.values()) - {-1, member.index}):
@@ -397,12 +414,15 @@ class StoreServer:
             if region.mapped and not self._master.size:
                 self._master = region.array()[share.start : share.stop]
             elif share.size_bytes:
-                self._views.append(region)
+                self._views.append((region, whole))
         for rank, home in sorted(homes.items()):
             if home == -1 and share.size_bytes:
-                self._views.append(member.workers[rank].region(self._name("view")))
+                region = member.workers[rank].region(self._name("view"))
+                self._views.append((region, Selection(share.layout, wants[rank])))
         if not self._master.size:
-            private = self._allocate("master", share.size_bytes, "none")
+            # Who has a part of the model reads the rest here.
+            access = "none" if self._spec.pipeline == 1 else "r"
+            private = self._allocate("master", share.size_bytes, access)
             self._master = private.array()[: share.size_bytes]
 
     # ---- serving
@@ -443,6 +463,7 @@ class StoreServer:
         if commits[0].version != version:
             raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
         complete = time.perf_counter()
+        commits = merged(commits, self._spec.pipeline)
         incoming = self._announced(self._commits)
         finite, norm = self._work(version, commits, incoming)
         self._discard_unused(commits)
@@ -590,7 +611,9 @@ class StoreServer:
 class _Chunks:
     """Sends new values to the views while the rest of the share is still being worked on."""
 
-    def __init__(self, share: Share, master: Bytes, views: list[RemoteRegion]) -> None:
+    def __init__(
+        self, share: Share, master: Bytes, views: list[tuple[RemoteRegion, Selection]]
+    ) -> None:
         self._share, self._master, self._views = share, master, views
         self._lock = threading.Lock()
         self._ready: list[tuple[int, int]] = []
@@ -623,7 +646,21 @@ class _Chunks:
 
     def _write(self, ranges: list[tuple[int, int]]) -> None:
         base = self._share.start
-        for view in self._views:
-            for start, stop in ranges:
-                piece = self._master[start - base : stop - base]
-                self._sent.append(view[start:stop].write(piece))
+        for view, selection in self._views:
+            for first, last in ranges:
+                for start, stop, at in selection.of(first, last):
+                    piece = self._master[start - base : stop - base]
+                    self._sent.append(view[at : at + stop - start].write(piece))
+
+
+def _checked(wants: object, tensors: int) -> list[int] | None:
+    """Tensors of which a worker with a view of its own gets the values; None: of all."""
+    if wants is None:
+        return None
+    if not isinstance(wants, list) or any(
+        not isinstance(each, int) or not 0 <= each < tensors for each in wants
+    ):
+        raise ValueError(f"there are {tensors} tensors, it wants {wants!r:.80}")
+    if len(set(wants)) < len(wants):
+        raise ValueError("it wants a tensor twice")
+    return wants

@@ -21,7 +21,7 @@ from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
 from .apply import Apply
 from .arrivals import Outbox
-from .layout import Layout, Spec
+from .layout import Layout, Selection, Spec
 from .messages import (
     POISON,
     RELEASE,
@@ -51,19 +51,32 @@ class Place(NamedTuple):
     shared: bool
 
 
+class Part(NamedTuple):
+    """What a worker of a pipeline has of the tensors of a store, by their indices.
+
+    Attributes:
+        wants: it has these, and gets their values.
+        sends: it says what becomes of these: their gradients and first values come from it. Every
+            tensor belongs to one worker of each pipeline.
+    """
+
+    wants: Sequence[int]
+    sends: Sequence[int]
+
+
 class Store(Protocol):
     """What a worker uses. One thread at a time, but `push` may be called by another.
 
     Attributes:
         layout: where tensors lie.
-        view: all parameters, in place; writable, but only PUBLISH and APPLY change the store.
+        own: the tensors that this worker has, as `read_reduced` gives them.
         path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
     """
 
     layout: Layout
-    view: Bytes
+    own: Selection
     path: str
     asynchronous: bool
 
@@ -73,6 +86,9 @@ class Store(Protocol):
 
         What was produced in place is not among them.
         """
+
+    def value(self, tensor: int) -> Bytes:
+        """A tensor that this worker has, in place; only PUBLISH and APPLY change it."""
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """Where each tensor's gradient is best produced, or the reason why there is no such place.
@@ -97,7 +113,10 @@ class Store(Protocol):
         """The version that the commits asked for."""
 
     def read_reduced(self, target: Bytes) -> None:
-        """After REDUCE: fills `target` (whole store) with the reduced gradient."""
+        """After REDUCE: fills `target` with the reduced gradient of `own`."""
+
+    def read_values(self, target: Bytes) -> None:
+        """Fills `target` (whole store) with all parameters; between versions."""
 
     def read_state(self, name: str, target: Bytes) -> None:
         """Fills `target` (whole store) with a state; between versions."""
@@ -129,8 +148,9 @@ class LocalStore:
 
     def __init__(self, spec: Spec, apply: Apply) -> None:
         self.layout = Layout(spec)
+        self.own = Selection(self.layout)
         size = self.layout.size_bytes
-        self.view = _zeros(size)
+        self._view = _zeros(size)
         self._slots = [_zeros(size) for _ in range(spec.slices)]
         self._produced = [_zeros(size) for _ in range(spec.slices)]
         self._states = {name: _zeros(size) for name in apply.states}
@@ -138,7 +158,7 @@ class LocalStore:
         (share,) = self.layout.deal(1)
         end = share.stop
         memory = Memory(
-            self.view[:end],
+            self._view[:end],
             [slot[:end] for slot in self._slots],
             [slot[:end] for slot in self._produced],
             {name: state[:end] for name, state in self._states.items()},
@@ -148,6 +168,10 @@ class LocalStore:
         self._commits: dict[int, Commit] = {}
         self._version = 1
         self.bytes_pushed = 0
+
+    def value(self, tensor: int) -> Bytes:
+        """See `Store`."""
+        return self._view[self.own.place(tensor)]
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
@@ -184,6 +208,10 @@ class LocalStore:
     def read_reduced(self, target: Bytes) -> None:
         """See `Store`."""
         target[:] = self._slots[0]
+
+    def read_values(self, target: Bytes) -> None:
+        """See `Store`."""
+        target[:] = self._view
 
     def read_state(self, name: str, target: Bytes) -> None:
         """See `Store`."""
@@ -230,10 +258,15 @@ class RemoteStore:
         PeerLostError: a server is gone.
     """
 
-    def __init__(self, member: WorkerMember, number: int, spec: Spec) -> None:
+    def __init__(
+        self, member: WorkerMember, number: int, spec: Spec, part: Part | None = None
+    ) -> None:
         self._member = member
         self._number = number
         self.layout = layout = Layout(spec)
+        self.own = Selection(layout, None if part is None else part.wants)
+        self._sends = range(len(spec.tensors)) if part is None else frozenset(part.sends)
+        self._sent = Selection(layout, None if part is None else part.sends)
         servers = member.servers
         self._shares = layout.deal(len(servers))
         self._bytes_copied = 0
@@ -246,8 +279,9 @@ class RemoteStore:
         )
         own_view = None
         if home < 0:
-            own_view = node.allocate(layout.size_bytes, name=self._name("view"), access="w")
-        text = json.dumps({"home": home, "spec": spec.to_json().decode()}).encode()
+            own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="w")
+        wants = None if part is None else list(part.wants)
+        text = json.dumps({"home": home, "wants": wants, "spec": spec.to_json().decode()}).encode()
         self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
         self._spec.array()[:] = np.frombuffer(text, np.uint8)
         self._regions = [self._result, self._spec, *filter(None, [own_view])]
@@ -265,16 +299,19 @@ class RemoteStore:
         }
         self._targets = {i: self._find_targets(i) for i in self._mine()}
         commits = {
-            i: [peer.region(self._name(f"commit/{i}")) for peer in servers] for i in self._mine()
+            i: [peer.region(self._name(f"commit/{self._commit_of(i)}")) for peer in servers]
+            for i in self._mine()
         }
         self._commits = {
             i: [(region.word(0), region[WORD_BYTES:]) for region in regions]
             for i, regions in commits.items()
         }
         if own_view is not None:
-            self.view = own_view.array()
+            self._view, self._viewed = own_view.array(), self.own
         else:
-            self.view = servers[home].region(self._name("view")).array()
+            self._view = servers[home].region(self._name("view")).array()
+            self._viewed = Selection(layout)
+        self._own_view = own_view is not None
         self._pending: list[tuple[int, int, Any]] = []
         self._pending_bytes = 0
         self._transfers: list[list[Transfer]] = [[] for _ in servers]
@@ -284,9 +321,12 @@ class RemoteStore:
         return f"{self._number}/{what}"
 
     def _mine(self) -> range:
+        return self._member.place.my_slices
+
+    def _commit_of(self, slice_index: int) -> int:
+        """Which of all commits is this worker's for a slice."""
         place = self._member.place
-        each = place.slices // place.workers
-        return range(place.rank * each, (place.rank + 1) * each)
+        return slice_index * place.pipeline + place.stage
 
     @property
     def bytes_pushed(self) -> int:
@@ -303,8 +343,8 @@ class RemoteStore:
         if _mapped(peer):
             return None
         slot = peer.region(self._name(f"slot/{slice_index}"))
-        words = peer.region(self._name(f"arrived/{slice_index}"))
-        return Outbox(peer, self._shares[server], slot, words)
+        words = peer.region(self._name(f"arrived/{self._commit_of(slice_index)}"))
+        return Outbox(peer, self._shares[server], slot, words, self._sends)
 
     def _find_targets(self, slice_index: int) -> list[list[_Target]]:
         """For every tensor: where its bytes are copied to."""
@@ -322,6 +362,10 @@ class RemoteStore:
             found.append(targets)
         return found
 
+    def value(self, tensor: int) -> Bytes:
+        """See `Store`."""
+        return self._view[self._viewed.place(tensor)]
+
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
         slots: list[Bytes | None] = []
@@ -332,22 +376,24 @@ class RemoteStore:
         if any(slot is None for slot in slots):
             # Registered once, and the same pages in every step.
             sent = self._member.node.allocate(
-                self.layout.size_bytes, name=self._name(f"sent/{slice_index}"), access="none"
+                self._sent.size_bytes, name=self._name(f"sent/{slice_index}"), access="none"
             )
             self._regions.append(sent)
             own = sent.array()
         found: list[Place | str] = []
-        for place in self.layout.places:
+        for tensor, place in enumerate(self.layout.places):
             owners = [
                 server
                 for server, share in enumerate(self._shares)
                 if max(share.start, place.start) < min(share.stop, place.end)
             ]
-            if not owners:
+            if tensor not in self._sends:
+                found.append("another process sends it")
+            elif not owners:
                 found.append("it has no elements")
             elif all(slots[server] is None for server in owners):
                 assert own is not None
-                found.append(Place(own[place.start : place.end], False))
+                found.append(Place(own[self._sent.place(tensor)], False))
             elif len(owners) > 1:
                 found.append("it is cut between servers")
             else:
@@ -485,7 +531,22 @@ class RemoteStore:
 
     def read_reduced(self, target: Bytes) -> None:
         """See `Store`."""
-        self._move("slot/0", target, False)
+        for peer, share in zip(self._member.servers, self._shares, strict=True):
+            region = peer.region(self._name("slot/0"))
+            for start, stop, at in self.own.of(share.start, share.stop):
+                piece = region[start - share.start : stop - share.start]
+                self._do(peer, piece.read, target[at : at + stop - start]).wait()
+
+    def read_values(self, target: Bytes) -> None:
+        """See `Store`. A view at a server has all values; without one each server has its share."""
+        if not self._own_view:
+            target[:] = self._view
+            return
+        for peer in self._member.servers:
+            if (region := self._find(peer, "view")) is not None:
+                self._do(peer, region[: target.nbytes].read, target).wait()
+                return
+        self._move("master", target, False)
 
     def read_state(self, name: str, target: Bytes) -> None:
         """See `Store`."""
@@ -494,6 +555,12 @@ class RemoteStore:
     def write_state(self, name: str, source: Bytes) -> None:
         """See `Store`."""
         self._move(f"state/{name}", source, True)
+
+    def _find(self, peer: Peer, what: str) -> RemoteRegion | None:
+        try:
+            return self._do(peer, peer.region, self._name(what), None)
+        except LookupError:
+            return None
 
     def _move(self, what: str, local: Bytes, write: bool) -> None:
         for peer, share in zip(self._member.servers, self._shares, strict=True):

@@ -6,37 +6,65 @@ result does not depend on who computes which slice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
 
 from .views import flat_bytes
+from .whole import Whole
 
 _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
 
 
 class Buffers:
-    """The buffers of one model."""
+    """The buffers of one model.
+
+    Args:
+        model: has them, or this process's part of them.
+        kind: one of _KINDS.
+        first: index of the first buffer among the store's tensors.
+        my_slices: of this worker.
+        declared: they are in the store.
+        whole: of a split model.
+        rank: this process among those that share it.
+    """
 
     def __init__(
-        self, model: nn.Module, kind: str, first: int, my_slices: range, slices: int
+        self,
+        model: nn.Module,
+        kind: str,
+        first: int,
+        my_slices: range,
+        declared: bool,
+        whole: Whole | None = None,
+        rank: int = 0,
     ) -> None:
         if kind not in _KINDS:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
         self._kind = kind
-        self._first = first  # index of the first buffer among the store's tensors
         self._slices = my_slices
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
-        # One slice agrees with itself.
-        for prefix, module in model.named_modules() if slices > 1 else ():
+        for prefix, module in model.named_modules() if declared else ():
             for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if whole is not None and full not in whole.buffers:
+                    continue  # a constant of the trace
                 if buffer is not None and id(buffer) not in seen and buffer.numel():
                     seen.add(id(buffer))
-                    self._owners.append((module, name, f"{prefix}.{name}" if prefix else name))
+                    self._owners.append((module, name, full))
                     if 0 in buffer.stride():  # expanded: cannot be written to
                         module._buffers[name] = buffer.contiguous()
+        self._likes = {owner[2]: owner[0]._buffers[owner[1]] for owner in self._owners}
+        if whole is not None and declared:
+            self._likes = {name: b for name, b in whole.buffers.items() if b.numel()}
+        self.indices = {name: first + i for i, name in enumerate(self._likes)}
+        self._sends = {
+            name: whole is None or whole.speaks_for(rank, name) for _, _, name in self._owners
+        }
         self._shapes: dict[str, torch.Size | None] = {}
         self._before: list[torch.Tensor] = []
         self._own: dict[int, list[torch.Tensor]] = {}
@@ -57,7 +85,8 @@ class Buffers:
         """How they are declared."""
         kind = _KINDS[self._kind]
         specs = []
-        for (_, _, full), tensor in zip(self._owners, self.tensors, strict=True):
+        for full, tensor in self._likes.items():
+            assert tensor is not None
             name, dtype = f"buffer {full}", str(tensor.dtype).removeprefix("torch.")
             shape = tuple(tensor.shape)
             if dtype not in ITEM_BYTES:  # bool or complex, for example: travels as bytes
@@ -65,10 +94,21 @@ class Buffers:
             specs.append(TensorSpec(name, dtype, shape, kind))
         return specs
 
-    @staticmethod
-    def bytes_of(tensor: torch.Tensor) -> Bytes:
-        """The elements in the order of the indices, whatever their order in memory."""
-        return flat_bytes(tensor.detach().contiguous())
+    @property
+    def mine(self) -> list[int]:
+        """Their indices of which this process says what they are."""
+        return [self.indices[name] for name, sends in self._sends.items() if sends]
+
+    @property
+    def here(self) -> list[int]:
+        """The indices of those that this process has."""
+        return [self.indices[name] for _, _, name in self._owners]
+
+    def values(self) -> Iterator[tuple[int, Bytes]]:
+        """Of `mine`, in the order of the indices of their elements, whatever it is in memory."""
+        for (_, _, name), tensor in zip(self._owners, self.tensors, strict=True):
+            if self._sends[name]:
+                yield self.indices[name], flat_bytes(tensor.detach().contiguous())
 
     def push(self, store: Store, slice_index: int) -> None:
         """After a slice's forward and backward."""
@@ -76,18 +116,17 @@ class Buffers:
             return
         if self._kind == "broadcast" and slice_index != 0:
             return
-        for i, tensor in enumerate(self.tensors):
+        for index, data in self.values():
             # Copied: the next forward may change it while it is still on its way.
-            store.push(slice_index, self._first + i, self.bytes_of(tensor).copy())
+            store.push(slice_index, index, data.copy())
 
     def take(self, store: Store, published: bool = False) -> None:
         """The version's buffers become the model's."""
         if not self._owners or (self._kind == "local" and not published):
             return
         with torch.no_grad():
-            for i, tensor in enumerate(self.tensors):
-                place = store.layout.places[self._first + i]
-                memory = store.view[place.start : place.end]
+            for index, tensor in zip(self.here, self.tensors, strict=True):
+                memory = store.value(index)
                 tensor.copy_(torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape))
 
     def remember(self) -> None:

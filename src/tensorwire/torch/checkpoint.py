@@ -37,11 +37,18 @@ def save(path: str | os.PathLike[str], kept: Mapping[str, Any], done: int, seed:
 
 
 def load(
-    path: str | os.PathLike[str], kept: Mapping[str, Any], optimizers: list[Any], seed: int
+    path: str | os.PathLike[str],
+    kept: Mapping[str, Any],
+    optimizers: list[Any],
+    seed: int,
+    mapped: bool = False,
 ) -> int:
-    """See `Job.load`; returns the number of epochs that are done."""
+    """See `Job.load`; returns the number of epochs that are done.
+
+    With `mapped` only what is used of the file is read.
+    """
     try:
-        content = torch.load(path, weights_only=True)
+        content = torch.load(path, weights_only=True, mmap=mapped or None)
         head = content["tensorwire"]
         done, made_with = int(head["epochs"]), int(head["seed"])
         if head["format"] != _FORMAT:
@@ -61,7 +68,7 @@ def load(
             f"{os.fspath(path)} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same"
         )
     for name, thing in kept.items():
-        if isinstance(thing, torch.nn.Module) and _is_distributed(thing, optimizers):
+        if any(_is_model_of(thing, opt) for opt in optimizers):
             from .optimizer import edit
 
             with edit(thing):
@@ -71,9 +78,9 @@ def load(
     return done
 
 
-def _is_distributed(model: torch.nn.Module, optimizers: list[Any]) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(p) in own for opt in optimizers for p in opt._tensorwire.parameters)
+def _is_model_of(thing: Any, optimizer: Any) -> bool:
+    is_model = isinstance(thing, torch.nn.Module) or hasattr(thing, "whole")
+    return is_model and optimizer._tensorwire.shares(thing)
 
 
 def _copied(value: Any) -> Any:

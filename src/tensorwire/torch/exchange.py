@@ -32,6 +32,7 @@ from tensorwire.parameters import (
     Bytes,
     Commit,
     LocalStore,
+    Part,
     Result,
     Spec,
     Store,
@@ -45,6 +46,7 @@ from .placing import NO_PLACE, Placed, Placing, try_placing
 from .samples import SampleCount
 from .views import flat_bytes, memory_format_of, tensor_at
 from .watch import Watch
+from .whole import Whole
 
 if TYPE_CHECKING:
     from .job import Job
@@ -61,13 +63,16 @@ class Exchange:
         max_norm: float | None,
         buffers: str,
         placement: str,
+        whole: Whole | None = None,
     ) -> None:
         self.job = job
         self._placement = placement
         self.optimizer = optimizer
         self.model = model
+        self._whole = whole
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
+        self.closed = False
         self.last_norm = math.nan
         self.steps = 0  # versions that step() has made
         self._spent = job.statistics
@@ -86,47 +91,43 @@ class Exchange:
 
     def _open(self) -> None:
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
-        self.parameters: list[nn.Parameter] = []
-        tensors: list[TensorSpec] = []
-        seen: set[int] = set()
-        cores = [optimizer._tensorwire for optimizer in self.job.optimizers]
-        others = [core for core in cores if core is not self]
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(parameter.shape)} in group {index} of the "
-                        "optimizer is not the model's; give the model that has all of them"
-                    )
-                for other in others:
-                    other.release(parameter)
-                kind = "trained" if parameter.requires_grad else "constant"
-                tensors.append(self._declare(parameter, kind, index))
-                self.parameters.append(parameter)
-                seen.add(id(parameter))
-        planned = list(self.parameters)
-        for parameter in self.model.parameters():
-            if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
-                tensors.append(self._declare(parameter, "constant", 0))
-                self.parameters.append(parameter)
-        self.trained = [i for i, tensor in enumerate(tensors) if tensor.kind == "trained"]
-        if not self.trained:
+        self.parameters: list[torch.Tensor] = []
+        part = None
+        if self._whole is None:
+            tensors, planned = self._declare_all()
+            here = list(range(len(tensors)))
+        else:
+            tensors, planned = self._declare_whole(self._whole)
+            here = [i for i, p in enumerate(self.parameters) if id(p) in names]
+        if not any(tensor.kind == "trained" for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
+        self.trained = [i for i in here if tensors[i].kind == "trained"]
         self.buffers = Buffers(
-            self.model, self._buffers_kind, len(tensors), self.job.my_slices, self.job.slices
+            self.model,
+            self._buffers_kind,
+            len(tensors),
+            self.job.my_slices,
+            # One slice agrees with itself, and nobody has only a part of it.
+            self.job.slices > 1 or self.job.pipeline > 1,
+            self._whole,
+            self.job.stage,
         )
+        self._sends = [i for i in here if self._speaks_for(i)]
         tensors += self.buffers.specs()
+        if self._whole is not None:
+            part = Part([*here, *self.buffers.here], [*self._sends, *self.buffers.mine])
         self._apply = TorchApply(path_of(self.optimizer))
         groups = len(self.optimizer.param_groups)
         path, hyper = path_of(self.optimizer), self._apply.hyper
-        spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors))
+        pipeline = self.job.pipeline
+        spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors), pipeline)
         spec.check()
-        self.store: Store = self.job.open_store(spec, self._apply)
+        self.store: Store = self.job.open_store(spec, self._apply, part)
         self._version = 1
         self._local_slots = self._find_local_slots()
         self._placing = self._find_places()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self._held = dict(enumerate(self.parameters))
+        self._held = {i: self.parameters[i] for i in here}
         self._watch = Watch(self.model, names, planned, self._held)
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
@@ -134,11 +135,90 @@ class Exchange:
         self._scaled = 1.0
         self._reduced = False
         self._next_max_norm = math.inf
-        self._all_present = self._present = bytes([PUSHED]) * len(tensors)
-        self._all_produced = bytes([PRODUCED]) * len(tensors)
-        for i in self.trained:
+        sent = np.zeros(len(tensors), np.uint8)
+        sent[[*self._sends, *self.buffers.mine] if part else slice(None)] = 1
+        self._all_present = self._present = (sent * PUSHED).tobytes()
+        self._all_produced = (sent * PRODUCED).tobytes()
+        # What backward makes here and this process speaks for.
+        self._left = [i for i in self.trained if sent[i]]
+        for i in self._left:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
+
+    def _declare_all(self) -> tuple[list[TensorSpec], list[nn.Parameter]]:
+        """Every parameter of the model, those of the optimizer first."""
+        names = self._names
+        tensors: list[TensorSpec] = []
+        seen: set[int] = set()
+        cores = [optimizer._tensorwire for optimizer in self.job.optimizers]
+        others = [core for core in cores if core is not self]
+        planned: list[nn.Parameter] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                self._check_known(parameter, index)
+                for other in others:
+                    other.release(parameter)
+                kind = "trained" if parameter.requires_grad else "constant"
+                tensors.append(self._declare(names[id(parameter)], parameter, kind, index))
+                self.parameters.append(parameter)
+                planned.append(parameter)
+                seen.add(id(parameter))
+        for parameter in self.model.parameters():
+            if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
+                tensors.append(self._declare(names[id(parameter)], parameter, "constant", 0))
+                self.parameters.append(parameter)
+        return tensors, planned
+
+    def _declare_whole(self, whole: Whole) -> tuple[list[TensorSpec], list[nn.Parameter]]:
+        """Every parameter of a model that a pipeline shares, in the model's order.
+
+        Those of other processes are on meta here. In which group they are, and whether they are
+        trained, the process says that speaks for them.
+        """
+        given = {
+            id(parameter): 1 + 2 * index + parameter.requires_grad
+            for index, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                self._check_known(parameter, index)
+        own, stage = dict(self.model.named_parameters()), self.job.stage
+        codes = [
+            float(given.get(id(own[name]), 0)) if name in own else 0 for name in whole.parameters
+        ]
+        speaks = [self.job.replica == 0 and whole.speaks_for(stage, n) for n in whole.parameters]
+        agreed = self.job.sum([code * speaks[i] for i, code in enumerate(codes)])
+        tensors = []
+        self._grouped: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+        for i, (name, like) in enumerate(whole.parameters.items()):
+            code = int(agreed[i])
+            # 0: in no group; else 1 + 2 x group, one more if it is trained.
+            group, trained = (code - 1) // 2 if code else 0, code > 0 and code % 2 == 0
+            if (name in own and code != codes[i]) or group >= len(self._grouped):
+                raise ValueError(
+                    f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
+                    "another process of the pipeline: all name the same groups, empty ones too"
+                )
+            if code:
+                self._grouped[group].append(i)
+            tensors.append(self._declare(name, like, "trained" if trained else "constant", group))
+            self.parameters.append(own.get(name, like))
+            if name in own:
+                self._check_device(name, own[name])
+        return tensors, [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _check_known(self, parameter: torch.Tensor, group: int) -> None:
+        if id(parameter) not in self._names:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} in group {group} of the optimizer "
+                "is not the model's; give the model that has all of them"
+            )
+
+    def _speaks_for(self, index: int) -> bool:
+        """Of the workers of a replica, this one says what becomes of a tensor that it has."""
+        name = self._names[id(self.parameters[index])]
+        return self._whole is None or self._whole.speaks_for(self.job.stage, name)
 
     def _find_local_slots(self) -> list[list[torch.Tensor]]:
         """Alone: every parameter's gradient in every slot; else nothing."""
@@ -167,17 +247,20 @@ class Exchange:
             else:
                 wanted[i], self._shared[i] = place
         if not any(isinstance(each, np.ndarray) for each in wanted):
-            return next(str(wanted[i]) for i in self.trained)
+            return next((str(wanted[i]) for i in self.trained), NO_PLACE)
         return try_placing(self.parameters, wanted)
 
-    def _declare(self, parameter: nn.Parameter, kind: str, group: int) -> TensorSpec:
-        name = self._names[id(parameter)]
-        dtype = str(parameter.dtype).removeprefix("torch.")
+    def _check_device(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.device.type != "cpu":
             raise UnavailableError(
                 f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
                 "distributed so far"
             )
+
+    def _declare(self, name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if self._whole is None:
+            self._check_device(name, parameter)
         if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
             raise ValueError(
                 f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
@@ -192,6 +275,18 @@ class Exchange:
         """It lies in this store."""
         index = self._index.get(id(parameter))
         return index is not None and index in self._held
+
+    @property
+    def is_shared(self) -> bool:
+        """The model is split: its parameters are those of several processes, or could be."""
+        return self._whole is not None
+
+    def shares(self, model: Any) -> bool:
+        """It is the model of this optimizer, or has parameters of it."""
+        if self._whole is not None and getattr(model, "whole", None) is self._whole:
+            return True
+        own = {id(parameter) for parameter in model.parameters()}
+        return any(id(self.parameters[i]) in own for i in self._held)
 
     def release(self, parameter: nn.Parameter) -> None:
         """Another optimizer of the same model takes a parameter that does not change here."""
@@ -236,11 +331,10 @@ class Exchange:
     # ---- versions
 
     def _publish(self) -> None:
-        """Worker 0's parameters and buffers become everybody's."""
-        if self.job.rank == 0:
-            kept = [flat_bytes(parameter.detach()) for parameter in self.parameters]
-            kept += [self.buffers.bytes_of(tensor) for tensor in self.buffers.tensors]
-            for index, data in enumerate(kept):
+        """Replica 0's parameters and buffers become everybody's."""
+        if self.job.replica == 0:
+            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends]
+            for index, data in (*kept, *self.buffers.values()):
                 if data.nbytes:
                     self.store.push(self.job.my_slices[0], index, data)
         self._commit_all(PUBLISH)
@@ -248,10 +342,8 @@ class Exchange:
 
     def _adopt(self) -> None:
         """Lets the parameters be the store's memory."""
-        places = self.store.layout.places
         for index, parameter in self._held.items():
-            place = places[index]
-            parameter.data = tensor_at(self.store.view[place.start : place.end], parameter)
+            parameter.data = tensor_at(self.store.value(index), parameter)
         self.buffers.take(self.store, published=True)
         self.buffers.remember()
         self._watch.remember()
@@ -283,8 +375,22 @@ class Exchange:
 
     # ---- gradients
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    @contextlib.contextmanager
+    def splitting(self) -> Iterator[None]:
+        """A split model goes through its micro-batches: gradients add up, and leave at `step`."""
+        self.batch_comes()
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    def batch_comes(self) -> None:
+        """The loader's present batch counts in the next step."""
         self._samples.gradient_comes()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self.batch_comes()
         index, gradient = self._index[id(parameter)], parameter.grad
         assert gradient is not None
         placing = self._placing
@@ -361,7 +467,7 @@ class Exchange:
 
     def _check_gradients(self) -> None:
         """What left is what `.grad` holds; what did not leave yet leaves now."""
-        for i in self.trained:
+        for i in self._left:
             gradient, pushed = self.parameters[i].grad, self._pushed.get(i)
             if gradient is None:
                 self._pushed.pop(i, None)
@@ -398,14 +504,14 @@ class Exchange:
             torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
 
     def _present_now(self) -> None:
-        whole = len(self._pushed) == len(self.trained)
+        whole = len(self._pushed) == len(self._left)
         if whole and not self._produced:
             self._present = self._all_present
-        elif whole and len(self._produced) == len(self.trained):
+        elif whole and len(self._produced) == len(self._left):
             self._present = self._all_produced
         else:
             present = bytearray(self._all_present)
-            for i in self.trained:
+            for i in self._left:
                 how = PRODUCED if i in self._produced else PUSHED
                 present[i] = how if i in self._pushed else ABSENT
             self._present = bytes(present)
@@ -488,9 +594,11 @@ class Exchange:
             for i in self._pushed:
                 self._check_unchanged(i, self.parameters[i].grad)
             return
-        if self.job.rank != 0:
+        if self.job.replica != 0:
             return
         for i, (gradient, version) in self._synchronized.items():
+            if i not in self._left:
+                continue
             now = self.parameters[i].grad
             if now is None:
                 raise RuntimeError(f"the gradient of {self._name(i)} is gone since synchronize()")
@@ -543,17 +651,19 @@ class Exchange:
         self.reduce(scale)
         for i in self._pushed:
             self._check_unchanged(i, self.parameters[i].grad)
-        data = np.empty(self.store.layout.size_bytes, np.uint8)
+        data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._synchronized = {}
-        have = self.job.sum([float(self._present[i]) for i in self.trained])
-        for i, workers in zip(self.trained, have, strict=True):
-            if not workers:
+        everywhere = self.store.layout.trained
+        have = self.job.sum([float(self._present[i]) for i in everywhere])
+        somewhere = {i for i, workers in zip(everywhere, have, strict=True) if workers}
+        for i in self.trained:
+            if i not in somewhere:
                 continue  # no worker has a gradient for it
-            parameter, place = self.parameters[i], self.store.layout.places[i]
+            parameter = self.parameters[i]
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            average = tensor_at(data[place.start : place.end], parameter)
+            average = tensor_at(data[self.store.own.place(i)], parameter)
             parameter.grad.copy_(average)
             self._synchronized[i] = (parameter.grad, parameter.grad._version)
         self._forget_pushed()
@@ -583,7 +693,17 @@ class Exchange:
         if self._watch.frozen_or_not() is None:
             self._publish()
         else:
+            if self._whole is not None:
+                self._restore(before)
+            self.check_movable("freezing inside edit()")
             self._move(self.optimizer.state_dict())
+
+    def check_movable(self, what: str) -> None:
+        """Raises RuntimeError for a split model: its processes would have to agree anew."""
+        if self._whole is not None:
+            raise RuntimeError(
+                f"{what} is not there for a split model; close the optimizer and make another"
+            )
 
     def _restore(self, before: list[tuple[Any, ...]]) -> None:
         """The store's values again, in the format that they have there."""
@@ -593,8 +713,8 @@ class Exchange:
         self._adopt()
 
     def _check_format(self, before: list[tuple[Any, ...]]) -> None:
-        for i, parameter in enumerate(self.parameters):
-            if i in self._held and _format_of(parameter) != before[i]:
+        for i, parameter in self._held.items():
+            if _format_of(parameter) != before[i]:
                 self._restore(before)
                 raise RuntimeError(
                     f"dtype, shape or memory format of parameter {self._name(i)} was changed in "
@@ -604,12 +724,73 @@ class Exchange:
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
         optimizer = self.optimizer
-        entries = state.read(self.store, self._apply, self._trained_parameters())
+        found = state.read(self.store, self._apply, self._trained_parameters())
+        if self._whole is not None:
+            return self._whole_state_dict(plain(), found)
+        entries = {self.parameters[i]: entry for i, entry in found.items()}
         optimizer.state = defaultdict(dict, {**entries, **self._frozen_state})
         try:
             return plain()
         finally:
             optimizer.state = defaultdict(dict)
+
+    def _whole_state_dict(self, own: dict[str, Any], found: dict[int, Any]) -> dict[str, Any]:
+        """As that of a plain optimizer of the whole model's parameters, in the model's order."""
+        numbers = {i: n for n, i in enumerate(i for group in self._grouped for i in group)}
+        groups = [
+            {**group, "params": [numbers[i] for i in members]}
+            for group, members in zip(own["param_groups"], self._grouped, strict=True)
+        ]
+        return {**own, "state": {numbers[i]: e for i, e in found.items()}, "param_groups": groups}
+
+    def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the optimizer of this process can load: without state if the model is split.
+
+        Raises:
+            ValueError: it is not of all parameters.
+        """
+        if self._whole is None:
+            return given
+        own = torch.optim.Optimizer.state_dict(self.optimizer)
+        groups = given["param_groups"]
+        if [len(group["params"]) for group in groups] != list(map(len, self._grouped)):
+            raise ValueError(
+                "the state is of other groups of parameters than the whole model's: "
+                f"{[len(group['params']) for group in groups]} and {list(map(len, self._grouped))}"
+            )
+        kept = [
+            {**group, "params": mine["params"]}
+            for group, mine in zip(groups, own["param_groups"], strict=True)
+        ]
+        return {**given, "state": {}, "param_groups": kept}
+
+    def load_whole_state(self, given: dict[str, Any]) -> None:
+        """A split model's state becomes everybody's, from worker 0."""
+        trained = self._trained_parameters()
+        order = [i for group in self._grouped for i in group]
+        entries = {order[n]: e for n, e in given["state"].items() if order[n] in trained}
+        if self.job.rank == 0:
+            state.write(self.store, self._apply, trained, entries)
+        self.job.barrier()
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """The `state_dict()` of the whole model, one version of it; no other worker takes part."""
+        assert self._whole is not None
+        data = np.empty(self.store.layout.size_bytes, np.uint8)
+        self.store.read_values(data)
+        places, found = self.store.layout.places, {}
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        likes = {**self._whole.parameters, **self._whole.buffers}
+        indices = {name: i for i, name in enumerate(self._whole.parameters)} | self.buffers.indices
+        for key, name in self._whole.keys.items():
+            if name not in indices:  # of a buffer without elements, or that only this process has
+                found[key] = own.get(name, torch.empty_like(likes[name], device="cpu")).detach()
+                continue
+            place, like = places[indices[name]], likes[name]
+            if name in self._whole.buffers:  # in the order of its indices
+                like = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            found[key] = tensor_at(data[place.start : place.end], like)
+        return found
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
@@ -618,24 +799,30 @@ class Exchange:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        if self._whole is not None and entries:
+            raise ValueError("of a split model, load the optimizer's state when it is distributed")
         trained = self._trained_parameters()
         ids = {id(parameter) for parameter in trained.values()}
         # Kept for when they are trained again.
         self._frozen_state = {p: entry for p, entry in entries.items() if id(p) not in ids}
         if self.job.rank == 0 and (entries or self.store.counts().any()):
-            state.write(self.store, self._apply, trained, entries)
+            mine = {i: entries[p] for i, p in trained.items() if p in entries}
+            state.write(self.store, self._apply, trained, mine)
         self.job.barrier()
 
-    def _trained_parameters(self) -> dict[int, nn.Parameter]:
-        return {i: self.parameters[i] for i in self.trained}
+    def _trained_parameters(self) -> dict[int, torch.Tensor]:
+        """Those of other processes too."""
+        return {i: self.parameters[i] for i in self.store.layout.trained}
 
     def places(self) -> Iterator[tuple[str, nn.Parameter, int, Placed | None, bool]]:
         """Name, tensor, offset in the store, what the last gradient did, place at a server or not.
 
         By the address at which it arrived; None where there is none.
         """
-        trained = set(self.trained)
+        trained = set(self._left)
         for i, parameter in enumerate(self.parameters):
+            if id(parameter) not in self._names:
+                continue  # another process has it
             placed = None
             if i in trained:
                 placing = self._placing
@@ -650,12 +837,14 @@ class Exchange:
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
+        self.closed = True
         self._let_go(private)
         self.store.close()
 
     def drop(self) -> None:
         """As `close`, together with all workers while the job goes on: the servers free it too."""
         self.between_steps("close()")
+        self.closed = True
         self.withdraw()
         self._let_go(True)
         self.store.release()

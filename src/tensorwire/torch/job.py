@@ -10,7 +10,9 @@ import atexit
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,18 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from tensorwire.errors import TensorwireError
-from tensorwire.membership import MAX_NUMBERS, Collective, Place, WorkerMember
-from tensorwire.parameters import LocalStore, RemoteStore, Result, Spec, Store
+from tensorwire.membership import LOOPBACK, MAX_NUMBERS, SLICES, Collective, Place, WorkerMember
+from tensorwire.memory import Node
+from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
 
 from . import bootstrap, checkpoint
 from .apply import TorchApply
+from .connecting import Machines, connect, machine_name
 from .loader import Loader
 from .progress import ProgressLine
 from .report import Statistics
+
+_ADDRESS_BYTES = 256
 
 _current: Job | None = None
 
@@ -34,7 +40,11 @@ on_step: Callable[[Job], None] | None = None
 
 
 def init(
-    *, slices: int | None = None, seed: int = 0, transports: Sequence[str] | None = None
+    *,
+    slices: int | None = None,
+    seed: int = 0,
+    transports: Sequence[str] | None = None,
+    pipeline: int = 1,
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
@@ -43,10 +53,12 @@ def init(
 
     Args:
         slices: parts of a step, each with its own samples, random numbers and gradients; a
-            multiple of the number of workers, which is the default. The result of a job depends
+            multiple of the number of replicas, which is the default. The result of a job depends
             on it and not on the number of workers.
         seed: of everything random in the job; worker 0's counts.
         transports: "shm", "tcp"; None allows all.
+        pipeline: how many workers share one model that is split (`tw.split`): workers 0 to
+            pipeline - 1 are replica 0, and so on. A worker that is alone has all of it.
 
     Raises:
         RuntimeError: there is a job already; `job.close()` it first.
@@ -59,8 +71,13 @@ def init(
     if transports is not None:
         os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
     place = bootstrap.find_place()
+    if not isinstance(pipeline, int) or pipeline < 1:
+        raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
+    place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
     if slices is not None:
-        place = Place(place.rank, place.workers, place.servers, slices)
+        place = replace(place, slices=slices)
+    elif place.workers > 1 and SLICES not in os.environ:
+        place = replace(place, slices=place.replicas)
     place.check()
     _current = Job(place, seed)
     return _current
@@ -72,9 +89,14 @@ def current_job() -> Job:
     Raises:
         RuntimeError: `tw.init()` was not called.
     """
-    if _current is None or _current.closed:
+    if (job := present_job()) is None:
         raise RuntimeError("call tw.init() first")
-    return _current
+    return job
+
+
+def present_job() -> Job | None:
+    """The job of this process; None if there is none."""
+    return None if _current is None or _current.closed else _current
 
 
 class Job:
@@ -83,8 +105,12 @@ class Job:
     Attributes:
         rank: this worker, 0 to size - 1.
         size: number of workers.
+        pipeline: how many workers share a model that is split; 1: each has all of it.
+        replicas: copies of the model that train together: size / pipeline.
+        replica: the one that this worker is of.
+        stage: which process of its replica this is.
         slices: parts of a step.
-        my_slices: those that this worker computes, in turn.
+        my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         optimizers: the distributed ones.
         epoch: the present one inside `epochs`.
@@ -95,9 +121,12 @@ class Job:
     def __init__(self, place: Place, seed: int) -> None:
         self.rank = place.rank
         self.size = place.workers
+        self.pipeline = place.pipeline
+        self.replicas = place.replicas
+        self.replica = place.rank // place.pipeline
+        self.stage = place.stage
         self.slices = place.slices
-        each = place.slices // place.workers
-        self.my_slices = range(place.rank * each, (place.rank + 1) * each)
+        self.my_slices = place.my_slices
         self.optimizers: list[Any] = []
         self.epoch = 0
         self.batches = 0
@@ -110,6 +139,7 @@ class Job:
         self._first_epoch = 0
         self._done = 0  # epochs that a checkpoint of now has behind it
         self._progress: ProgressLine | None = None
+        self._machines: Machines | None = None
         self._member: WorkerMember | None = None
         self._collective: Collective | None = None
         if place.servers:
@@ -128,16 +158,23 @@ class Job:
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
-        return f"<Job worker {self.rank} of {self.size}, {self.slices} slices>"
+        replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
+        return f"<Job worker {self.rank} of {self.size}, {self.slices} slices{replicas}>"
 
     # ---- stores and optimizers
 
-    def open_store(self, spec: Spec, apply: TorchApply) -> Store:
-        """A store for an optimizer; all workers open the same ones in the same order."""
+    def open_store(self, spec: Spec, apply: TorchApply, part: Part | None = None) -> Store:
+        """A store for an optimizer; all workers open the same ones in the same order.
+
+        Args:
+            spec: of all tensors.
+            apply: its arithmetic.
+            part: which of them this worker has; None: all.
+        """
         number, self._stores = self._stores, self._stores + 1
         if self._member is None:
             return LocalStore(spec, apply)
-        return RemoteStore(self._member, number, spec)
+        return RemoteStore(self._member, number, spec, part)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Called by DistributedOptimizer."""
@@ -157,6 +194,60 @@ class Job:
 
     # ---- together
 
+    def machines(self) -> Machines:
+        """The processes that share a model with this one, connected.
+
+        All workers call it; the first call connects.
+
+        Raises:
+            ValueError: each worker has all of the model, and there are several.
+            UnavailableError: a process cannot be reached.
+        """
+        if self._machines is None:
+            self._machines = self._connect()
+        return self._machines
+
+    def _connect(self) -> Machines:
+        if self.pipeline == 1 and self.size > 1:
+            raise ValueError(
+                f"this job has {self.size} workers and no pipelines, so that each would have the "
+                "whole model; say how many share one: tw.init(pipeline=…)"
+            )
+        if self._member is None or self.pipeline == 1:
+            return Machines()
+        server = self._member.place.servers[0]
+        host = "127.0.0.1"
+        if not server.startswith(LOOPBACK):
+            host = bootstrap.address_towards(server.rpartition(":")[0].strip("[]"))
+        node = Node(machine_name(self.stage), listen=f"{host}:0")
+        try:
+            # Every worker's address, four bytes in a number.
+            told = np.zeros((self.size, _ADDRESS_BYTES // 4))
+            text = node.address.encode().ljust(_ADDRESS_BYTES, b"\0")
+            told[self.rank] = np.frombuffer(text, "<u4")
+            told = np.array(self.sum(told.reshape(-1).tolist())).reshape(told.shape)
+            first = self.replica * self.pipeline
+            mine = told[first : first + self.pipeline].astype("<u4")
+            addresses = {i: row.tobytes().rstrip(b"\0").decode() for i, row in enumerate(mine)}
+            return connect(node, self.stage, addresses)
+        except BaseException:
+            node.close()
+            raise
+
+    def explain_loss(self, error: TensorwireError, within_s: float = 0.0) -> Exception:
+        """Whom the job has lost, if a server says it; else the error itself.
+
+        Another process's end is often seen before the servers have told whose it was.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            for optimizer in self.optimizers:
+                if reason := optimizer._tensorwire.store.reason():
+                    return RuntimeError(reason)
+            if time.monotonic() >= deadline:
+                return error
+            time.sleep(0.01)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all workers, of any number of numbers; all give equally many."""
         if self._collective is None:
@@ -168,17 +259,17 @@ class Job:
                 result += self._collective.sum(part).tolist()
             return result
         except TensorwireError as error:
-            for optimizer in self.optimizers:
-                reason = optimizer._tensorwire.store.reason()
-                if reason:
-                    raise RuntimeError(reason) from error
-            raise
+            explained = self.explain_loss(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
         """The mean over all workers; all call it at the same place of the program.
 
         Args:
-            value: a number, a tensor, or a dict of such.
+            value: a number, a tensor, or a dict of such. None: this worker has no number and does
+                not count, as where `split.step` has no loss.
             weight: of this worker, for example its number of samples.
 
         Returns:
@@ -186,6 +277,8 @@ class Job:
         """
         if not (weight >= 0 and math.isfinite(weight)):
             raise ValueError(f"a weight is a number from 0 up, not {weight!r}")
+        if value is None:
+            value, weight = 0.0, 0.0
         items = value if isinstance(value, Mapping) else {"": value}
         tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
         flat = [float(weight)]
@@ -217,7 +310,7 @@ class Job:
         accumulate: int = 1,
         **options: Any,
     ) -> Loader:
-        """A DataLoader over this worker's slices of every step.
+        """A DataLoader over this worker's slices of every step; the same for all of a replica.
 
         A step has `batch_size` samples per slice, as one process of DistributedDataParallel has.
         The last step shares what is left equally; weights make its gradient the mean over samples.
@@ -235,11 +328,11 @@ class Job:
         return Loader(self, dataset, batch_size, shuffle, drop_last, accumulate, options)
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This worker's part of a dataset, for evaluation: every `size`-th sample.
+        """This worker's part of a dataset, for evaluation: every `replicas`-th sample.
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
-        return Subset(dataset, range(self.rank, len(dataset), self.size))
+        return Subset(dataset, range(self.replica, len(dataset), self.replicas))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
@@ -288,8 +381,8 @@ class Job:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one version of everything kept to a file, for `torch.load`.
 
-        One worker calls it, between steps; no other takes part. The file appears complete or not at
-        all.
+        Of a model that is split all of it, as if it were not. One worker calls it, between steps;
+        no other takes part. The file appears complete or not at all.
 
         Raises:
             RuntimeError: nothing was kept.
@@ -304,7 +397,8 @@ class Job:
             ValueError: it is no checkpoint of these objects, or of a job with another seed.
             OSError: it cannot be read.
         """
-        self._done = checkpoint.load(path, self._kept, self.optimizers, self.seed)
+        several = self.pipeline > 1
+        self._done = checkpoint.load(path, self._kept, self.optimizers, self.seed, several)
         self._first_epoch = self.epoch = self._done
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -330,6 +424,8 @@ class Job:
             for optimizer in self.optimizers:
                 optimizer._tensorwire.close(private)
         finally:
+            if self._machines is not None:
+                self._machines.close()
             if self._member is not None:
                 self._member.close(goodbye)
             bootstrap.wait_for_servers(goodbye)

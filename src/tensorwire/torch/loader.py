@@ -154,7 +154,8 @@ class Loader:
         for step, index in self._mine():
             start, stop = self._steps[step][index]
             batches.append(_Batch(order[start:stop], seed_of(job.seed, epoch, step, index, 0)))
-            seeds.append(seed_of(job.seed, epoch, step, index, 1))
+            # Each process of a pipeline draws other numbers.
+            seeds.append(seed_of(job.seed, epoch, step, index, 1 + job.stage))
         self._batches.now = batches
         if torch.is_grad_enabled():
             job.expect_steps(len(self._steps) // self._accumulate)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from .apply import path_of
 from .exchange import Exchange
-from .job import current_job
+from .job import Job, current_job
+from .whole import Whole
+
+if TYPE_CHECKING:
+    from .splitting import Split
 
 MODES = ("sync",)
 PLACEMENTS = ("plan", "copy")
@@ -24,7 +28,7 @@ PLACEMENTS = ("plan", "copy")
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
+    model: nn.Module | Split,
     *,
     mode: str = "sync",
     max_norm: float | None = None,
@@ -40,7 +44,8 @@ def DistributedOptimizer(
     Args:
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
             schedulers, hooks and `isinstance` go on working.
-        model: has all parameters of the optimizer; dense, on the CPU, floating.
+        model: has all parameters of the optimizer; dense, on the CPU, floating. A `Split` where
+            processes share a model, with an optimizer of `split.parameters()`.
         mode: "sync": a version is made of the gradients of all slices.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
@@ -73,13 +78,40 @@ def DistributedOptimizer(
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    core = Exchange(job, optimizer, model, max_norm, buffers, placement)
+    whole = getattr(model, "whole", None)
+    if isinstance(whole, Whole):
+        core = _exchange_of_split(job, optimizer, model, max_norm, buffers, placement)
+    else:
+        if job.pipeline > 1:
+            raise ValueError(
+                f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
+                "made of it"
+            )
+        core = Exchange(job, optimizer, model, max_norm, buffers, placement)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
     optimizer.__dict__.pop("step", None)
     job.add_optimizer(optimizer)
     return optimizer
+
+
+def _exchange_of_split(
+    job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
+) -> Exchange:
+    machines = split.machines
+    if machines.size != job.pipeline or (job.pipeline > 1 and machines is not job.machines()):
+        raise ValueError(
+            f"the model is split over {machines.size} processes that are no pipeline of this job: "
+            "call tw.init(pipeline=…), then tw.split() without machines="
+        )
+    if any(other._tensorwire.shares(split) for other in job.optimizers):
+        raise ValueError("a split model has one distributed optimizer; close() the other first")
+    if buffers == "local" and job.pipeline > 1:
+        raise ValueError("a split model's buffers are 'broadcast' or 'average'")
+    core = Exchange(job, optimizer, split.module, max_norm, buffers, placement, split.whole)
+    split.trained_by(core)
+    return core
 
 
 class DistributedMixin:
@@ -140,6 +172,7 @@ class DistributedMixin:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
         core.between_steps("add_param_group()")
+        core.check_movable("add_param_group()")
         state = self.state_dict()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
@@ -156,8 +189,10 @@ class DistributedMixin:
         core = self._tensorwire
         core.between_steps("load_state_dict()")
         core.withdraw()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        if core.keeps_other_state():
+        super().load_state_dict(core.own_state_dict(state_dict))  # type: ignore[misc]
+        if core.is_shared:
+            core.load_whole_state(state_dict)
+        elif core.keeps_other_state():
             core.replan(state_dict)
         else:
             core.load_state()
@@ -209,7 +244,7 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def edit(model: nn.Module) -> Iterator[None]:
+def edit(model: nn.Module | Split) -> Iterator[None]:
     """Parameters and buffers of `model` may be changed inside, by all workers; worker 0's win.
 
         with tw.edit(model), torch.no_grad():
@@ -218,12 +253,8 @@ def edit(model: nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: no distributed optimizer has parameters of `model`.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    cores = [
-        core
-        for core in (opt._tensorwire for opt in current_job().optimizers)
-        if own & {id(parameter) for parameter in core.parameters}
-    ]
+    cores = [opt._tensorwire for opt in current_job().optimizers]
+    cores = [core for core in cores if core.shares(model)]
     if not cores:
         raise RuntimeError("no DistributedOptimizer has parameters of this model; edit it freely")
     with contextlib.ExitStack() as stack:
@@ -254,13 +285,16 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 def _core_of(what: Any) -> Exchange:
     if isinstance(what, DistributedMixin):
         return what._tensorwire
+    cores: list[Exchange] = [optimizer._tensorwire for optimizer in current_job().optimizers]
+    for core in cores:
+        if hasattr(what, "whole") and core.shares(what):
+            return core
     if isinstance(what, nn.Module):
         what = what.parameters()
     elif isinstance(what, torch.Tensor):
         what = [what]
     given = {id(p) for p in _each(what) if p.requires_grad}
-    for optimizer in current_job().optimizers:
-        core: Exchange = optimizer._tensorwire
+    for core in cores:
         if given & {id(core.parameters[i]) for i in core.trained}:
             if given != {id(core.parameters[i]) for i in core.trained}:
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from .exchange import Exchange
 from .optimizer import DistributedMixin
 
 
@@ -37,6 +38,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         core = optimizer._tensorwire
         core.check_scalable()
+        self._begin(core)
         self._check_scale_growth_tracker("step")
         core.scaling, core.finite = (1.0 / self.get_scale(), True), True
         try:
@@ -56,10 +58,16 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() comes once, before step(), after the last update().")
+        self._begin(optimizer._tensorwire)
         self._check_scale_growth_tracker("unscale_")
         optimizer._tensorwire.check_scalable()
         optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
+
+    def _begin(self, core: Exchange) -> None:
+        """Of a split model one process alone scales the loss."""
+        if core.is_shared and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def update(self, new_scale: Any = None) -> None:
         """As in torch; once per step also where this worker computes several slices."""

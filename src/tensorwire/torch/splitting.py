@@ -7,7 +7,8 @@ edges of a graph (tensorwire.edges); so are the gradients of weights that severa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,15 +17,23 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
 from tensorwire.edges import Arrival, Edges, Rows
+from tensorwire.errors import PeerLostError
 from tensorwire.placement import Graph, Operator, Plan, Tensor, plan
 
 from .capture import Capture, capture
 from .connecting import Machines
 from .connecting import machines as find_machines
+from .job import present_job
 from .schedules import Action, flights, order
 from .stage import Stage
+from .whole import Whole
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
 
 Weights = Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
+
+_EXPLAIN_S = 2.0  # for the servers to tell whose end it was
 
 # Elements that numpy does not know move as their bits.
 _BITS = {
@@ -50,7 +59,8 @@ def split(
     """Splits a model into stages and keeps those of this process.
 
     All processes call it with the same arguments, in the same order if there are several models.
-    The model is traced once by `torch.export`; stage s belongs to process s modulo their number.
+    In a job they are those of its pipelines: `tw.init(pipeline=…)`. The model is traced once by
+    `torch.export`; stage s belongs to process s modulo their number.
 
     Args:
         model: on the CPU, or on the meta device, where it takes no memory; its mode (train or eval)
@@ -66,7 +76,8 @@ def split(
             a bound (`Dim("t", max=512)`) where there is one.
         weights: of a model on meta: parameters and buffers by name. Only those of this process are
             asked for.
-        machines: the processes; default those that torchrun started.
+        machines: the processes; by default those of this job's pipeline, or without a job those
+            that torchrun started.
         timeout_s: for a value to come from another process; None waits for ever.
 
     Raises:
@@ -74,15 +85,20 @@ def split(
         UnavailableError: a process cannot be reached.
         TimeoutError, PeerLostError: another process did not come so far.
     """
-    found = machines if machines is not None else find_machines()
+    job = present_job()
+    own = machines is None and job is None
+    if machines is not None:
+        found = machines
+    else:
+        found = find_machines() if job is None else job.machines()
     try:
         taken = capture(model, split_spec, example, dynamic_shapes)
         made = Split(taken, model, found, loss, microbatches, schedule, weights, timeout_s)
     except BaseException:
-        if machines is None:
+        if own:
             found.close()
         raise
-    made._owns_machines = machines is None
+    made._owns_machines = own
     return made
 
 
@@ -94,6 +110,7 @@ class Split:
         stages: indices of the stages here.
         plan: of what moves in each micro-batch.
         machines: the processes.
+        whole: names and formats of all tensors of the model.
     """
 
     def __init__(
@@ -116,13 +133,14 @@ class Split:
         self._failed = False
         self.machines = machines
         self.stages = tuple(range(rank, count, size))
-        used = sorted(set().union(*(taken.parts[s].tensors for s in self.stages)))
-        self.module = _materialised(model, taken, used, weights)
+        self.whole = Whole.of(model, [part.tensors for part in taken.parts], size)
+        self._core: Exchange | None = None
+        self.module = _materialised(model, taken, self.whole.had_by(rank), weights)
         self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
         self._last = count - 1
-        self._tied = _tied(taken, self.module, size)
+        self._tied = _tied(self.whole, self.module)
         self.plan = plan(_graph(taken, size))
-        ties = plan(_ties_graph(taken, model, size))
+        ties = plan(_ties_graph(self.whole))
         number = next(machines._splits)
         self._edges = _Crossings(self, number, flights(schedule, count, microbatches), timeout_s)
         try:
@@ -144,6 +162,38 @@ class Split:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this process, for its optimizer."""
         yield from self.module.parameters()
+
+    def trained_by(self, core: Exchange) -> None:
+        """Called by DistributedOptimizer: gradients of steps are its business from now on."""
+        self._core = core
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As the model's own, of the whole model. No other worker takes part.
+
+        What other processes have is read from the servers: a copy of this moment.
+
+        Raises:
+            RuntimeError: other processes have parts of it, and no DistributedOptimizer trains it.
+        """
+        if self._core is not None and not self._core.closed:
+            return self._core.model_state()
+        if self.machines.size > 1:
+            raise RuntimeError(
+                "other processes have parts of this model, and no DistributedOptimizer trains it; "
+                "split.module.state_dict() is what this one has"
+            )
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {key: own[name].detach() for key, name in self.whole.keys.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this process's part of the whole model's; all processes call it.
+
+        With a DistributedOptimizer inside `tw.edit(split)`.
+
+        Raises:
+            ValueError: it is not this model's.
+        """
+        self.whole.take(self.module, state_dict)
 
     def step(self, *inputs: Any, target: Any = None) -> torch.Tensor | None:
         """Runs forward and backward of all micro-batches; every process calls it.
@@ -184,38 +234,56 @@ class Split:
     ) -> Any:
         if self._failed:
             raise RuntimeError("an earlier step of this Split failed; make a new one")
+        job = present_job()
+        if train and self._core is None and job is not None and job.replicas > 1:
+            raise RuntimeError(
+                f"{job.replicas} replicas would train without each other: make a "
+                "tw.DistributedOptimizer(optimizer, split)"
+            )
         batches = self._cut(inputs) if self.has_first else []
         targets = _chunks(target, self._microbatches, "target") if self.has_last and train else []
-        kept = self._put_aside() if train else {}
-        losses: dict[int, torch.Tensor] = {}
-        outputs: list[Any] = []
         try:
-            for backward, stage, at in actions:
-                if backward:
-                    self._backward(stage, at, losses.get(at) if stage == self._last else None)
-                    continue
-                results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
-                if stage != self._last:
-                    continue
-                output = pytree.tree_unflatten(results, self._taken.output_spec)
+            with self._core.splitting() if self._core and train else nullcontext():
+                kept = self._put_aside() if train else {}
+                losses, outputs = self._go(actions, batches, targets, train)
                 if train:
-                    assert self._loss is not None
-                    losses[at] = self._loss(output, targets[at]) / self._microbatches
+                    self._sum_ties(kept)
                 else:
-                    outputs.append(self._edges.kept(output))
-                    self._edges.release(stage, at)
-            if train:
-                self._sum_ties(kept)
-            else:
-                self._edges.settle()
-        except BaseException:
+                    self._edges.settle()
+        except BaseException as error:
             self._failed = True
             for each in self._stages.values():
                 each.forget()
+            if isinstance(error, PeerLostError) and job is not None:
+                explained = job.explain_loss(error, _EXPLAIN_S)
+                if explained is not error:
+                    raise explained from error
             raise
         if not self.has_last:
             return None
         return sum(loss.detach() for loss in losses.values()) if train else outputs
+
+    def _go(
+        self, actions: Sequence[Action], batches: Sequence[Any], targets: Sequence[Any], train: bool
+    ) -> tuple[dict[int, torch.Tensor], list[Any]]:
+        """Losses and outputs of the micro-batches, where the last stage is."""
+        losses: dict[int, torch.Tensor] = {}
+        outputs: list[Any] = []
+        for backward, stage, at in actions:
+            if backward:
+                self._backward(stage, at, losses.get(at) if stage == self._last else None)
+                continue
+            results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
+            if stage != self._last:
+                continue
+            output = pytree.tree_unflatten(results, self._taken.output_spec)
+            if train:
+                assert self._loss is not None
+                losses[at] = self._loss(output, targets[at]) / self._microbatches
+            else:
+                outputs.append(self._edges.kept(output))
+                self._edges.release(stage, at)
+        return losses, outputs
 
     def _cut(self, inputs: Sequence[Any]) -> list[dict[str, Any]]:
         wanted = self._taken.inputs
@@ -275,18 +343,29 @@ class Split:
                 raise ValueError(f"{name!r} is in several processes; its gradient must be dense")
             mine[name] = gradient.contiguous()
             self._ties.put(f"{rank} {name}", _array(mine[name]))
+        if not self._tied:
+            return
         for name, ranks in self._tied.items():
-            total: torch.Tensor | None = None
-            for other in ranks:  # in this order everywhere, so that the bits are the same
-                arrival = None if other == rank else self._ties.get(f"{other} {name}")
-                part = mine[name] if arrival is None else _tensor(arrival.value, mine[name].dtype)
-                total = part.clone() if total is None else total.add_(part)
-                if arrival is not None:
-                    arrival.release()
-            before = kept[name]
-            self.module.get_parameter(name).grad = total if before is None else before.add_(total)
-        if self._tied:
-            self._ties.settle()
+            if ranks[0] != rank:
+                self._sum_tie(name, mine[name], kept[name])
+        # The first process of a tie adds to what it has sent, so the others must be done with it.
+        # They are, without waiting for this one.
+        self._ties.settle()
+        for name, ranks in self._tied.items():
+            if ranks[0] == rank:
+                self._sum_tie(name, mine[name], kept[name])
+
+    def _sum_tie(self, name: str, mine: torch.Tensor, before: torch.Tensor | None) -> None:
+        total: torch.Tensor | None = None
+        for other in self._tied[name]:  # in this order everywhere, so that the bits are the same
+            if other == self.machines.rank:
+                total = mine if total is None else total.add_(mine)
+                continue
+            arrival = self._ties.get(f"{other} {name}")
+            part = _tensor(arrival.value, mine.dtype)
+            total = part.clone() if total is None else total.add_(part)
+            arrival.release()
+        self.module.get_parameter(name).grad = total if before is None else before.add_(total)
 
     def stats(self) -> dict[str, int]:
         """`Edges.stats` of activations and their gradients."""
@@ -452,34 +531,30 @@ def _graph(taken: Capture, size: int) -> Graph:
     return Graph(tuple(tensors), tuple(operators))
 
 
-def _ranks(taken: Capture, size: int) -> dict[str, list[int]]:
-    """Processes that have a tensor of the model, by name."""
-    found: dict[str, set[int]] = {}
-    for stage, part in enumerate(taken.parts):
-        for name in part.tensors:
-            found.setdefault(name, set()).add(stage % size)
-    return {name: sorted(ranks) for name, ranks in sorted(found.items())}
+def _is_tied(whole: Whole, name: str) -> bool:
+    return (
+        len(whole.ranks[name]) > 1
+        and name in whole.parameters
+        and whole.parameters[name].requires_grad
+    )
 
 
-def _is_tied(model: nn.Module, name: str, ranks: Sequence[int]) -> bool:
-    parameters = dict(model.named_parameters())
-    return len(ranks) > 1 and name in parameters and parameters[name].requires_grad
-
-
-def _tied(taken: Capture, own: nn.Module, size: int) -> dict[str, list[int]]:
+def _tied(whole: Whole, own: nn.Module) -> dict[str, list[int]]:
     """Weights of this process that others have too, and who."""
     return {
-        name: ranks for name, ranks in _ranks(taken, size).items() if _is_tied(own, name, ranks)
+        name: whole.ranks[name]
+        for name, _ in sorted(own.named_parameters())
+        if _is_tied(whole, name)
     }
 
 
-def _ties_graph(taken: Capture, model: nn.Module, size: int) -> Graph:
+def _ties_graph(whole: Whole) -> Graph:
     """The end of a step: everybody who has a tied weight sends its gradient to the others."""
     tensors, makes, uses = [], [], []
-    for name, ranks in _ranks(taken, size).items():
-        if not _is_tied(model, name, ranks):
+    for name, ranks in sorted(whole.ranks.items()):
+        if not _is_tied(whole, name):
             continue
-        parameter = model.get_parameter(name)
+        parameter = whole.parameters[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         for rank in ranks:
             part = Tensor(f"{rank} {name}", dtype, tuple(parameter.shape))
@@ -526,7 +601,11 @@ def _materialised(
             holder.register_parameter(last, given)
         elif name in buffers:
             given = buffers[name]
-            holder.register_buffer(last, _value(name, given, weights) if given.is_meta else given)
+            if given.is_meta:
+                given = _value(name, given, weights)
+            elif 0 in given.stride():  # expanded: nobody could write to it
+                given = given.contiguous()
+            holder.register_buffer(last, given)
         elif isinstance(taken.others[name], torch.Tensor):
             holder.register_buffer(last, taken.others[name], persistent=False)
         else:
@@ -549,7 +628,7 @@ def _value(name: str, wanted: torch.Tensor, weights: Weights | None) -> torch.Te
             f"{name!r} is {wanted.dtype} {tuple(wanted.shape)}; weights has {value.dtype} "
             f"{tuple(value.shape)}"
         )
-    return value.detach().clone()
+    return torch.empty_like(wanted, device="cpu").copy_(value.detach())
 
 
 def _chunks(given: Any, count: int, name: str) -> list[Any]:

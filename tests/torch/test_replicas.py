@@ -1,0 +1,721 @@
+"""Replicas of a split model train as one model in one process: values, state, memory, errors."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from crew import Mlp, Transformer
+from team import Team
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+from torch.export import Dim
+from torch.utils.data import TensorDataset
+
+import tensorwire.torch as tw
+
+STEPS = 9  # three epochs of three
+BATCH = 8  # of a replica
+SAMPLES = 3 * 2 * BATCH
+
+POINTS = {
+    "mlp": {"layers.3": SplitPoint.BEGINNING},
+    "transformer": {"blocks.1": SplitPoint.BEGINNING},
+    "four": {f"layers.{at}": SplitPoint.BEGINNING for at in (1, 3, 5)},
+}
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    return Transformer() if kind == "transformer" else Mlp()
+
+
+def samples(kind: str, count: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(11)
+    if kind == "transformer":
+        words = torch.randint(0, 40, (2, count, 9), generator=generator)
+        return TensorDataset(*words)
+    return TensorDataset(*torch.randn(2, count, 12, generator=generator))
+
+
+def loss_of(output: Any, target: Any) -> Any:
+    if target.is_floating_point():
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output, target.reshape(-1))
+
+
+def groups_of(module: nn.Module, several: bool) -> Any:
+    """Biases in a group of their own, which decays otherwise."""
+    if not several:
+        return module.parameters()
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.01},
+    ]
+
+
+def optimizer_of(module: nn.Module, several: bool = False, adam: bool = False) -> Any:
+    groups = groups_of(module, several)
+    if adam:
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def splitted(job: tw.Job, kind: str, microbatches: int = 4, **options: Any) -> tw.Split:
+    """From meta, so that a process has nothing of the rest."""
+    values = make(kind).state_dict()
+    with torch.device("meta"):
+        model = make(kind)
+    asked: list[str] = []
+
+    def weights(name: str) -> torch.Tensor:
+        asked.append(name)
+        return values[name] if job.replica == 0 else torch.zeros_like(values[name])
+
+    x = samples(kind)[0][0]
+    split = tw.split(
+        model,
+        POINTS[kind],
+        example=[torch.stack([x] * (BATCH // microbatches))],
+        loss=loss_of,
+        microbatches=microbatches,
+        weights=weights,
+        timeout_s=20,
+        **options,
+    )
+    mine = {*dict(split.module.named_parameters()), *dict(split.module.named_buffers())}
+    assert {*asked} == mine & {*split.whole.parameters, *split.whole.buffers}
+    return split
+
+
+def step(split: tw.Split, x: Any, y: Any) -> Any:
+    inputs = [x] if split.has_first else []
+    return split.step(*inputs, target=y if split.has_last else None)
+
+
+def train(
+    job: tw.Job,
+    kind: str,
+    several: bool = False,
+    adam: bool = False,
+    schedule: str = "1F1B",
+    max_norm: float | None = None,
+) -> Any:
+    split = splitted(job, kind, schedule=schedule)
+    opt = optimizer_of(split.module, several, adam)
+    opt = tw.DistributedOptimizer(opt, split, max_norm=max_norm)
+    losses = []
+    for _ in job.epochs(3):
+        for x, y in job.loader(samples(kind), batch_size=BATCH):
+            losses.append(job.mean(step(split, x, y)))
+            opt.step()
+            opt.zero_grad()
+    report = job.report()
+    own = {n: p.detach().clone().numpy() for n, p in split.module.named_parameters()}
+    state = split.state_dict()  # any worker reads the whole model
+    result = {
+        "losses": losses,
+        "own": own,
+        "model": {name: value.clone().numpy() for name, value in state.items()},
+        "gradients": {row.name: row.reason for row in tw.explain_optimizer(opt).gradients},
+        "placed": split.stages,
+        "produced": report["bytes_produced_per_step"],
+        "copied": report["bytes_copied_per_step"],
+        "norm": opt.last_norm,
+    }
+    job.barrier()
+    return result
+
+
+def alone(
+    kind: str,
+    several: bool = False,
+    adam: bool = False,
+    max_norm: float | None = None,
+    count: int = SAMPLES,
+    epochs: int = 3,
+) -> Any:
+    """Losses and state of plain torch in this process, on all samples of each step."""
+    model = make(kind)
+    opt = optimizer_of(model, several, adam)
+    losses = []
+    xs, ys = samples(kind, count).tensors
+    for _ in range(epochs):
+        for start in range(0, count, 2 * BATCH):
+            x, y = xs[start : start + 2 * BATCH], ys[start : start + 2 * BATCH]
+            opt.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            opt.step()
+            losses.append(loss.item())
+    return losses, {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def check(results: Any, expected: Any) -> None:
+    losses, state = expected
+    for each in results:
+        np.testing.assert_allclose(each["losses"], losses, rtol=1e-5)
+        assert list(each["model"]) == list(state)
+        for name, value in each["model"].items():
+            np.testing.assert_allclose(value, state[name], rtol=1e-5, atol=2e-6, err_msg=name)
+            assert np.array_equal(value, results[0]["model"][name])
+        for name, value in each["own"].items():
+            assert np.array_equal(value, each["model"][name])
+
+
+def test_equal_to_plain_torch(team: Team, transports: Any) -> None:
+    results = team.run(train, "mlp", workers=4, pipeline=2, transports=transports)
+    check(results, alone("mlp"))
+    assert [each["placed"] for each in results] == [(0,), (1,)] * 2
+    for each in results:
+        assert not any(each["gradients"].values()), each["gradients"]
+        size = sum(value.nbytes for value in each["own"].values())
+        if transports is None:  # all but those of the first step lie where the server reads them
+            assert each["produced"] == size * (STEPS - 1) // STEPS
+            assert each["copied"] == size // STEPS
+        else:  # sent from registered memory
+            assert each["copied"] == 0
+
+
+def test_tied_weights(team: Team, transports: Any) -> None:
+    """Two processes have the embedding; its summed gradient counts once."""
+    args = {"workers": 4, "pipeline": 2, "transports": transports}
+    results = team.run(train, "transformer", False, True, **args)
+    check(results, alone("transformer", adam=True))
+    first, last = results[0], results[1]
+    assert "embedding.weight" in first["own"]
+    assert "embedding.weight" in last["own"]
+    # The first of them speaks for it.
+    assert "embedding.weight" in first["gradients"]
+    assert "embedding.weight" not in last["gradients"]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_clipping(team: Team, transports: Any, kind: str) -> None:
+    """By the norm over all stages, in which a tied weight counts once."""
+    args = (kind, False, False, "1F1B", 0.3)
+    results = team.run(train, *args, workers=4, pipeline=2, transports=transports)
+    check(results, alone(kind, max_norm=0.3))
+    assert len({each["norm"] for each in results}) == 1
+
+
+def test_groups_of_parameters(team: Team) -> None:
+    results = team.run(train, "transformer", True, workers=4, pipeline=2)
+    check(results, alone("transformer", True))
+
+
+def test_several_stages_in_a_process_and_two_servers(team: Team, transports: Any) -> None:
+    args = ("four", False, False, "Interleaved1F1B")
+    options = {"workers": 4, "pipeline": 2, "servers": 2, "transports": transports}
+    results = team.run(train, *args, **options)
+    check(results, alone("mlp"))
+    assert [each["placed"] for each in results] == [(0, 2), (1, 3)] * 2
+
+
+def test_the_bits_depend_on_slices_alone(team: Team) -> None:
+    """One replica that computes two slices in turn, and a process with the whole model."""
+    two = team.run(train, "mlp", workers=4, pipeline=2)
+    one = team.run(train_slices, "mlp", workers=2, pipeline=2, slices=2)
+    whole = team.alone(train_slices, "mlp", slices=2)
+    for each in (*one, whole):
+        for name, value in two[0]["model"].items():
+            assert np.array_equal(value, each[name]), name
+
+
+def train_slices(job: tw.Job, kind: str) -> Any:
+    split = splitted(job, kind)
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    for _ in job.epochs(3):
+        for x, y in job.loader(samples(kind), batch_size=BATCH):
+            step(split, x, y)
+            opt.step()
+            opt.zero_grad()
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return state
+
+
+UNEVEN = 2 * BATCH + 5
+
+
+def train_uneven(job: tw.Job) -> Any:
+    """The last step has two samples in one replica and three in the other."""
+    shapes = ({0: Dim("batch", min=2, max=BATCH)},)
+    split = splitted(job, "mlp", 1, dynamic_shapes=shapes)
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    sizes = []
+    for _ in job.epochs(2):
+        for x, y in job.loader(samples("mlp", UNEVEN), batch_size=BATCH):
+            sizes.append(len(x))
+            step(split, x, y)
+            opt.step()
+            opt.zero_grad()
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return sizes, state
+
+
+def test_the_mean_is_over_samples(team: Team) -> None:
+    results = team.run(train_uneven, workers=4, pipeline=2)
+    assert [sizes for sizes, _ in results] == [[8, 2, 8, 2]] * 2 + [[8, 3, 8, 3]] * 2
+    _, expected = alone("mlp", count=UNEVEN, epochs=2)
+    for _, state in results:
+        for name, value in state.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-6)
+
+
+def train_from(job: tw.Job, kind: str, path: str, load: bool) -> Any:
+    """Four steps; saves after two, or begins with what was saved."""
+    split = splitted(job, kind)
+    opt = tw.DistributedOptimizer(optimizer_of(split.module, True, True), split)
+    job.keep(model=split, optimizer=opt)
+    steps = 4
+    if load:
+        job.load(path)
+        steps = 2
+    loader = job.loader(samples(kind), batch_size=BATCH)
+    batch = next(iter(loader))
+    for number in range(steps):
+        step(split, *batch)
+        opt.step()
+        opt.zero_grad()
+        if number == 1 and not load:
+            if job.rank == 0:
+                job.save(path)
+            job.barrier()
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return state
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_a_checkpoint_of_the_whole_model(
+    team: Team, transports: Any, tmp_path: Path, kind: str
+) -> None:
+    """It goes on here with the same bits, and in plain torch."""
+    path = str(tmp_path / "checkpoint")
+    options = {"workers": 4, "pipeline": 2, "transports": transports}
+    straight = team.run(train_from, kind, path, False, **options)
+    resumed = team.run(train_from, kind, path, True, **options)
+    for name, value in straight[0].items():
+        assert np.array_equal(value, resumed[0][name]), name
+        assert np.array_equal(value, resumed[3][name]), name
+
+    saved = torch.load(path, weights_only=True)
+    model = make(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(saved["model"])
+    opt = optimizer_of(model, True, True)
+    opt.load_state_dict(saved["optimizer"])
+    assert len(opt.state) == len(list(model.parameters()))
+    x, y = (tensor[: 2 * BATCH] for tensor in samples(kind).tensors)
+    for _ in range(2):
+        opt.zero_grad()
+        loss_of(model(x), y).backward()
+        opt.step()
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(value, straight[0][name], rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_plain_checkpoint_is_loaded(team: Team, tmp_path: Path) -> None:
+    """What plain torch has saved goes on in replicas."""
+    path = str(tmp_path / "checkpoint")
+    model = make("mlp")
+    opt = optimizer_of(model, True, True)
+    x, y = (tensor[: 2 * BATCH] for tensor in samples("mlp").tensors)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            opt.zero_grad()
+            loss_of(model(x), y).backward()
+            opt.step()
+
+    two_steps()
+    head = {"format": 1, "epochs": 0, "seed": 0}
+    saved = {"model": model.state_dict(), "optimizer": opt.state_dict(), "tensorwire": head}
+    torch.save(saved, path)
+    two_steps()
+    resumed = team.run(train_from, "mlp", path, True, workers=4, pipeline=2)
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(resumed[0][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+class Normed(nn.Module):
+    """Statistics in the second stage, a constant buffer in both, a layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.idle = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((12,), 0.5))
+        self.register_buffer("table", torch.arange(4), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x) * self.scale
+        return self.norm(self.second(x)) * self.scale
+
+
+def train_buffers(job: tw.Job, kind: str) -> Any:
+    torch.manual_seed(3)
+    split = tw.split(
+        Normed(),
+        {"second": SplitPoint.BEGINNING},
+        example=[torch.ones(BATCH, 12)],
+        loss=loss_of,
+        timeout_s=20,
+    )
+    opt = torch.optim.SGD(split.parameters(), lr=0.1)
+    opt = tw.DistributedOptimizer(opt, split, buffers=kind)
+    for x, y in job.loader(samples("mlp"), batch_size=BATCH):
+        step(split, x, y)
+        opt.step()
+        opt.zero_grad()
+    own = {name: value.clone().numpy() for name, value in split.module.named_buffers()}
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return own, state
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "average"])
+def test_buffers_and_what_no_stage_uses(team: Team, transports: Any, kind: str) -> None:
+    options = {"workers": 4, "pipeline": 2, "transports": transports}
+    results = team.run(train_buffers, kind, **options)
+    torch.manual_seed(3)
+    model = Normed()
+    state = results[0][1]
+    assert list(state) == list(model.state_dict())
+    for name in ("idle.weight", "idle.bias", "scale"):
+        assert np.array_equal(state[name], model.state_dict()[name])
+    assert state["norm.num_batches_tracked"] == 3
+    for own, each in results:
+        for name, value in each.items():
+            assert np.array_equal(value, state[name])
+            assert name not in own or np.array_equal(own[name], value)
+    assert {*results[0][0]} == {"scale", "table"}  # what nobody uses is with the first process
+    assert "norm.running_mean" in results[1][0]
+    assert np.abs(state["norm.running_mean"]).sum() > 0
+
+
+class Wide(nn.Sequential):
+    """A small stage and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 100), nn.Tanh(), nn.Linear(100, 5000), nn.Linear(5000, 12))
+
+
+def count_bytes(job: tw.Job) -> Any:
+    """Bytes that come from the servers in ten steps; of views; of this worker's parameters."""
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Wide()
+    split = tw.split(
+        model,
+        {"2": SplitPoint.BEGINNING},
+        example=[torch.ones(BATCH, 12)],
+        loss=loss_of,
+        weights=lambda name: torch.full(model.get_parameter(name).shape, 0.01),
+        timeout_s=20,
+    )
+    opt = tw.DistributedOptimizer(torch.optim.SGD(split.parameters(), lr=0.1), split)
+    batch = next(iter(job.loader(samples("mlp"), batch_size=BATCH)))
+    node = opt._tensorwire.store._member.node
+    before = node.stats()["bytes_received"]
+    for _ in range(10):
+        step(split, *batch)
+        opt.step()
+        opt.zero_grad()
+    received = node.stats()["bytes_received"] - before
+    regions = opt._tensorwire.store._regions
+    memory = {region.name.partition("/")[2]: region.size_bytes for region in regions}
+    own = sum(p.nbytes for p in split.parameters())
+    job.barrier()
+    return received, memory, own, opt._tensorwire.store.layout.size_bytes
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_over_a_network_a_worker_gets_its_own_values_alone(team: Team, servers: int) -> None:
+    options = {"workers": 4, "pipeline": 2, "servers": servers, "transports": ["tcp"]}
+    for received, memory, own, whole in team.run(count_bytes, **options):
+        assert 0 < own < whole
+        assert own * 10 <= received <= own * 10 + 10 * 8192 * servers  # and results
+        assert own <= memory["view"] <= own + 64 * 4
+        assert sum(size for name, size in memory.items() if name.startswith("sent")) <= own + 256
+
+
+def gradients(job: tw.Job) -> Any:
+    """Averaged gradients by name, the norm that clipping tells, parameters after edits."""
+    split = splitted(job, "transformer")
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    x, y = next(iter(job.loader(samples("transformer"), batch_size=BATCH)))
+    step(split, x, y)
+    opt.synchronize()
+    found = {n: p.grad.clone().numpy() for n, p in split.module.named_parameters()}
+    for parameter in split.parameters():
+        parameter.grad.zero_()
+    before = {name: value.clone() for name, value in split.state_dict().items()}
+    job.barrier()
+    opt.step()
+    opt.zero_grad()
+    after = split.state_dict()
+    still = all(torch.equal(before[name], after[name]) for name in before)
+    job.barrier()
+    step(split, x, y)
+    norm = tw.clip_grad_norm_(split, 0.5)
+    opt.step()
+    opt.zero_grad()
+    with tw.edit(split), torch.no_grad():
+        for parameter in split.parameters():
+            parameter.fill_(0.25 if job.replica == 0 else 7.0)
+    edited = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return found, still, norm.item(), edited
+
+
+def test_gradients_and_edits(team: Team, transports: Any) -> None:
+    options = {"workers": 4, "pipeline": 2, "transports": transports}
+    results = team.run(gradients, **options)
+    model = make("transformer")
+    x, y = (tensor[: 2 * BATCH] for tensor in samples("transformer").tensors)
+    loss_of(model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    for found, still, told, edited in results:
+        for name, gradient in found.items():
+            wanted = model.get_parameter(name).grad
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert still  # momentum was not there yet: what is applied is what all have set to zero
+        np.testing.assert_allclose(told, norm, rtol=1e-5)
+        parameters = {name: edited[name] for name, _ in model.named_parameters()}
+        assert all((value == 0.25).all() for value in parameters.values())
+
+
+def scaled(job: tw.Job) -> Any:
+    """Only the last stage's process sees the loss; all decide the same."""
+    scaler = tw.GradScaler(init_scale=4.0, growth_interval=100)
+    split = tw.split(
+        make("mlp"),
+        POINTS["mlp"],
+        example=[torch.ones(BATCH, 12)],
+        loss=lambda output, target: scaler.scale(loss_of(output, target)),
+        timeout_s=20,
+    )
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    for number, (x, y) in enumerate(job.loader(samples("mlp"), batch_size=BATCH)):
+        if number == 1 and job.replica == 1:
+            y = y * torch.inf
+        step(split, x, y)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    job.barrier()
+    return scaler.get_scale(), state
+
+
+def test_a_scaler(team: Team) -> None:
+    results = team.run(scaled, workers=4, pipeline=2)
+    model = make("mlp")
+    opt = optimizer_of(model)
+    xs, ys = samples("mlp").tensors
+    for start in (0, 4 * BATCH):  # the step between them is skipped
+        opt.zero_grad()
+        loss_of(model(xs[start : start + 2 * BATCH]), ys[start : start + 2 * BATCH]).backward()
+        opt.step()
+    for scale, state in results:
+        assert scale == 2.0
+        for name, value in model.state_dict().items():
+            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+
+
+def train_again(job: tw.Job) -> Any:
+    """Two splits with optimizers one after another, and gradients that add up over two steps."""
+    first = splitted(job, "mlp")
+    opt = tw.DistributedOptimizer(optimizer_of(first.module), first)
+    x, y = next(iter(job.loader(samples("mlp"), batch_size=BATCH)))
+    for _ in range(2):
+        step(first, x, y)
+    opt.step()
+    state = {name: value.clone().numpy() for name, value in first.state_dict().items()}
+    job.barrier()
+    opt.close()
+    first.close()
+    second = splitted(job, "transformer")
+    opt = tw.DistributedOptimizer(optimizer_of(second.module), second)
+    step(second, *next(iter(job.loader(samples("transformer"), batch_size=BATCH))))
+    opt.step()
+    return state
+
+
+def test_one_model_after_another(team: Team) -> None:
+    results = team.run(train_again, workers=4, pipeline=2)
+    model = make("mlp")
+    opt = optimizer_of(model)
+    x, y = (tensor[: 2 * BATCH] for tensor in samples("mlp").tensors)
+    for _ in range(2):
+        loss_of(model(x), y).backward()
+    opt.step()
+    for state in results:
+        for name, value in model.state_dict().items():
+            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+
+
+def seeds(job: tw.Job) -> Any:
+    """What torch draws in each process after it got a batch, and the batch."""
+    x, _ = next(iter(job.loader(samples("mlp"), batch_size=BATCH, shuffle=True)))
+    evaluated = [float(each[0].sum()) for each in job.shard(samples("mlp"))]
+    return x.numpy(), torch.rand(1).item(), evaluated, (job.replica, job.stage, job.replicas)
+
+
+def test_what_processes_of_a_replica_share(team: Team) -> None:
+    a, b, c, d = team.run(seeds, workers=4, pipeline=2)
+    assert np.array_equal(a[0], b[0])
+    assert np.array_equal(c[0], d[0])
+    assert not np.array_equal(a[0], c[0])
+    assert len({each[1] for each in (a, b, c, d)}) == 4
+    assert a[2] == b[2] != c[2] == d[2]
+    assert [each[3] for each in (a, b, c, d)] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+# ---- what does not work is an error
+
+
+def plain_model(job: tw.Job) -> None:
+    model = make("mlp")
+    tw.DistributedOptimizer(optimizer_of(model), model)
+
+
+def no_optimizer(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    torch.optim.SGD(split.parameters(), lr=0.1)
+    step(split, *samples("mlp")[:BATCH])
+
+
+def other_groups(job: tw.Job) -> None:
+    """The tied weight decays in one process and not in the other."""
+    split = splitted(job, "transformer")
+    tied = split.module.get_parameter("embedding.weight")
+    rest = [p for p in split.parameters() if p is not tied]
+    first, second = ([tied], rest) if job.stage == 0 else (rest, [tied])
+    opt = torch.optim.SGD([{"params": first}, {"params": second}], lr=0.1)
+    tw.DistributedOptimizer(opt, split)
+
+
+def other_samples(job: tw.Job) -> None:
+    """The second process of each pipeline does not ask the loader."""
+    split = splitted(job, "mlp")
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    x, y = samples("mlp")[:BATCH]
+    if job.stage == 0:
+        x, _ = next(iter(job.loader(samples("mlp"), batch_size=BATCH)))
+    step(split, x, y)
+    opt.step()
+
+
+def two_optimizers(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    tw.DistributedOptimizer(optimizer_of(split.module), split)
+    tw.DistributedOptimizer(optimizer_of(split.module), split)
+
+
+def own_buffers(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    tw.DistributedOptimizer(optimizer_of(split.module), split, buffers="local")
+
+
+def added_group(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def frozen_later(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    tw.DistributedOptimizer(optimizer_of(split.module), split)
+    with tw.edit(split):
+        next(split.parameters()).requires_grad_(False)
+
+
+def part_of_a_state(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    opt.load_state_dict(optimizer_of(split.module).state_dict())
+
+
+def part_of_a_model(job: tw.Job) -> None:
+    splitted(job, "mlp").load_state_dict({"layers.0.weight": torch.ones(12, 12)})
+
+
+def state_without_servers(job: tw.Job) -> None:
+    splitted(job, "mlp").state_dict()
+
+
+ERRORS = [
+    (plain_model, "ValueError", "2 workers share a model: give the Split"),
+    (no_optimizer, "RuntimeError", "2 replicas would train without each other"),
+    (other_groups, "ValueError", "'embedding.weight' is in another group"),
+    (other_samples, "RuntimeError", r"slice 0 is of \[8.0, 1.0\] samples in the processes"),
+    (two_optimizers, "ValueError", "one distributed optimizer"),
+    (own_buffers, "ValueError", "'broadcast' or 'average'"),
+    (added_group, "RuntimeError", r"add_param_group\(\) is not there for a split model"),
+    (frozen_later, "RuntimeError", r"freezing inside edit\(\) is not there"),
+    (part_of_a_state, "ValueError", "of other groups of parameters than the whole model's"),
+    (part_of_a_model, "ValueError", "not the whole model's"),
+    (state_without_servers, "RuntimeError", "no DistributedOptimizer trains it"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "message"), ERRORS, ids=lambda each: str(each)[:20])
+def test_errors(team: Team, case: Any, kind: str, message: str) -> None:
+    failures = team.failures(case, workers=4, pipeline=2)
+    if case is other_groups:  # who speaks for it agrees with itself, and loses the others
+        failures = [failures[1], failures[3]]
+    for failure in failures:
+        assert failure.kind == kind, failure.trace
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(failure.text)
+
+
+def nothing(job: tw.Job) -> None:
+    """Never begins."""
+
+
+def test_workers_that_are_no_multiple(team: Team) -> None:
+    failures = team.failures(nothing, workers=4, pipeline=3)
+    assert all("4 workers cannot be dealt to pipelines of 3" in f.text for f in failures)
+
+
+def test_a_job_without_pipelines(team: Team) -> None:
+    failures = team.failures(split_without_pipeline, workers=2)
+    assert all("has 2 workers and no pipelines" in f.text for f in failures)
+
+
+def split_without_pipeline(job: tw.Job) -> None:
+    splitted(job, "mlp")
+
+
+def one_replica(job: tw.Job) -> Any:
+    """Each process has an optimizer of its own, no server knows of them."""
+    split = splitted(job, "mlp")
+    opt = optimizer_of(split.module)
+    losses = []
+    for x, y in job.loader(samples("mlp"), batch_size=2 * BATCH):
+        opt.zero_grad()
+        loss = step(split, x[:BATCH], y[:BATCH])
+        opt.step()
+        losses.append(loss)
+    return split.stages, losses[-1] is None
+
+
+def test_a_job_of_one_replica_needs_no_servers_optimizer(team: Team) -> None:
+    assert team.run(one_replica, workers=2, pipeline=2) == [((0,), True), ((1,), False)]
+
+
+def test_pipeline_that_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="pipeline is a number of workers"):
+        tw.init(pipeline=0)
