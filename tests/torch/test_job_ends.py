@@ -38,18 +38,50 @@ for step in range(10**6):
         if how == "stuck": time.sleep(1000)
 """
 
+REPLICAS = """
+import os, signal, sys, time
+import torch
+from torch.distributed.pipelining import SplitPoint
+import tensorwire.torch as tw
+how, who = sys.argv[1], int(sys.argv[2])
+job = tw.init(pipeline=2)
+model = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 50))
+x = torch.randn(8, 50)
+split = tw.split(model, {"1": SplitPoint.BEGINNING}, example=[x[:2]],
+                 loss=torch.nn.functional.mse_loss, microbatches=4)
+opt = tw.DistributedOptimizer(torch.optim.SGD(split.parameters(), lr=0.1), split)
+class Users(Exception): pass
+for step in range(10**6):
+    if step == 50:
+        print("training", job.rank, os.getpid(), flush=True)
+        if job.rank == who:
+            if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raise": raise Users("from the user's code")
+            if how == "stuck": time.sleep(1000)
+    split.step(*([x] if split.has_first else []), target=x if split.has_last else None)
+    opt.step()
+    opt.zero_grad()
+"""
+
 
 class Run:
     """A job whose processes can be found again by a mark in their environment."""
 
     def __init__(
-        self, folder: Path, *arguments: str, servers: int = 1, transports: str = ""
+        self,
+        folder: Path,
+        *arguments: str,
+        servers: int = 1,
+        transports: str = "",
+        text: str = SCRIPT,
+        workers: int = 2,
     ) -> None:
         script = folder / "script.py"
-        script.write_text(SCRIPT)
+        script.write_text(text)
+        self.workers = workers
         self.mark = f"TENSORWIRE_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2"]
+        command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", str(workers)]
         command += ["--servers", str(servers)]
         command += ["--transports", transports] if transports else []
         self.process = subprocess.Popen(
@@ -63,9 +95,9 @@ class Run:
         self.lines: list[str] = []
 
     def until_training(self) -> None:
-        """Both workers have made their first steps."""
+        """All workers have made their first steps."""
         assert self.process.stdout is not None
-        while sum("training" in line for line in self.lines) < 2:
+        while sum("training" in line for line in self.lines) < self.workers:
             line = self.process.stdout.readline()
             assert line, "".join(self.lines)
             self.lines.append(line)
@@ -141,6 +173,36 @@ def test_a_worker_fails(
     assert "worker 1" in summary.splitlines()[0]
     # The other worker learned it from the servers, and its own traceback names the culprit.
     assert "[worker 0] RuntimeError: worker 1 (pid " in text
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "code", "transports"),
+    [("kill", 1, 137, ""), ("kill", 2, 137, "tcp"), ("raise", 1, 1, "")],
+)
+def test_a_stage_fails(
+    runs: list[Run], tmp_path: Path, how: str, victim: int, code: int, transports: str
+) -> None:
+    """Its pipeline waits for a value of it, the other replica for its gradients."""
+    run = Run(tmp_path, how, str(victim), transports=transports, text=REPLICAS, workers=4)
+    runs.append(run)
+    run.until_training()
+    found, text = finish(run, 5 if how == "kill" else 20)
+    assert found == code, text
+    summary = text[text.index("tensorwire run: ") :]
+    assert f"worker {victim}" in summary.splitlines()[0]
+    others = {0, 1, 2, 3} - {victim}
+    if how == "kill":
+        for other in others:
+            assert f"[worker {other}] RuntimeError: worker {victim} (pid " in text
+
+
+def test_stages_that_wait_are_interrupted(runs: list[Run], tmp_path: Path) -> None:
+    run = Run(tmp_path, "stuck", "1", text=REPLICAS, workers=4)
+    runs.append(run)
+    run.until_training()
+    run.process.send_signal(signal.SIGINT)
+    code, text = finish(run)
+    assert code == 130, text
 
 
 def test_a_worker_stops_early(runs: list[Run], tmp_path: Path) -> None:

@@ -585,13 +585,20 @@ def test_what_processes_of_a_replica_share(team: Team) -> None:
 # ---- what does not work is an error
 
 
+def together(job: tw.Job, kind: str) -> tw.Split:
+    """What all of them do next fails in all of them."""
+    split = splitted(job, kind)
+    job.barrier()
+    return split
+
+
 def plain_model(job: tw.Job) -> None:
     model = make("mlp")
     tw.DistributedOptimizer(optimizer_of(model), model)
 
 
 def no_optimizer(job: tw.Job) -> None:
-    split = splitted(job, "mlp")
+    split = together(job, "mlp")
     torch.optim.SGD(split.parameters(), lr=0.1)
     step(split, *samples("mlp")[:BATCH])
 
@@ -624,7 +631,7 @@ def two_optimizers(job: tw.Job) -> None:
 
 
 def own_buffers(job: tw.Job) -> None:
-    split = splitted(job, "mlp")
+    split = together(job, "mlp")
     tw.DistributedOptimizer(optimizer_of(split.module), split, buffers="local")
 
 
@@ -648,11 +655,11 @@ def part_of_a_state(job: tw.Job) -> None:
 
 
 def part_of_a_model(job: tw.Job) -> None:
-    splitted(job, "mlp").load_state_dict({"layers.0.weight": torch.ones(12, 12)})
+    together(job, "mlp").load_state_dict({"layers.0.weight": torch.ones(12, 12)})
 
 
 def state_without_servers(job: tw.Job) -> None:
-    splitted(job, "mlp").state_dict()
+    together(job, "mlp").state_dict()
 
 
 ERRORS = [
@@ -681,13 +688,23 @@ def test_errors(team: Team, case: Any, kind: str, message: str) -> None:
             raise AssertionError(failure.text)
 
 
-def nothing(job: tw.Job) -> None:
-    """Never begins."""
-
-
-def test_workers_that_are_no_multiple(team: Team) -> None:
-    failures = team.failures(nothing, workers=4, pipeline=3)
-    assert all("4 workers cannot be dealt to pipelines of 3" in f.text for f in failures)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline": 3}, "4 workers cannot be dealt to pipelines of 3"),
+        ({"pipeline": 2, "slices": 3}, "3 slices cannot be dealt equally to 2 replicas"),
+        ({"pipeline": 0}, "pipeline is a number of workers"),
+    ],
+    ids=["multiple", "slices", "none"],
+)
+def test_pipelines_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, options: Any, message: str
+) -> None:
+    monkeypatch.setenv("TENSORWIRE_SERVERS", "127.0.0.1:1")
+    monkeypatch.setenv("TENSORWIRE_WORKERS", "4")
+    monkeypatch.setenv("TENSORWIRE_RANK", "0")
+    with pytest.raises(ValueError, match=message):
+        tw.init(**options)
 
 
 def test_a_job_without_pipelines(team: Team) -> None:
@@ -714,8 +731,3 @@ def one_replica(job: tw.Job) -> Any:
 
 def test_a_job_of_one_replica_needs_no_servers_optimizer(team: Team) -> None:
     assert team.run(one_replica, workers=2, pipeline=2) == [((0,), True), ((1,), False)]
-
-
-def test_pipeline_that_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="pipeline is a number of workers"):
-        tw.init(pipeline=0)
