@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hosts
+import pipelines
 import pytest
 import scripts
 from crew import page_alone
@@ -33,6 +34,14 @@ def test_same_bits_as_on_one_host(team: Team, pair: tuple[Host, Host], name: str
     for servers in (1, 2):
         options = {"transports": ["tcp"], "hosts": pair, "servers": servers}
         assert [bits for _, bits in team.run(scripts.train_ours, name, **options)] == [here] * 2
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_replicas_whose_stages_are_on_two_hosts(
+    team: Team, pair: tuple[Host, Host], kind: str
+) -> None:
+    options = {"workers": 4, "pipeline": 2, "transports": ["tcp"], "hosts": pair, "servers": 2}
+    pipelines.check(team.run(pipelines.train, kind, **options), pipelines.alone(kind))
 
 
 def run_under_torchrun(pair: tuple[Host, Host], script: Path, **environment: str) -> list[str]:

@@ -46,6 +46,21 @@ def test_slices_are_dealt_equally() -> None:
         Place(0, 2, ("127.0.0.1:1",), 3).check()
 
 
+def test_pipelines_of_consecutive_workers() -> None:
+    places = [Place(rank, 6, ("127.0.0.1:1",), 6, 2) for rank in range(6)]
+    assert {place.replicas for place in places} == {3}
+    assert [place.stage for place in places] == [0, 1] * 3
+    assert [place.my_slices for place in places[::2]] == [range(2), range(2, 4), range(4, 6)]
+    assert all(a.my_slices == b.my_slices for a, b in zip(places[::2], places[1::2], strict=True))
+
+
+def test_pipelines_are_dealt_equally() -> None:
+    with pytest.raises(ValueError, match="5 workers cannot be dealt to pipelines of 2"):
+        Place(0, 5, ("127.0.0.1:1",), 5, 2).check()
+    with pytest.raises(ValueError, match="3 slices cannot be dealt equally to 2 replicas"):
+        Place(0, 4, ("127.0.0.1:1",), 3, 2).check()
+
+
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(UnavailableError, match=r"worker 1 cannot join: server 0 at 127\.0\.0\.1:1"):
         WorkerMember.join(Place(1, 2, ("127.0.0.1:1",), 2), timeout_s=2.0)

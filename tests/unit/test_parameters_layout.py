@@ -1,13 +1,22 @@
 """The layout of a store: every byte in one cell, every cell at one server, the same everywhere."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.parameters.layout import ALIGN_BYTES, KINDS, Layout, Spec, TensorSpec
+from tensorwire.parameters.layout import (
+    ALIGN_BYTES,
+    KINDS,
+    Layout,
+    Selection,
+    Spec,
+    TensorSpec,
+    checked_wants,
+)
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"]
 
@@ -72,6 +81,47 @@ def test_shares_cover_all_cells(spec: Spec, cell_bytes: int, servers: int) -> No
     assert Layout(spec, cell_bytes).cells == layout.cells
 
 
+@given(specs(), st.data(), st.integers(1, 3))
+def test_a_selection_has_its_tensors_once(spec: Spec, data: st.DataObject, servers: int) -> None:
+    """Packed in the order of the layout, whatever range of it is asked for."""
+    layout = Layout(spec)
+    tensors = data.draw(st.sets(st.sampled_from(range(len(spec.tensors))))) if spec.tensors else []
+    selection = Selection(layout, tensors)
+    source = [byte % 251 for byte in range(layout.size_bytes)]
+    target = [-1] * selection.size_bytes
+    bounds = [0, *(share.stop for share in layout.deal(servers) if share.cells), layout.size_bytes]
+    for first, last in pairwise(bounds):
+        for start, stop, at in selection.of(first, last):
+            assert first <= start < stop <= last
+            assert set(target[at : at + stop - start]) == {-1}
+            target[at : at + stop - start] = source[start:stop]
+    size = 0
+    for index in tensors:
+        place = layout.places[index]
+        size += place.stop - place.start
+        assert target[selection.place(index)] == source[place.start : place.end]
+    assert selection.size_bytes == max(size, ALIGN_BYTES)
+    assert target.count(-1) == selection.size_bytes - size
+
+
+@given(specs())
+def test_a_selection_of_all_is_the_layout(spec: Spec) -> None:
+    layout = Layout(spec)
+    selection = Selection(layout)
+    assert selection.size_bytes == layout.size_bytes
+    for index, place in enumerate(layout.places):
+        assert selection.place(index) == slice(place.start, place.end)
+
+
+def test_what_is_wanted_is_checked() -> None:
+    spec = Spec("x", ("lr",), 1, 1, tuple(TensorSpec(f"t{i}", "float32", ()) for i in range(3)))
+    assert checked_wants(None, spec) is None
+    assert checked_wants([2, 0], spec) == [2, 0]
+    for wrong in ([3], [-1], [True], ["0"], [0.0], 7, {}, [0, 0], [[0]]):
+        with pytest.raises(ValueError, match="wanted"):
+            checked_wants(wrong, spec)
+
+
 @given(specs())
 def test_specs_travel(spec: Spec) -> None:
     again = Spec.from_json(spec.to_json())
@@ -134,6 +184,7 @@ def test_a_hostile_spec_is_an_error_or_usable(path: tuple[Any, ...], value: Any)
     [
         ({"format": 2}, "another version"),
         ({"slices": 0}, "slices"),
+        ({"pipeline": 0}, "workers per slice"),
         ({"groups": 1 << 20}, "groups"),
         ({"extra": 1}, "extra"),
         ({"tensors": [{"name": "a"}]}, "dtype"),

@@ -16,6 +16,7 @@ from tensorwire.parameters.messages import (
     WORD_BYTES,
     Commit,
     Result,
+    merged,
 )
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -127,3 +128,23 @@ def test_a_long_message_is_cut() -> None:
 @given(st.binary(min_size=RESULT_BYTES - WORD_BYTES, max_size=RESULT_BYTES - WORD_BYTES))
 def test_any_bytes_are_a_result(data: bytes) -> None:
     Result.from_bytes(np.frombuffer(data, np.uint8))
+
+
+def commit(present: bytes, weight: float = 1.0) -> Commit:
+    return Commit(2, APPLY, 0, 1.0, math.inf, weight, ((0.1,),), present)
+
+
+def test_the_commits_of_a_pipeline_become_one() -> None:
+    parts = [commit(bytes([1, 0, 0]), 8.0), commit(bytes([0, 2, 0]), 8.0)]
+    parts += [commit(bytes([0, 0, 0]), 4.0), commit(bytes([1, 2, 1]), 4.0)]
+    found = merged(parts, 2)
+    assert [each.present for each in found] == [bytes([1, 2, 0]), bytes([1, 2, 1])]
+    assert [each.weight for each in found] == [8.0, 4.0]
+    assert merged(parts, 1) == parts
+
+
+def test_commits_of_a_pipeline_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="tensor 1 has gradients from two processes"):
+        merged([commit(bytes([1, 1])), commit(bytes([0, 2]))], 2)
+    with pytest.raises(ValueError, match=r"slice 1 is of \[8.0, 1.0\] samples"):
+        merged([commit(b"\0")] * 2 + [commit(b"\0", 8.0), commit(b"\0")], 2)

@@ -331,6 +331,22 @@ class Selection:
         return slice(at + place.start - begin, at + place.end - begin)
 
 
+def checked_wants(raw: object, spec: Spec) -> list[int] | None:
+    """Of which tensors a worker wants the values, as it came from there; None: of all.
+
+    Raises:
+        ValueError: these are no indices of tensors, or one is there twice.
+    """
+    if raw is None:
+        return None
+    count = len(spec.tensors)
+    if not isinstance(raw, list) or not all(type(i) is int and 0 <= i < count for i in raw):
+        raise ValueError(f"there are {count} tensors, wanted are {raw!r:.80}")
+    if len(set(raw)) < len(raw):
+        raise ValueError("a tensor is wanted twice")
+    return raw
+
+
 def _segments(
     tensors: Sequence[TensorSpec],
 ) -> Iterable[tuple[tuple[str, int, str], list[int]]]:

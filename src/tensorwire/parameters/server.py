@@ -25,7 +25,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion, Transfer, Word, wait_a
 
 from .apply import Apply
 from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
-from .layout import Layout, Selection, Share, Spec
+from .layout import Layout, Selection, Share, Spec, checked_wants
 from .messages import (
     APPLY,
     OPERATION_NAMES,
@@ -282,7 +282,7 @@ class StoreServer:
                 if not -1 <= homes[rank] <= len(member.servers):
                     raise ValueError(f"there is no server {homes[rank]}")
                 specs[rank] = spec = Spec.from_json(raw["spec"].encode())
-                wants[rank] = _checked(raw["wants"], len(spec.tensors))
+                wants[rank] = checked_wants(raw["wants"], spec)
             except (
                 AttributeError,
                 KeyError,
@@ -651,16 +651,3 @@ class _Chunks:
                 for start, stop, at in selection.of(first, last):
                     piece = self._master[start - base : stop - base]
                     self._sent.append(view[at : at + stop - start].write(piece))
-
-
-def _checked(wants: object, tensors: int) -> list[int] | None:
-    """Tensors of which a worker with a view of its own gets the values; None: of all."""
-    if wants is None:
-        return None
-    if not isinstance(wants, list) or any(
-        not isinstance(each, int) or not 0 <= each < tensors for each in wants
-    ):
-        raise ValueError(f"there are {tensors} tensors, it wants {wants!r:.80}")
-    if len(set(wants)) < len(wants):
-        raise ValueError("it wants a tensor twice")
-    return wants
