@@ -46,8 +46,9 @@ class Team:
     def run(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """What `case(job, *args)` returns in each worker of a job that ends in good order.
 
-        Options: workers (2; 0: one process without a server), servers (1), slices, transports,
-        pipeline (1), hosts (of `hosts.two_hosts()`: servers and workers take turns on them).
+        Options: workers (2; 0: one process without a server), servers (1), slices, transports
+        (or by rank), pipeline (1), hosts (of `hosts.two_hosts()`: servers and workers take turns on
+        them).
         """
         outcomes, codes = self._run(case, args, **options)
         for outcome in outcomes:
@@ -109,11 +110,11 @@ class Team:
         workers: int = 2,
         servers: int = 1,
         slices: int | None = None,
-        transports: Sequence[str] | None = None,
+        transports: Sequence[str] | dict[int, Sequence[str]] | None = None,
         pipeline: int = 1,
         hosts: Sequence[Host] = (),
     ) -> tuple[list[Any], list[int]]:
-        options = {"slices": slices, "transports": transports, "pipeline": pipeline}
+        options = {"slices": slices, "pipeline": pipeline}
         self._start_workers(workers or 1)
         environment = {}
         if workers:
@@ -135,12 +136,13 @@ class Team:
             if workers:
                 environment = {**environment, "TENSORWIRE_RANK": str(rank)}
             host = hosts[rank % len(hosts)] if hosts else None
+            mine = transports.get(rank) if isinstance(transports, dict) else transports
             call = (
                 case.__module__,
                 case.__name__,
                 tuple(args),
                 environment,
-                {**options, "host": host},
+                {**options, "transports": mine, "host": host},
             )
             self._workers[rank].send(call)
         outcomes = [

@@ -1,5 +1,8 @@
 """Replicas of a split model train as one model in one process: values, state, memory, errors."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.export import Dim
 
 import tensorwire.torch as tw
+from tensorwire.torch.loader import seed_of
 
 
 def test_equal_to_plain_torch(team: Team, transports: Any) -> None:
@@ -53,6 +57,8 @@ def test_tied_weights(team: Team, transports: Any) -> None:
     # The first of them speaks for it.
     assert "embedding.weight" in first["gradients"]
     assert "embedding.weight" not in last["gradients"]
+    for each in results:
+        assert not any(each["gradients"].values()), each["gradients"]
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
@@ -75,6 +81,15 @@ def test_several_stages_in_a_process_and_two_servers(team: Team, transports: Any
     results = team.run(train, *args, **options)
     check(results, alone("mlp"))
     assert [each["placed"] for each in results] == [(0, 2), (1, 3)] * 2
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_some_workers_see_the_servers_memory(team: Team, servers: int) -> None:
+    """As if the stages of a replica were on two hosts, a server on one of them."""
+    options = {"workers": 4, "pipeline": 2, "transports": {1: ["tcp"], 2: ["tcp"]}}
+    results = team.run(train, "transformer", servers=servers, **options)
+    check(results, alone("transformer"))
+    assert [each["produced"] > 0 for each in results] == [True, False, False, True]
 
 
 def test_the_bits_depend_on_slices_alone(team: Team) -> None:
@@ -592,3 +607,45 @@ def one_replica(job: tw.Job) -> Any:
 
 def test_a_job_of_one_replica_needs_no_servers_optimizer(team: Team) -> None:
     assert team.run(one_replica, workers=2, pipeline=2) == [((0,), True), ((1,), False)]
+
+
+def page_alone() -> float:
+    """The loss that the program about replicas in docs/split.md ends with, in plain torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    x = torch.arange(128.0).reshape(32, 4) / 128
+    y = x.sum(1, keepdim=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(5):
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(seed_of(0, epoch)))
+        for chosen in order.split(16):
+            opt.zero_grad()
+            loss_of(model(x[chosen]), y[chosen]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+    return loss_of(model(x), y).item()
+
+
+@pytest.mark.parametrize("launcher", ["tensorwire run", "torchrun", "python"])
+def test_the_page(repository: Path, tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "script.py"
+    blocks = (repository / "docs" / "split.md").read_text().split("```python\n")[1:]
+    programs = [block.partition("```")[0] for block in blocks]
+    (program,) = (each for each in programs if "pipeline=" in each)
+    script.write_text(program)
+    start = {
+        "tensorwire run": ["-m", "tensorwire.cli", "run", "--workers", "4", "--no-prefix"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"],
+        "python": [],
+    }
+    done = subprocess.run(
+        [sys.executable, *start[launcher], str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"loss {page_alone():.4f}\n" in done.stdout
+    assert (tmp_path / "checkpoint").exists()

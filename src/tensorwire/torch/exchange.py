@@ -277,6 +277,11 @@ class Exchange:
         return index is not None and index in self._held
 
     @property
+    def model_name(self) -> str:
+        """The class of the user's model."""
+        return type(self.model).__name__ if self._whole is None else self._whole.kind
+
+    @property
     def is_shared(self) -> bool:
         """The model is split: its parameters are those of several processes, or could be."""
         return self._whole is not None

@@ -163,8 +163,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                 "read in place", 0, "" if inside else "another optimizer has it",
             )
         )  # fmt: skip
-    model = type(core.model).__name__
-    return Explanation(model, tuple(gradients + parameters), core.planning_s)
+    return Explanation(core.model_name, tuple(gradients + parameters), core.planning_s)
 
 
 class _EnoughError(BaseException):

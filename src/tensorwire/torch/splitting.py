@@ -163,6 +163,9 @@ class Split:
         """Those of this process, for its optimizer."""
         yield from self.module.parameters()
 
+    def _trainer(self) -> Exchange | None:
+        return None if self._core is None or self._core.closed else self._core
+
     def trained_by(self, core: Exchange) -> None:
         """Called by DistributedOptimizer: gradients of steps are its business from now on."""
         self._core = core
@@ -175,8 +178,8 @@ class Split:
         Raises:
             RuntimeError: other processes have parts of it, and no DistributedOptimizer trains it.
         """
-        if self._core is not None and not self._core.closed:
-            return self._core.model_state()
+        if core := self._trainer():
+            return core.model_state()
         if self.machines.size > 1:
             raise RuntimeError(
                 "other processes have parts of this model, and no DistributedOptimizer trains it; "
@@ -234,8 +237,8 @@ class Split:
     ) -> Any:
         if self._failed:
             raise RuntimeError("an earlier step of this Split failed; make a new one")
-        job = present_job()
-        if train and self._core is None and job is not None and job.replicas > 1:
+        job, core = present_job(), self._trainer() if train else None
+        if train and core is None and job is not None and job.replicas > 1:
             raise RuntimeError(
                 f"{job.replicas} replicas would train without each other: make a "
                 "tw.DistributedOptimizer(optimizer, split)"
@@ -243,7 +246,7 @@ class Split:
         batches = self._cut(inputs) if self.has_first else []
         targets = _chunks(target, self._microbatches, "target") if self.has_last and train else []
         try:
-            with self._core.splitting() if self._core and train else nullcontext():
+            with core.splitting() if core else nullcontext():
                 kept = self._put_aside() if train else {}
                 losses, outputs = self._go(actions, batches, targets, train)
                 if train:

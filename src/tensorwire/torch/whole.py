@@ -19,12 +19,14 @@ class Whole:
     """A model over several processes.
 
     Attributes:
+        kind: the name of its class.
         parameters: by their first name, in the order of the model; on meta.
         buffers: likewise.
         ranks: the processes that have a tensor, ascending. The first of them speaks for it.
         keys: of the model's `state_dict()`, each with the first name of its tensor.
     """
 
+    kind: str
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     ranks: Mapping[str, list[int]]
@@ -52,6 +54,7 @@ class Whole:
         for name in (*parameters, *buffers):
             ranks.setdefault(name, {0})  # what no stage uses
         return Whole(
+            type(model).__name__,
             {name: _like(tensor) for name, tensor in parameters.items()},
             {name: _like(tensor) for name, tensor in buffers.items()},
             {name: sorted(found) for name, found in ranks.items()},
