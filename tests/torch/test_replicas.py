@@ -223,19 +223,21 @@ def test_a_plain_checkpoint_is_loaded(team: Team, tmp_path: Path) -> None:
 
 
 class Normed(nn.Module):
-    """Statistics in the second stage, a constant buffer in both, a layer that nobody uses."""
+    """Statistics in the second stage, a buffer in both, a frozen weight, a layer without use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
         self.norm = nn.BatchNorm1d(12)
         self.idle = nn.Linear(3, 3)
+        self.turned = nn.Parameter(torch.randn(12, 12).t() / 5)  # in another order in memory
+        self.fixed = nn.Parameter(torch.randn(12, 12).t() / 5, requires_grad=False)
         self.register_buffer("scale", torch.full((12,), 0.5))
         self.register_buffer("table", torch.arange(4), persistent=False)
 
     def forward(self, x: Any) -> Any:
-        x = self.first(x) * self.scale
-        return self.norm(self.second(x)) * self.scale
+        x = self.first(x @ self.turned) * self.scale
+        return self.norm(self.second(x) @ self.fixed) * self.scale
 
 
 def train_buffers(job: tw.Job, kind: str) -> Any:
@@ -267,7 +269,7 @@ def test_buffers_and_what_no_stage_uses(team: Team, transports: Any, kind: str) 
     model = Normed()
     state = results[0][1]
     assert list(state) == list(model.state_dict())
-    for name in ("idle.weight", "idle.bias", "scale"):
+    for name in ("idle.weight", "idle.bias", "scale", "fixed"):
         assert np.array_equal(state[name], model.state_dict()[name])
     assert state["norm.num_batches_tracked"] == 3
     for own, each in results:

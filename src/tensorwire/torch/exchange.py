@@ -44,6 +44,7 @@ from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
 from .placing import NO_PLACE, Placed, Placing, try_placing
 from .samples import SampleCount
+from .sharing import Sharing
 from .views import flat_bytes, memory_format_of, tensor_at
 from .watch import Watch
 from .whole import Whole
@@ -69,7 +70,7 @@ class Exchange:
         self._placement = placement
         self.optimizer = optimizer
         self.model = model
-        self._whole = whole
+        self._sharing = Sharing(job, whole, model, optimizer) if whole is not None else None
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
         self.closed = False
@@ -93,12 +94,9 @@ class Exchange:
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
         self.parameters: list[torch.Tensor] = []
         part = None
-        if self._whole is None:
-            tensors, planned = self._declare_all()
-            here = list(range(len(tensors)))
-        else:
-            tensors, planned = self._declare_whole(self._whole)
-            here = [i for i, p in enumerate(self.parameters) if id(p) in names]
+        sharing = self._sharing
+        tensors, planned = self._declare_all() if sharing is None else self._declare_whole(sharing)
+        here = [i for i, p in enumerate(self.parameters) if id(p) in names]
         if not any(tensor.kind == "trained" for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
         self.trained = [i for i in here if tensors[i].kind == "trained"]
@@ -109,12 +107,13 @@ class Exchange:
             self.job.my_slices,
             # One slice agrees with itself, and nobody has only a part of it.
             self.job.slices > 1 or self.job.pipeline > 1,
-            self._whole,
+            sharing.whole if sharing else None,
             self.job.stage,
         )
-        self._sends = [i for i in here if self._speaks_for(i)]
+        mine = {n for n in names.values() if sharing is None or sharing.speaks_for(n)}
+        self._sends = [i for i in here if names[id(self.parameters[i])] in mine]
         tensors += self.buffers.specs()
-        if self._whole is not None:
+        if sharing is not None:
             part = Part([*here, *self.buffers.here], [*self._sends, *self.buffers.mine])
         self._apply = TorchApply(path_of(self.optimizer))
         groups = len(self.optimizer.param_groups)
@@ -169,44 +168,20 @@ class Exchange:
                 self.parameters.append(parameter)
         return tensors, planned
 
-    def _declare_whole(self, whole: Whole) -> tuple[list[TensorSpec], list[nn.Parameter]]:
-        """Every parameter of a model that a pipeline shares, in the model's order.
-
-        Those of other processes are on meta here. In which group they are, and whether they are
-        trained, the process says that speaks for them.
-        """
-        given = {
-            id(parameter): 1 + 2 * index + parameter.requires_grad
-            for index, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
+    def _declare_whole(self, sharing: Sharing) -> tuple[list[TensorSpec], list[nn.Parameter]]:
+        """Every parameter of a model that processes share; those of others are on meta here."""
+        planned = []
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 self._check_known(parameter, index)
-        own, stage = dict(self.model.named_parameters()), self.job.stage
-        codes = [
-            float(given.get(id(own[name]), 0)) if name in own else 0 for name in whole.parameters
-        ]
-        speaks = [self.job.replica == 0 and whole.speaks_for(stage, n) for n in whole.parameters]
-        agreed = self.job.sum([code * speaks[i] for i, code in enumerate(codes)])
-        tensors = []
-        self._grouped: list[list[int]] = [[] for _ in self.optimizer.param_groups]
-        for i, (name, like) in enumerate(whole.parameters.items()):
-            code = int(agreed[i])
-            # 0: in no group; else 1 + 2 x group, one more if it is trained.
-            group, trained = (code - 1) // 2 if code else 0, code > 0 and code % 2 == 0
-            if (name in own and code != codes[i]) or group >= len(self._grouped):
-                raise ValueError(
-                    f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
-                    "another process of the pipeline: all name the same groups, empty ones too"
-                )
-            if code:
-                self._grouped[group].append(i)
-            tensors.append(self._declare(name, like, "trained" if trained else "constant", group))
+                planned.append(parameter)
+        own, tensors = sharing.own, []
+        for name, like, kind, group in sharing.agree():
+            tensors.append(self._declare(name, like, kind, group))
             self.parameters.append(own.get(name, like))
             if name in own:
                 self._check_device(name, own[name])
-        return tensors, [p for group in self.optimizer.param_groups for p in group["params"]]
+        return tensors, planned
 
     def _check_known(self, parameter: torch.Tensor, group: int) -> None:
         if id(parameter) not in self._names:
@@ -214,11 +189,6 @@ class Exchange:
                 f"a parameter of shape {tuple(parameter.shape)} in group {group} of the optimizer "
                 "is not the model's; give the model that has all of them"
             )
-
-    def _speaks_for(self, index: int) -> bool:
-        """Of the workers of a replica, this one says what becomes of a tensor that it has."""
-        name = self._names[id(self.parameters[index])]
-        return self._whole is None or self._whole.speaks_for(self.job.stage, name)
 
     def _find_local_slots(self) -> list[list[torch.Tensor]]:
         """Alone: every parameter's gradient in every slot; else nothing."""
@@ -259,7 +229,7 @@ class Exchange:
 
     def _declare(self, name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
         dtype = str(parameter.dtype).removeprefix("torch.")
-        if self._whole is None:
+        if self._sharing is None:
             self._check_device(name, parameter)
         if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
             raise ValueError(
@@ -279,16 +249,16 @@ class Exchange:
     @property
     def model_name(self) -> str:
         """The class of the user's model."""
-        return type(self.model).__name__ if self._whole is None else self._whole.kind
+        return type(self.model).__name__ if self._sharing is None else self._sharing.whole.kind
 
     @property
     def is_shared(self) -> bool:
         """The model is split: its parameters are those of several processes, or could be."""
-        return self._whole is not None
+        return self._sharing is not None
 
     def shares(self, model: Any) -> bool:
         """It is the model of this optimizer, or has parameters of it."""
-        if self._whole is not None and getattr(model, "whole", None) is self._whole:
+        if self._sharing is not None and getattr(model, "whole", None) is self._sharing.whole:
             return True
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(self.parameters[i]) in own for i in self._held)
@@ -698,14 +668,14 @@ class Exchange:
         if self._watch.frozen_or_not() is None:
             self._publish()
         else:
-            if self._whole is not None:
+            if self._sharing is not None:
                 self._restore(before)
             self.check_movable("freezing inside edit()")
             self._move(self.optimizer.state_dict())
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError for a split model: its processes would have to agree anew."""
-        if self._whole is not None:
+        if self._sharing is not None:
             raise RuntimeError(
                 f"{what} is not there for a split model; close the optimizer and make another"
             )
@@ -730,8 +700,8 @@ class Exchange:
         """The optimizer's own dictionary, filled with the store's state."""
         optimizer = self.optimizer
         found = state.read(self.store, self._apply, self._trained_parameters())
-        if self._whole is not None:
-            return self._whole_state_dict(plain(), found)
+        if self._sharing is not None:
+            return self._sharing.state_dict(plain(), found)
         entries = {self.parameters[i]: entry for i, entry in found.items()}
         optimizer.state = defaultdict(dict, {**entries, **self._frozen_state})
         try:
@@ -739,63 +709,22 @@ class Exchange:
         finally:
             optimizer.state = defaultdict(dict)
 
-    def _whole_state_dict(self, own: dict[str, Any], found: dict[int, Any]) -> dict[str, Any]:
-        """As that of a plain optimizer of the whole model's parameters, in the model's order."""
-        numbers = {i: n for n, i in enumerate(i for group in self._grouped for i in group)}
-        groups = [
-            {**group, "params": [numbers[i] for i in members]}
-            for group, members in zip(own["param_groups"], self._grouped, strict=True)
-        ]
-        return {**own, "state": {numbers[i]: e for i, e in found.items()}, "param_groups": groups}
-
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer of this process can load: without state if the model is split.
-
-        Raises:
-            ValueError: it is not of all parameters.
-        """
-        if self._whole is None:
-            return given
-        own = torch.optim.Optimizer.state_dict(self.optimizer)
-        groups = given["param_groups"]
-        if [len(group["params"]) for group in groups] != list(map(len, self._grouped)):
-            raise ValueError(
-                "the state is of other groups of parameters than the whole model's: "
-                f"{[len(group['params']) for group in groups]} and {list(map(len, self._grouped))}"
-            )
-        kept = [
-            {**group, "params": mine["params"]}
-            for group, mine in zip(groups, own["param_groups"], strict=True)
-        ]
-        return {**given, "state": {}, "param_groups": kept}
+        """What the optimizer of this process can load of a state."""
+        return given if self._sharing is None else self._sharing.own_state_dict(given)
 
     def load_whole_state(self, given: dict[str, Any]) -> None:
-        """A split model's state becomes everybody's, from worker 0."""
-        trained = self._trained_parameters()
-        order = [i for group in self._grouped for i in group]
-        entries = {order[n]: e for n, e in given["state"].items() if order[n] in trained}
+        """A shared model's state becomes everybody's, from worker 0."""
+        assert self._sharing is not None
         if self.job.rank == 0:
-            state.write(self.store, self._apply, trained, entries)
+            entries = self._sharing.entries(given)
+            state.write(self.store, self._apply, self._trained_parameters(), entries)
         self.job.barrier()
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The `state_dict()` of the whole model, one version of it; no other worker takes part."""
-        assert self._whole is not None
-        data = np.empty(self.store.layout.size_bytes, np.uint8)
-        self.store.read_values(data)
-        places, found = self.store.layout.places, {}
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        likes = {**self._whole.parameters, **self._whole.buffers}
-        indices = {name: i for i, name in enumerate(self._whole.parameters)} | self.buffers.indices
-        for key, name in self._whole.keys.items():
-            if name not in indices:  # of a buffer without elements, or that only this process has
-                found[key] = own.get(name, torch.empty_like(likes[name], device="cpu")).detach()
-                continue
-            place, like = places[indices[name]], likes[name]
-            if name in self._whole.buffers:  # in the order of its indices
-                like = torch.empty(like.shape, dtype=like.dtype, device="meta")
-            found[key] = tensor_at(data[place.start : place.end], like)
-        return found
+        """The `state_dict()` of a shared model, all of it; no other worker takes part."""
+        assert self._sharing is not None
+        return self._sharing.model_state(self.store, self.buffers.indices)
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
@@ -804,7 +733,7 @@ class Exchange:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self._whole is not None and entries:
+        if self._sharing is not None and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
         trained = self._trained_parameters()
         ids = {id(parameter) for parameter in trained.values()}
