@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .whole import whole_of
+
 _FORMAT = 1
 
 
@@ -79,7 +81,7 @@ def load(
 
 
 def _is_model_of(thing: Any, optimizer: Any) -> bool:
-    is_model = isinstance(thing, torch.nn.Module) or hasattr(thing, "whole")
+    is_model = isinstance(thing, torch.nn.Module) or whole_of(thing) is not None
     return is_model and optimizer._tensorwire.shares(thing)
 
 

@@ -97,7 +97,8 @@ def machines() -> Machines:
     if "TORCHELASTIC_RUN_ID" not in environ and (size > 1 or (place and place.workers > 1)):
         raise UnavailableError(
             "torchrun did not start these processes, so they cannot find each other by themselves: "
-            "use torchrun, or tw.connect(node, rank, addresses) and machines="
+            "call tw.init(pipeline=…) before, use torchrun, or tw.connect(node, rank, addresses) "
+            "and machines="
         )
     if size == 1:
         return Machines()

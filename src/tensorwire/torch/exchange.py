@@ -47,7 +47,7 @@ from .samples import SampleCount
 from .sharing import Sharing
 from .views import flat_bytes, memory_format_of, tensor_at
 from .watch import Watch
-from .whole import Whole
+from .whole import Whole, whole_of
 
 if TYPE_CHECKING:
     from .job import Job
@@ -258,10 +258,10 @@ class Exchange:
 
     def shares(self, model: Any) -> bool:
         """It is the model of this optimizer, or has parameters of it."""
-        if self._sharing is not None and getattr(model, "whole", None) is self._sharing.whole:
+        if self._sharing is not None and whole_of(model) is self._sharing.whole:
             return True
         own = {id(parameter) for parameter in model.parameters()}
-        return any(id(self.parameters[i]) in own for i in self._held)
+        return any(id(parameter) in own for parameter in self.parameters)
 
     def release(self, parameter: nn.Parameter) -> None:
         """Another optimizer of the same model takes a parameter that does not change here."""

@@ -17,7 +17,7 @@ from torch import nn
 from .apply import path_of
 from .exchange import Exchange
 from .job import Job, current_job
-from .whole import Whole
+from .whole import whole_of
 
 if TYPE_CHECKING:
     from .splitting import Split
@@ -78,8 +78,7 @@ def DistributedOptimizer(
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    whole = getattr(model, "whole", None)
-    if isinstance(whole, Whole):
+    if whole_of(model) is not None:
         core = _exchange_of_split(job, optimizer, model, max_norm, buffers, placement)
     else:
         if job.pipeline > 1:
@@ -287,7 +286,7 @@ def _core_of(what: Any) -> Exchange:
         return what._tensorwire
     cores: list[Exchange] = [optimizer._tensorwire for optimizer in current_job().optimizers]
     for core in cores:
-        if hasattr(what, "whole") and core.shares(what):
+        if whole_of(what) is not None and core.shares(what):
             return core
     if isinstance(what, nn.Module):
         what = what.parameters()

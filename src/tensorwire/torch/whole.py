@@ -91,6 +91,12 @@ class Whole:
                 target.copy_(value)
 
 
+def whole_of(thing: Any) -> Whole | None:
+    """Of a `Split`; None of anything else."""
+    found = getattr(thing, "whole", None)
+    return found if isinstance(found, Whole) else None
+
+
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Shape, strides and dtype of a tensor, without memory."""
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
