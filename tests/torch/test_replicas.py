@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crew import Mlp
 from pipelines import (
     BATCH,
     POINTS,
@@ -439,6 +440,43 @@ def test_one_model_after_another(team: Team) -> None:
         loss_of(model(x), y).backward()
     opt.step()
     for state in results:
+        for name, value in model.state_dict().items():
+            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
+
+
+def train_half(job: tw.Job) -> Any:
+    """The first stage is frozen: its process trains nothing, and its samples count."""
+    torch.manual_seed(7)
+    model = Mlp()
+    for at in range(3):
+        model.layers[at].requires_grad_(False)
+    x = torch.ones(2, 12)
+    split = tw.split(model, POINTS["mlp"], example=[x], loss=loss_of, microbatches=4, timeout_s=20)
+    opt = tw.DistributedOptimizer(optimizer_of(split.module), split)
+    for _ in job.epochs(3):
+        for x, y in job.loader(samples("mlp"), batch_size=BATCH):
+            step(split, x, y)
+            opt.step()
+            opt.zero_grad()
+    state = {name: value.clone().numpy() for name, value in split.state_dict().items()}
+    momentum = sorted(opt.state_dict()["state"])
+    job.barrier()
+    return state, momentum
+
+
+def test_a_frozen_stage(team: Team) -> None:
+    model = make("mlp")
+    for at in range(3):
+        model.layers[at].requires_grad_(False)
+    opt = optimizer_of(model)
+    xs, ys = samples("mlp").tensors
+    for _ in range(3):
+        for x, y in zip(xs.split(2 * BATCH), ys.split(2 * BATCH), strict=True):
+            opt.zero_grad()
+            loss_of(model(x), y).backward()
+            opt.step()
+    for state, momentum in team.run(train_half, workers=4, pipeline=2):
+        assert momentum == sorted(opt.state_dict()["state"])
         for name, value in model.state_dict().items():
             np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=2e-6)
 
