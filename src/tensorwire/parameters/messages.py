@@ -9,6 +9,7 @@ the tables.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,9 +47,13 @@ RESULT_BYTES = 4096
 """A result with its word and its text."""
 MESSAGE_BYTES = RESULT_BYTES - WORD_BYTES - _RESULT.size
 
-ABSENT, PUSHED, PRODUCED = 0, 1, 2
+ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
 """Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;
-it was produced in the slice's other slot, the one that nobody writes into."""
+it was produced in the slice's other slot, the one that nobody writes into; it was produced in a
+block of the slice's pool."""
+
+BLOCK_BYTES = 4
+"""Of a tensor beside a pool: the number of the tensor in whose place it lies."""
 
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
@@ -66,7 +71,9 @@ class Commit:
         max_norm: the reduced gradient is scaled down to this norm; inf: never.
         weight: of this slice in the mean, its number of samples.
         hyper: of every group.
-        present: one byte per tensor: ABSENT, PUSHED or PRODUCED.
+        present: one byte per tensor: ABSENT, PUSHED, PRODUCED or POOLED.
+        blocks: for each tensor, where POOLED: the tensor in whose place in the pool it lies. Not in
+            the message: it is read from the memory beside the pool.
     """
 
     version: int
@@ -77,6 +84,7 @@ class Commit:
     weight: float
     hyper: tuple[Hyper, ...]
     present: bytes
+    blocks: Sequence[int] = ()
 
     def to_bytes(self) -> Bytes:
         """As it is written."""
@@ -109,7 +117,7 @@ class Commit:
         commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, copy[end:])
         if commit.operation not in OPERATION_NAMES:
             raise ValueError(f"unknown operation {commit.operation}")
-        if commit.present and max(commit.present) > PRODUCED:
+        if commit.present and max(commit.present) > POOLED:
             raise ValueError("a gradient that is neither absent nor pushed nor produced")
         numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
         for name, number in numbers.items():

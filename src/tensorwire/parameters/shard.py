@@ -18,13 +18,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .apply import Apply, Tile
-from .layout import Cell, Share
+from .apply import Apply, Lent, Tile, Weight
+from .layout import Cell, Piece, Share
 from .messages import (
     APPLY,
     CHECK_FINITE,
+    POOLED,
     PRODUCED,
     PUBLISH,
+    PUSHED,
     REDUCE,
     REDUCED,
     RELEASE,
@@ -47,6 +49,8 @@ class Memory:
         master: the parameters.
         slots: one per slice: gradients that were pushed.
         produced: one per slice, where it may be: gradients that were produced in place.
+        pools: one per slice, where it may be: gradients that were produced in any place of a tensor
+            of the same size.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
     """
@@ -54,6 +58,7 @@ class Memory:
     master: Bytes
     slots: Sequence[Bytes]
     produced: Sequence[Bytes | None] = ()
+    pools: Sequence[Bytes | None] = ()
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -120,6 +125,26 @@ class Shard:
             {name: state[begin:end] for name, state in states.items()},
         )
 
+    def check(self, commit: Commit, produces: bool) -> None:
+        """Raises ValueError for gradients that are said to be where none can be."""
+        layout, share = self.share.layout, self.share
+        for tensor in self._here:
+            how = commit.present[tensor]
+            if how in (PRODUCED, POOLED) and not produces:
+                raise ValueError("it cannot have produced gradients in our memory")
+            if how == POOLED:
+                block, place = commit.blocks[tensor], layout.places[tensor]
+                there = layout.places[block] if block < len(layout.places) else place
+                if (
+                    block >= len(layout.places)
+                    or there.end - there.start != place.end - place.start
+                    or share.clip(there.start, there.end) != (there.start, there.end)
+                ):
+                    raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
+
+    def _runs(self, commits: Sequence[Commit]) -> _Runs:
+        return _Runs(commits, self._counts, self._here, self.share, self.memory.pools)
+
     def reduce(
         self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
@@ -128,7 +153,7 @@ class Shard:
         Returns:
             The sum of its squares per cell of the share, in order; empty if not asked for.
         """
-        runs = _Runs(commits, self._counts, self._here)
+        runs = self._runs(commits)
 
         def work(index: int) -> float:
             cell, tile = self.share.cells[index], self._tiles[index]
@@ -144,7 +169,7 @@ class Shard:
         self, commits: Sequence[Commit], arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
-        runs = _Runs(commits, self._counts, self._here)
+        runs = self._runs(commits)
 
         def work(index: int) -> float:
             tile = self._tiles[index]
@@ -172,7 +197,7 @@ class Shard:
             arrivals: None: all is there.
         """
         counts = self._counts
-        runs = _Runs(commits, counts, self._here)
+        runs = self._runs(commits)
         hyper = commits[0].hyper
 
         def work(index: int) -> float:
@@ -297,7 +322,7 @@ def _root_of_sum(squares: Sequence[float]) -> float:
 class _Run(NamedTuple):
     start: int
     stop: int
-    weights: tuple[tuple[int, float], ...]
+    weights: tuple[Weight, ...]
     step: int
 
 
@@ -308,11 +333,11 @@ def _weights(
     """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
 
     The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
-    what was produced come behind all slots of what was pushed.
+    what was produced come behind all slots of what was pushed, and behind them numbers for pools.
     """
     total = math.fsum(weight for _, weight in parts)
     return tuple(
-        (i + len(parts) * (how == PRODUCED), parts[i][0] * parts[i][1] / total)
+        (i + len(parts) * (how - PUSHED), parts[i][0] * parts[i][1] / total)
         for i, how in enumerate(present)
         if how
     )
@@ -324,9 +349,18 @@ class _Runs:
     The same slices have a gradient for them, and the same number of steps was applied to them.
     """
 
-    def __init__(self, commits: Sequence[Commit], counts: memoryview, here: Sequence[int]) -> None:
+    def __init__(
+        self,
+        commits: Sequence[Commit],
+        counts: memoryview,
+        here: Sequence[int],
+        share: Share,
+        pools: Sequence[Bytes | None],
+    ) -> None:
         self._commits = commits
         self._counts = counts
+        self._share, self._pools = share, pools
+        self._pooled = any(POOLED in commit.present for commit in commits)
         alike = [commit.present[:1] * len(commit.present) for commit in commits]
         self.all_alike = all(
             each == commit.present for each, commit in zip(alike, commits, strict=True)
@@ -343,12 +377,15 @@ class _Runs:
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def of(self, cell: Cell) -> Iterator[_Run]:
-        if self.all_alike and self.all_present and self._same_count:
+        if self.all_alike and self.all_present and self._same_count and not self._pooled:
             yield _Run(0, cell.stop - cell.start, self._all, self._count)
             return
         run: _Run | None = None
         for piece in cell.pieces:
-            weights = self.weights(piece.tensor)
+            slots = self.weights(piece.tensor)
+            weights: tuple[Weight, ...] = slots
+            if self._pooled:
+                weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
             start, stop = piece.start - cell.start, piece.stop - cell.start
             count = self._counts[piece.tensor] + 1
             if run and run.stop == start and (run.weights, run.step) == (weights, count):
@@ -359,3 +396,14 @@ class _Runs:
             run = _Run(start, stop, weights, count)
         if run and run.weights:
             yield run
+
+    def _find(self, slot: int, piece: Piece) -> int | Lent:
+        """A piece of a gradient that may be in a pool."""
+        index = slot - 2 * len(self._commits)
+        if index < 0:
+            return slot
+        places, pool = self._share.layout.places, self._pools[index]
+        assert pool is not None
+        block = places[self._commits[index].blocks[piece.tensor]]
+        start = block.start + piece.start - places[piece.tensor].start - self._share.start
+        return Lent(pool[start : start + piece.stop - piece.start])

@@ -45,10 +45,15 @@ class Place(NamedTuple):
         memory: writable.
         shared: it is the server's: a gradient there is not pushed, its commit says PRODUCED. Else
             it is registered memory of this process, from which pushes leave without a copy.
+        block: the same place in the pool, where memory is shared: for any gradient of the same size
+            at the same server, whose commit says POOLED and names this tensor.
+        server: whose it is.
     """
 
     memory: Bytes
     shared: bool
+    block: Bytes | None = None
+    server: int = -1
 
 
 class Store(Protocol):
@@ -133,6 +138,7 @@ class LocalStore:
         self.view = _zeros(size)
         self._slots = [_zeros(size) for _ in range(spec.slices)]
         self._produced = [_zeros(size) for _ in range(spec.slices)]
+        self._pools = [_zeros(size) for _ in range(spec.slices)]
         self._states = {name: _zeros(size) for name in apply.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
         (share,) = self.layout.deal(1)
@@ -141,6 +147,7 @@ class LocalStore:
             self.view[:end],
             [slot[:end] for slot in self._slots],
             [slot[:end] for slot in self._produced],
+            [pool[:end] for pool in self._pools],
             {name: state[:end] for name, state in self._states.items()},
             self._counts,
         )
@@ -151,8 +158,9 @@ class LocalStore:
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
-        slot = self._produced[slice_index]
-        return [Place(slot[place.start : place.end], True) for place in self.layout.places]
+        slot, pool = self._produced[slice_index], self._pools[slice_index]
+        parts = [slice(place.start, place.end) for place in self.layout.places]
+        return [Place(slot[part], True, pool[part], 0) for part in parts]
 
     def slot(self, slice_index: int) -> Bytes:
         """A slice's gradients in place: writing here is a push."""
@@ -271,6 +279,15 @@ class RemoteStore:
             i: [(region.word(0), region[WORD_BYTES:]) for region in regions]
             for i, regions in commits.items()
         }
+        count = len(spec.tensors)
+        self._blocks = {
+            i: [
+                peer.region(self._name(f"blocks/{i}")).array("uint32")[:count]
+                for peer in servers
+                if _mapped(peer)
+            ]
+            for i in self._mine()
+        }
         if own_view is not None:
             self.view = own_view.array()
         else:
@@ -325,9 +342,11 @@ class RemoteStore:
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
         slots: list[Bytes | None] = []
+        pools: list[Bytes | None] = []
         for peer in self._member.servers:
-            region = peer.region(self._name(f"produced/{slice_index}")) if _mapped(peer) else None
-            slots.append(None if region is None else region.array())
+            for kind, found in ("produced", slots), ("pool", pools):
+                region = peer.region(self._name(f"{kind}/{slice_index}")) if _mapped(peer) else None
+                found.append(None if region is None else region.array())
         own: Bytes | None = None
         if any(slot is None for slot in slots):
             # Registered once, and the same pages in every step.
@@ -336,7 +355,7 @@ class RemoteStore:
             )
             self._regions.append(sent)
             own = sent.array()
-        found: list[Place | str] = []
+        result: list[Place | str] = []
         for place in self.layout.places:
             owners = [
                 server
@@ -344,17 +363,20 @@ class RemoteStore:
                 if max(share.start, place.start) < min(share.stop, place.end)
             ]
             if not owners:
-                found.append("it has no elements")
+                result.append("it has no elements")
             elif all(slots[server] is None for server in owners):
                 assert own is not None
-                found.append(Place(own[place.start : place.end], False))
+                result.append(Place(own[place.start : place.end], False))
             elif len(owners) > 1:
-                found.append("it is cut between servers")
+                result.append("it is cut between servers")
             else:
-                slot, start = slots[owners[0]], self._shares[owners[0]].start
+                owner = owners[0]
+                slot, pool, start = slots[owner], pools[owner], self._shares[owner].start
                 assert slot is not None
-                found.append(Place(slot[place.start - start : place.end - start], True))
-        return found
+                assert pool is not None
+                part = slice(place.start - start, place.end - start)
+                result.append(Place(slot[part], True, pool[part], owner))
+        return result
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
         """See `Store`."""
@@ -415,6 +437,9 @@ class RemoteStore:
         if self._pending:
             self._copy()
         self._flush(slice_index)
+        if commit.blocks:
+            for blocks in self._blocks[slice_index]:
+                blocks[:] = commit.blocks
         data = commit.to_bytes()
         for server, peer in enumerate(self._member.servers):
             word, region = self._commits[slice_index][server]

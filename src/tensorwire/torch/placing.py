@@ -2,8 +2,10 @@
 
 Every parameter may have a slot: memory where its gradient is wanted, at a server or in a registered
 region. After the first step it is known which allocation of backward each gradient was, and from
-the second on that allocation is the slot (`placer.cc`). Where the gradient really lies is looked up
-when it has arrived, so a gradient elsewhere is noticed, told with a reason, and copied.
+the second on that allocation is the slot (`placer.cc`). Until then, and whenever the prediction
+misses, gradients are produced in blocks of a pool, which the server can read too. Where a gradient
+really lies is looked up when it has arrived, so one that is elsewhere is noticed, told with a
+reason, and copied.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from typing import NamedTuple
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.parameters import Bytes
+from tensorwire.parameters import Bytes, Place
 
 from .placer import Placer, load
 
 NOT_YET = "no gradient has arrived yet"
 NO_PLACE = "it gets no gradient"
 LEARNING = "its allocation is learned from the step before"
+
+SLOT = -1
+"""Of a gradient: it lies in its slot; a number from 0 up: in the block of that parameter."""
+
+# A parameter without a gradient for so many steps is not expected to get one.
+_PATIENCE = 2
 
 
 class PlacementWarning(UserWarning):
@@ -36,8 +44,8 @@ class Placed(NamedTuple):
     """Of one parameter: what its last gradient did.
 
     Attributes:
-        in_place: it was produced in its slot.
-        reason: why not; "" if it was.
+        in_place: it was produced in its slot, or in the pool.
+        reason: why not in its slot; "" if it was.
     """
 
     in_place: bool
@@ -53,71 +61,110 @@ class Placing:
 
     Args:
         parameters: those that get gradients.
-        slots: for each a piece of memory of exactly its bytes, or the reason why it has none.
+        places: for each memory of exactly its bytes, or the reason why it has none.
 
     Raises:
         UnavailableError: the allocator cannot be had here.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], slots: Sequence[Bytes | str]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place | str]) -> None:
         self._placer = load()
         self.learning_s = 0.0
-        self._start = self._placer.add_context()
+        self._pool = pool = self._placer.add_pool()
+        self._start = self._placer.add_context(pool)
         self._enter = self._placer.enter
         self._slots: list[int] = []
         self._held_memory: list[Bytes] = []
         self._addresses: list[int] = []
         self._strides = [parameter.stride() for parameter in parameters]
-        self._contexts = [self._placer.add_context() for _ in parameters]
+        self._contexts = [self._placer.add_context(pool) for _ in parameters]
         self._misses = [0] * len(parameters)
         self.reasons = [NOT_YET] * len(parameters)
-        for index, slot in enumerate(slots):
-            if isinstance(slot, str) or slot.nbytes == 0:
-                self.reasons[index] = slot if isinstance(slot, str) else "it has no elements"
+        self._pooled = [False] * len(parameters)
+        self._missed = [False] * len(parameters)
+        self._has_block = [False] * len(parameters)
+        self._blocks: dict[int, int] = {}  # whose they are, by address
+        self._block_slots: list[int] = []
+        self._owners = [-1 if isinstance(place, str) else place.server for place in places]
+        self._steps = 0
+        for index, place in enumerate(places):
+            if isinstance(place, str) or place.memory.nbytes == 0:
+                self.reasons[index] = place if isinstance(place, str) else "it has no elements"
                 self._addresses.append(0)
                 self._slots.append(-1)
                 continue
-            address = slot.__array_interface__["data"][0]
+            address = _address(place.memory)
             self._addresses.append(address)
-            self._slots.append(self._placer.add_slot(address, slot.nbytes))
-            self._held_memory.append(slot)
+            self._slots.append(self._placer.add_slot(pool, address, place.memory.nbytes))
+            self._held_memory.append(place.memory)
+            if place.block is not None:
+                address = _address(place.block)
+                number = self._placer.add_block(pool, address, place.block.nbytes)
+                self._block_slots.append(number)
+                self._blocks[address] = index
+                self._has_block[index] = True
+                self._held_memory.append(place.block)
+                self._set_missed(index, True)
         _sweep(self._placer)
         _in_use.append(self._held_memory)
         self.begin()
 
     def begin(self) -> None:
         """A step begins in the calling thread: what it allocates until the first gradient."""
-        self._enter(self._start)
+        if self._steps <= _PATIENCE:
+            self._steps += 1
+            if self._steps > _PATIENCE:
+                for index, reason in enumerate(self.reasons):
+                    if reason == NOT_YET:
+                        self._set_missed(index, False)
+        self._placer.begin(self._start)
 
-    def arrived(self, index: int, gradient: torch.Tensor) -> bool:
+    def arrived(self, index: int, gradient: torch.Tensor) -> int | None:
         """The gradient of a parameter has arrived, in the thread that runs backward.
 
         Returns:
-            It is complete in the parameter's slot.
+            As `find`.
         """
-        in_place = self.in_place(index, gradient)
-        if in_place:
+        where = self.find(index, gradient)
+        if where == SLOT:
             if self.reasons[index]:
                 self.reasons[index], self._misses[index] = "", 0
+                self._set_missed(index, False)
         elif self._slots[index] >= 0:
             started = time.perf_counter()
-            self._missed(index, gradient)
+            self._pooled[index] = where is not None
+            self._miss(index, gradient)
             self.learning_s += time.perf_counter() - started
         self._enter(self._contexts[index])
-        return in_place
+        return where
 
-    def in_place(self, index: int, gradient: torch.Tensor) -> bool:
-        """It lies in the parameter's slot, in the order of the parameter."""
-        return bool(
-            gradient.data_ptr() == self._addresses[index]
-            and gradient.stride() == self._strides[index]
-        )
+    def find(self, index: int, gradient: torch.Tensor) -> int | None:
+        """Where a gradient lies, in the order of its parameter.
+
+        Returns:
+            SLOT; the index of the parameter in whose block of the pool it lies; None: elsewhere.
+        """
+        if gradient.stride() != self._strides[index]:
+            return None
+        address = gradient.data_ptr()
+        if address == self._addresses[index]:
+            return SLOT
+        block = self._blocks.get(address)
+        if block is None or self._owners[block] != self._owners[index]:
+            return None
+        return block if gradient.untyped_storage().nbytes() == gradient.nbytes else None
 
     def placed(self, index: int) -> Placed:
         """What the last gradient of a parameter did."""
-        return Placed(not self.reasons[index], self.reasons[index])
+        reason = self.reasons[index]
+        return Placed(not reason or self._pooled[index], reason)
 
-    def _missed(self, index: int, gradient: torch.Tensor) -> None:
+    def _set_missed(self, index: int, missed: bool) -> None:
+        if self._missed[index] != missed:
+            self._missed[index] = missed
+            self._placer.miss(self._slots[index], missed)
+
+    def _miss(self, index: int, gradient: torch.Tensor) -> None:
         self._misses[index] += 1
         count = self._misses[index]
         if count & (count - 1):
@@ -130,6 +177,8 @@ class Placing:
         if held and count > 1:
             self._placer.forget(slot)  # something else is allocated at the predicted site
         learned = self._placer.learn(slot, address)
+        # In other cases the pool is no better.
+        self._set_missed(index, learned == 0 and self._has_block[index])
         if not self._placer.installed():
             self.reasons[index] = "another CPU allocator was installed after tensorwire's"
         elif learned == 1:
@@ -150,13 +199,15 @@ class Placing:
     def close(self) -> None:
         """No gradient is placed any more; the memory of those that still exist stays."""
         self._placer.leave()
-        for slot in self._slots:
-            if slot >= 0:
-                self._placer.retire(slot)
+        slots = [slot for slot in (*self._slots, *self._block_slots) if slot >= 0]
+        for slot in slots:
+            self._placer.retire(slot)
         _in_use[:] = [memory for memory in _in_use if memory is not self._held_memory]
-        _leave_behind(self._placer, self._slots, self._held_memory)
+        _leave_behind(self._placer, slots, self._held_memory)
         self._slots = [-1] * len(self._slots)
         self._addresses = [0] * len(self._addresses)
+        self._block_slots.clear()
+        self._blocks.clear()
 
 
 # Slots can be handed out until they are retired: their memory must not go before, whatever becomes
@@ -168,7 +219,7 @@ _left: list[tuple[list[int], list[Bytes]]] = []
 
 def _leave_behind(placer: Placer, slots: Sequence[int], memory: list[Bytes]) -> None:
     """Keeps memory mapped as long as a tensor lies in it; looks again whenever more comes."""
-    _left.append(([slot for slot in slots if slot >= 0], memory))
+    _left.append((list(slots), memory))
     _sweep(placer)
 
 
@@ -184,10 +235,14 @@ def _sweep(placer: Placer) -> None:
     _left[:] = still
 
 
-def try_placing(parameters: Sequence[torch.Tensor], slots: Sequence[Bytes | str]) -> Placing | str:
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+def try_placing(parameters: Sequence[torch.Tensor], places: Sequence[Place | str]) -> Placing | str:
     """A `Placing`, or why there is none here, which is also said once as a PlacementWarning."""
     try:
-        return Placing(parameters, slots)
+        return Placing(parameters, places)
     except UnavailableError as error:
         text = f"gradients are copied to their place instead of being produced there: {error}"
         warnings.warn(text, PlacementWarning, stacklevel=6)  # the script
