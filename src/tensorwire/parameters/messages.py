@@ -49,11 +49,11 @@ MESSAGE_BYTES = RESULT_BYTES - WORD_BYTES - _RESULT.size
 
 ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
 """Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;
-it was produced in the slice's other slot, the one that nobody writes into; it was produced in a
-block of the slice's pool."""
+it was produced in the slice's other slot, the one that nobody writes into; it was produced in the
+slice's pool, or in the place of another tensor."""
 
 BLOCK_BYTES = 4
-"""Of a tensor beside a pool: the number of the tensor in whose place it lies."""
+"""Of a tensor in `Commit.blocks`, in memory."""
 
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
@@ -72,8 +72,9 @@ class Commit:
         weight: of this slice in the mean, its number of samples.
         hyper: of every group.
         present: one byte per tensor: ABSENT, PUSHED, PRODUCED or POOLED.
-        blocks: for each tensor, where POOLED: the tensor in whose place in the pool it lies. Not in
-            the message: it is read from the memory beside the pool.
+        blocks: for each tensor, where POOLED: 2 t if it lies in tensor t's place in the pool, and
+            2 t + 1 if in tensor t's place among what is produced. Not in the message: it is in
+            memory beside the pool.
     """
 
     version: int

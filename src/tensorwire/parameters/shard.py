@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,17 +133,16 @@ class Shard:
             if how in (PRODUCED, POOLED) and not produces:
                 raise ValueError("it cannot have produced gradients in our memory")
             if how == POOLED:
-                block, place = commit.blocks[tensor], layout.places[tensor]
-                there = layout.places[block] if block < len(layout.places) else place
-                if (
-                    block >= len(layout.places)
-                    or there.end - there.start != place.end - place.start
-                    or share.clip(there.start, there.end) != (there.start, there.end)
-                ):
-                    raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
+                block, place = commit.blocks[tensor] // 2, layout.places[tensor]
+                if block < len(layout.places):
+                    there = layout.places[block]
+                    whole = share.clip(there.start, there.end) == (there.start, there.end)
+                    if whole and there.end - there.start == place.end - place.start:
+                        continue
+                raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
 
     def _runs(self, commits: Sequence[Commit]) -> _Runs:
-        return _Runs(commits, self._counts, self._here, self.share, self.memory.pools)
+        return _Runs(commits, self._counts, self._here, self.share, self.memory)
 
     def reduce(
         self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
@@ -157,11 +156,9 @@ class Shard:
 
         def work(index: int) -> float:
             cell, tile = self.share.cells[index], self._tiles[index]
-            total = 0.0
             for run in runs.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-                total += tile.square_sum(run.start, run.stop) if norms else 0.0
-            return total
+            return square_sum(tile, cell, runs) if norms else 0.0
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -172,10 +169,7 @@ class Shard:
         runs = self._runs(commits)
 
         def work(index: int) -> float:
-            tile = self._tiles[index]
-            return sum(
-                tile.square_sum(run.start, run.stop) for run in runs.of(self.share.cells[index])
-            )
+            return square_sum(self._tiles[index], self.share.cells[index], runs)
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -319,6 +313,11 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.inf
 
 
+def square_sum(tile: Tile, cell: Cell, runs: _Runs) -> float:
+    """Of the reduced gradient of a cell."""
+    return sum(tile.square_sum(start, stop) for start, stop in runs.summed(cell))
+
+
 class _Run(NamedTuple):
     start: int
     stop: int
@@ -355,11 +354,11 @@ class _Runs:
         counts: memoryview,
         here: Sequence[int],
         share: Share,
-        pools: Sequence[Bytes | None],
+        memory: Memory,
     ) -> None:
         self._commits = commits
         self._counts = counts
-        self._share, self._pools = share, pools
+        self._share, self._memory = share, memory
         self._pooled = any(POOLED in commit.present for commit in commits)
         alike = [commit.present[:1] * len(commit.present) for commit in commits]
         self.all_alike = all(
@@ -367,7 +366,8 @@ class _Runs:
         )
         self.all_present = all(b"\0" not in commit.present for commit in commits)
         applied = [counts[tensor] for tensor in here]
-        self._same_count = not applied or min(applied) == max(applied)
+        same_count = not applied or min(applied) == max(applied)
+        self._all_same = self.all_present and same_count
         self._count = applied[0] + 1 if applied else 1
         self._parts = tuple((commit.scale, commit.weight) for commit in commits)
         self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
@@ -377,7 +377,7 @@ class _Runs:
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def of(self, cell: Cell) -> Iterator[_Run]:
-        if self.all_alike and self.all_present and self._same_count and not self._pooled:
+        if self.all_alike and not self._pooled and self._all_same:
             yield _Run(0, cell.stop - cell.start, self._all, self._count)
             return
         run: _Run | None = None
@@ -397,13 +397,34 @@ class _Runs:
         if run and run.weights:
             yield run
 
+    def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
+        """What is summed in one go for a norm: wherever gradients lie, the same."""
+        if self._all_same:
+            yield 0, cell.stop - cell.start
+            return
+        slices = len(self._commits)
+        before: tuple[Any, int] = (), 0
+        begin = end = 0
+        for piece in cell.pieces:
+            weights = [(slot % slices, weight) for slot, weight in self.weights(piece.tensor)]
+            start, stop = piece.start - cell.start, piece.stop - cell.start
+            alike = weights, self._counts[piece.tensor] + 1
+            if start != end or alike != before:
+                if before[0]:
+                    yield begin, end
+                begin, before = start, alike
+            end = stop
+        if before[0]:
+            yield begin, end
+
     def _find(self, slot: int, piece: Piece) -> int | Lent:
-        """A piece of a gradient that may be in a pool."""
+        """A piece of a gradient that may be pooled."""
         index = slot - 2 * len(self._commits)
         if index < 0:
             return slot
-        places, pool = self._share.layout.places, self._pools[index]
-        assert pool is not None
-        block = places[self._commits[index].blocks[piece.tensor]]
-        start = block.start + piece.start - places[piece.tensor].start - self._share.start
-        return Lent(pool[start : start + piece.stop - piece.start])
+        places = self._share.layout.places
+        tensor, produced = divmod(self._commits[index].blocks[piece.tensor], 2)
+        start = places[tensor].start + piece.start - places[piece.tensor].start - self._share.start
+        memory = (self._memory.produced if produced else self._memory.pools)[index]
+        assert memory is not None
+        return Lent(memory[start : start + piece.stop - piece.start])

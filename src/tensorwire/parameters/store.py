@@ -45,8 +45,8 @@ class Place(NamedTuple):
         memory: writable.
         shared: it is the server's: a gradient there is not pushed, its commit says PRODUCED. Else
             it is registered memory of this process, from which pushes leave without a copy.
-        block: the same place in the pool, where memory is shared: for any gradient of the same size
-            at the same server, whose commit says POOLED and names this tensor.
+        block: the same place in the pool, where memory is shared. In both any gradient of the same
+            size and server may lie: its commit says POOLED, and where.
         server: whose it is.
     """
 

@@ -27,7 +27,11 @@ NO_PLACE = "it gets no gradient"
 LEARNING = "its allocation is learned from the step before"
 
 SLOT = -1
-"""Of a gradient: it lies in its slot; a number from 0 up: in the block of that parameter."""
+"""Of a gradient: it lies in its slot; else where it lies, as in `Commit.blocks`."""
+
+# The pool stays open for a gradient until so many in a row were in their slot: 1, and 4 times as
+# many after each time that this was too early.
+_MOST_HITS = 1 << 16
 
 # A parameter without a gradient for so many steps is not expected to get one.
 _PATIENCE = 2
@@ -82,8 +86,10 @@ class Placing:
         self.reasons = [NOT_YET] * len(parameters)
         self._pooled = [False] * len(parameters)
         self._missed = [False] * len(parameters)
+        self._hits = [0] * len(parameters)
+        self._hits_needed = [0.25] * len(parameters)
         self._has_block = [False] * len(parameters)
-        self._blocks: dict[int, int] = {}  # whose they are, by address
+        self._blocks: dict[int, int] = {}  # as in `Commit.blocks`, by address
         self._block_slots: list[int] = []
         self._owners = [-1 if isinstance(place, str) else place.server for place in places]
         self._steps = 0
@@ -97,11 +103,13 @@ class Placing:
             self._addresses.append(address)
             self._slots.append(self._placer.add_slot(pool, address, place.memory.nbytes))
             self._held_memory.append(place.memory)
+            if place.shared:
+                self._blocks[address] = 2 * index + 1
             if place.block is not None:
                 address = _address(place.block)
                 number = self._placer.add_block(pool, address, place.block.nbytes)
                 self._block_slots.append(number)
-                self._blocks[address] = index
+                self._blocks[address] = 2 * index
                 self._has_block[index] = True
                 self._held_memory.append(place.block)
                 self._set_missed(index, True)
@@ -127,9 +135,8 @@ class Placing:
         """
         where = self.find(index, gradient)
         if where == SLOT:
-            if self.reasons[index]:
-                self.reasons[index], self._misses[index] = "", 0
-                self._set_missed(index, False)
+            if self.reasons[index] or self._missed[index]:
+                self._hit(index)
         elif self._slots[index] >= 0:
             started = time.perf_counter()
             self._pooled[index] = where is not None
@@ -142,7 +149,7 @@ class Placing:
         """Where a gradient lies, in the order of its parameter.
 
         Returns:
-            SLOT; the index of the parameter in whose block of the pool it lies; None: elsewhere.
+            SLOT; a number of `Commit.blocks`; None: elsewhere.
         """
         if gradient.stride() != self._strides[index]:
             return None
@@ -150,7 +157,7 @@ class Placing:
         if address == self._addresses[index]:
             return SLOT
         block = self._blocks.get(address)
-        if block is None or self._owners[block] != self._owners[index]:
+        if block is None or self._owners[block // 2] != self._owners[index]:
             return None
         return block if gradient.untyped_storage().nbytes() == gradient.nbytes else None
 
@@ -162,7 +169,16 @@ class Placing:
     def _set_missed(self, index: int, missed: bool) -> None:
         if self._missed[index] != missed:
             self._missed[index] = missed
+            if missed:
+                self._hits_needed[index] = min(4 * self._hits_needed[index], _MOST_HITS)
+            self._hits[index] = 0
             self._placer.miss(self._slots[index], missed)
+
+    def _hit(self, index: int) -> None:
+        self.reasons[index], self._misses[index] = "", 0
+        self._hits[index] += 1
+        if self._hits[index] >= self._hits_needed[index]:
+            self._set_missed(index, False)
 
     def _miss(self, index: int, gradient: torch.Tensor) -> None:
         self._misses[index] += 1
