@@ -151,7 +151,8 @@ class Placing:
         Returns:
             SLOT; a number of `Commit.blocks`; None: elsewhere.
         """
-        if gradient.stride() != self._strides[index]:
+        strides = self._strides[index]
+        if gradient.stride() != strides and not _in_order(gradient, strides):
             return None
         address = gradient.data_ptr()
         if address == self._addresses[index]:
@@ -249,6 +250,12 @@ def _sweep(placer: Placer) -> None:
         for slot in slots:
             placer.remove(slot)
     _left[:] = still
+
+
+def _in_order(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """The strides are the tensor's wherever they matter: not where there is one element."""
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or mine == other for size, mine, other in sizes)
 
 
 def _address(memory: Bytes) -> int:
