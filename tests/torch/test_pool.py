@@ -4,6 +4,7 @@ In a store alone, bit for bit against pushes; and in scripts whose steps differ 
 """
 
 import ctypes
+import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from scripts import digest
 from team import Team
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire.torch as tw
 from tensorwire.parameters import (
@@ -190,7 +192,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(160, 160, bias=False) for _ in range(6))
         self.chosen: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +203,8 @@ class Branches(nn.Module):
 
 def net() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(300, 900), nn.Tanh(), nn.Linear(900, 300), nn.Tanh())
+    first, second = nn.Linear(300, 900, bias=False), nn.Linear(900, 300, bias=False)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
 
 
 def wrap(model: nn.Module, placement: str, **options: Any) -> Any:
@@ -241,10 +244,10 @@ def branching(job: tw.Job, placement: str) -> Found:
     for step in range(6 * STEPS):
         count = int(torch.randint(1, 7, (), generator=chooser))
         model.chosen = torch.randperm(6, generator=chooser)[:count].tolist()
-        model(batch(job, step, 40)).square().mean().backward()
+        model(batch(job, step, 160)).square().mean().backward()
         opt.step()
         found = in_place(opt)
-        places.append([found[2 * i + j] for i in model.chosen for j in range(2)])
+        places.append([found[i] for i in model.chosen])
         opt.zero_grad()
     return digest(model), places, job.report()["bytes_copied_per_step"]
 
@@ -329,24 +332,170 @@ def test_the_pool_takes_no_memory_when_predictions_hit(team: Team, workers: int)
         assert not any(reasons)
 
 
-def unused_for_ever(job: tw.Job) -> tuple[int, int]:
-    """A parameter without a gradient, of the size of what backward allocates in passing."""
-    model = nn.ModuleList([nn.Linear(300, 300, bias=False) for _ in range(3)])
+def layers(width: int = 160) -> nn.ModuleList:
+    torch.manual_seed(3)
+    return nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+
+
+def backward(job: tw.Job, step: int, chain: Any) -> None:
+    x = batch(job, step, chain[0].weight.shape[0])
+    for layer in chain:
+        x = torch.tanh(layer(x))
+    x.square().mean().backward()
+
+
+def used_once(job: tw.Job) -> tuple[list[int], int]:
+    """A layer without gradients after the first step, of the size of what comes and goes."""
+    model = layers(300)
     opt = wrap(model, "plan")
     placer = opt._tensorwire._placing._placer
     counts = []
-    for _ in range(STEPS):
+    for step in range(2 * STEPS):
+        before = placer.placed()
         x = model[1](torch.ones(300, 300, requires_grad=True) * 2.0)
-        model[0](torch.tanh(x)).square().mean().backward()
+        chain = [model[2], model[0]] if step == 0 else [model[2]]
+        for layer in chain:
+            x = torch.tanh(layer(x))
+        x.square().mean().backward()
         opt.step()
         opt.zero_grad()
-        counts.append(placer.placed())
-    return counts[-1] - counts[-2], 2
+        counts.append(placer.placed() - before)
+    return counts, 2
 
 
 def test_who_gets_no_gradient_does_not_keep_the_pool_open(team: Team) -> None:
-    placed, gradients = team.alone(unused_for_ever)
-    assert placed == gradients
+    counts, gradients = team.alone(used_once)
+    assert counts[0] > 3, counts
+    assert counts[STEPS:] == [gradients] * STEPS, counts
+
+
+# ---- gradients that do not count
+
+
+def removed(job: tw.Job, opt: Any, model: nn.ModuleList) -> None:
+    backward(job, 0, model)
+    model[0].weight.grad = None
+
+
+def removed_by_the_model(job: tw.Job, opt: Any, model: nn.ModuleList) -> None:
+    backward(job, 0, model)
+    model.zero_grad()
+    backward(job, 1, model[1:])
+
+
+def withdrawn_after_accumulating(job: tw.Job, opt: Any, model: nn.ModuleList) -> None:
+    backward(job, 0, model)
+    with opt.accumulate():
+        backward(job, 0, model)
+    opt.zero_grad()
+    backward(job, 1, model[1:])
+
+
+def removed_before_synchronizing(job: tw.Job, opt: Any, model: nn.ModuleList) -> None:
+    backward(job, 0, model)
+    model[0].weight.grad = None
+    opt.synchronize()
+    assert model[0].weight.grad is None
+
+
+def without_the_first(job: tw.Job, placement: str, act: Any) -> tuple[str, bool]:
+    model = layers()
+    opt = wrap(model, placement)
+    before = model[0].weight.detach().clone()
+    act(job, opt, model)
+    opt.step()
+    return digest(model), torch.equal(before, model[0].weight)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "act",
+    [removed, removed_by_the_model, withdrawn_after_accumulating, removed_before_synchronizing],
+    ids=lambda act: act.__name__,
+)
+def test_what_was_taken_back_does_not_count(team: Team, act: Any, workers: int) -> None:
+    planned = team.run(without_the_first, "plan", act, workers=workers)
+    copied = team.run(without_the_first, "copy", act, workers=workers)
+    assert planned == copied
+    assert all(same for _, same in planned)
+
+
+def of_another_dtype(job: tw.Job, placement: str) -> str:
+    """The gradient lies in a block and has as many bytes as it should."""
+    model = layers(200).to(torch.bfloat16)
+    opt = wrap(model, placement)
+    place = opt._tensorwire.store.places(job.my_slices[0])[2]
+    for step in range(3):
+        with opt.accumulate():
+            model[1](batch(job, step, 200).to(torch.bfloat16)).square().mean().backward()
+        weight = model[0].weight
+        weight.grad_dtype = None
+        weight.grad = torch.frombuffer(place.block, dtype=torch.float16).reshape(weight.shape)
+        weight.grad.fill_(0.5 + step)
+        opt.step()
+        opt.zero_grad()
+    return digest(model)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_gradient_of_another_dtype_is_converted(team: Team, workers: int) -> None:
+    planned = team.run(of_another_dtype, "plan", workers=workers)
+    assert planned == team.run(of_another_dtype, "copy", workers=workers)
+
+
+# ---- beside and after training
+
+
+def beside(job: tw.Job) -> list[float]:
+    """Tensors of a gradient's size that the script makes, and a child of a fork reads."""
+    model = layers()
+    opt = wrap(model, "plan")
+    copies = []
+    for step in range(3):
+        copies += [p.detach().clone() for p in model.parameters()]
+        backward(job, step, model)
+        opt.step()
+        opt.zero_grad()
+    blocks = opt._tensorwire._placing._blocks
+    assert not any(each.data_ptr() in blocks for each in copies)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(torch.isfinite(each).all() for each in copies) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    data = DataLoader(
+        TensorDataset(torch.randn(160, 160)), 10, num_workers=1, multiprocessing_context="fork"
+    )
+    return [float(x.square().mean()) for (x,) in data]
+
+
+def test_other_tensors_are_not_in_the_pool(team: Team) -> None:
+    for means in team.run(beside):
+        assert len(means) == 16
+
+
+def after_the_end(job: tw.Job) -> bool:
+    model = layers()
+    opt = wrap(model, "plan")
+    job.close()
+    for step in range(4):
+        opt.zero_grad()
+        backward(job, step, model)
+    return bool(torch.isfinite(model[0].weight.grad).all())
+
+
+def after_a_failure(job: tw.Job) -> bool:
+    model = layers()
+    opt = wrap(model, "plan")
+    with pytest.raises(ValueError, match="is not the model's"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    for _ in range(4):
+        opt.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("case", [after_the_end, after_a_failure], ids=lambda case: case.__name__)
+def test_a_closed_pool_hands_out_nothing(team: Team, case: Any) -> None:
+    assert team.alone(case)
 
 
 def test_a_host_with_servers_here_and_elsewhere(team: Team) -> None:

@@ -128,6 +128,8 @@ class Shard:
     def check(self, commit: Commit, produces: bool) -> None:
         """Raises ValueError for gradients that are said to be where none can be."""
         layout, share = self.share.layout, self.share
+        if produces and POOLED not in commit.present:
+            return
         for tensor in self._here:
             how = commit.present[tensor]
             if how in (PRODUCED, POOLED) and not produces:

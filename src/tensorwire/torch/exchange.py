@@ -295,7 +295,7 @@ class Exchange:
         if not self._shared[index]:
             where = None  # it is sent
         if self.accumulating:
-            if self._pushed.pop(index, None):
+            if self._forget(index):
                 self.store.settle()  # what left before is not the sum; it leaves later
             return
         if where is not None or self._local_slots:
@@ -340,7 +340,7 @@ class Exchange:
         """Nothing of what left since the last step counts."""
         if self._pushed:
             self.store.settle()
-            self._forget_pushed()
+        self._forget_pushed()
         self._samples.withdraw()
         self._forget_reduction()
         if isinstance(self._placing, Placing):
@@ -350,6 +350,12 @@ class Exchange:
         """Copies that this process makes of a gradient that was not produced in place."""
         ordered = gradient.stride() == self.parameters[index].stride()
         return (not self.store.asynchronous) + (not ordered and not self._local_slots)
+
+    def _forget(self, index: int) -> bool:
+        """A gradient does not count; whether it did."""
+        self._produced.discard(index)
+        self._pooled.pop(index, None)
+        return self._pushed.pop(index, None) is not None
 
     def _forget_pushed(self) -> None:
         self._pushed.clear()
@@ -368,7 +374,7 @@ class Exchange:
         for i in self.trained:
             gradient, pushed = self.parameters[i].grad, self._pushed.get(i)
             if gradient is None:
-                self._pushed.pop(i, None)
+                self._forget(i)
             elif pushed is None:
                 where = None
                 if self._shared[i] and isinstance(self._placing, Placing):
@@ -474,7 +480,7 @@ class Exchange:
         self.finite = result.finite
         self.steps += 1
         if isinstance(self._placing, Placing):
-            self._placing.begin()
+            self._placing.stepped()
         self.job.stepped(result)
 
     def _check_hyper(self) -> None:

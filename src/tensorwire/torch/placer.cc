@@ -23,7 +23,8 @@
 //   cleared by the deleter, and nothing else touches it.
 //   Installed once and for ever: tensors may outlive everything, so nothing here is destroyed, and
 //   the caller keeps the memory of a slot mapped while it is held.
-//   Threads without a context, and a forked child, get memory as if this were not there.
+//   Whatever is not allocated by a backward pass, by a thread with a context, gets memory as if
+//   this were not there; so does a forked child.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -37,6 +38,11 @@
 #include <mutex>
 #include <unordered_map>
 #include <vector>
+
+namespace torch::autograd {
+// Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
+int get_current_graph_task_id();
+}  // namespace torch::autograd
 
 namespace {
 
@@ -55,12 +61,13 @@ struct Slot {
 struct Class {
   std::vector<Slot*> blocks;
   uint32_t missed = 0;  // slots of these bytes
+  bool touched = false;
 };
 
 struct Pool {
   std::unordered_map<uint64_t, Class> classes;  // by bytes
   uint32_t missed = 0;
-  bool touched = false;
+  uint32_t touched = 0;  // classes
 };
 
 struct Site {
@@ -120,7 +127,8 @@ class Placer final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     Context* const context = current;
-    if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed)) {
+    if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed) ||
+        torch::autograd::get_current_graph_task_id() == -1) {
       return before_->allocate(bytes);
     }
     if (Slot* slot = choose(*context, bytes)) {
@@ -162,7 +170,11 @@ class Placer final : public c10::Allocator {
     if (found == pool.classes.end() || found->second.missed == 0) return nullptr;
     for (Slot* block : found->second.blocks) {
       if (block->held.exchange(true, std::memory_order_acquire)) continue;
-      block->touched = pool.touched = true;
+      block->touched = true;
+      if (!found->second.touched) {
+        found->second.touched = true;
+        ++pool.touched;
+      }
       return block;
     }
     return nullptr;
@@ -204,17 +216,18 @@ void set_missed(Slot& slot, bool missed) {
   slot.pool->missed += change;
 }
 
-// Gives back the pages of blocks that no tensor has. What is shared has to be removed; of private
-// memory the pages are dropped.
+// Gives back the pages of blocks that no tensor has, of sizes in which nothing is missed. What is
+// shared has to be removed; of private memory the pages are dropped.
 void trim(Pool& pool) {
-  if (pool.missed != 0 || !pool.touched || disabled.load()) return;
-  pool.touched = false;
+  if (pool.touched == 0 || disabled.load()) return;
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   for (auto& [bytes, each] : pool.classes) {
+    if (!each.touched || each.missed != 0) continue;
+    each.touched = false;
     for (Slot* block : each.blocks) {
       if (!block->touched) continue;
       if (block->held.load(std::memory_order_acquire)) {
-        pool.touched = true;
+        each.touched = true;
         continue;
       }
       block->touched = false;
@@ -227,6 +240,7 @@ void trim(Pool& pool) {
         madvise(pages, last - first, MADV_DONTNEED);
       }
     }
+    if (!each.touched) --pool.touched;
   }
 }
 
@@ -375,6 +389,12 @@ EXPORT int tensorwire_placer_learn(uint32_t number, void* data) {
 EXPORT void tensorwire_placer_forget(uint32_t number) {
   const std::lock_guard lock(mutex);
   forget(slots[number]);
+}
+
+// The pages of blocks that nobody needs go back to the system.
+EXPORT void tensorwire_placer_trim(uint32_t pool) {
+  const std::lock_guard lock(mutex);
+  trim(pools[pool]);
 }
 
 // Tensors that were produced in slots and blocks, in this process.

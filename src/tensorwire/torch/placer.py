@@ -47,6 +47,7 @@ class Placer:
         self.miss = function("miss", None, number, whole)
         self.retire = function("retire", whole, number)
         self.remove = function("remove", None, number)
+        self.trim = function("trim", None, number)
         self.held = function("held", whole, number)
         self.add_context = function("add_context", number, number)
         self.begin = function("begin", None, number)
@@ -126,7 +127,7 @@ def _command(compiler: str) -> list[str]:
         f"-I{home / 'include'}",
         str(_SOURCE),
         f"-L{home / 'lib'}",
-        "-lc10",
+        *("-lc10", "-ltorch_cpu"),
     ]
 
 
