@@ -4,8 +4,11 @@
 #   make test ARGS='-k signal'      more arguments for pytest, the benchmark or the example
 #   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
+#   make TORCH=2.14.0 test-torch    another torch than the second one of CI
 
 PYTHON ?= python3
+# The second torch, beside that of constraints.txt; docs/placement.md names the minors of both.
+TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000
 ARGS ?=
@@ -23,10 +26,10 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-rdma bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-torch test-rdma bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
 
 deps: $(VENV)/.with-dev $(VENV)/.with-torch $(VENV)/.with-examples ## install everything that building and testing needs
 	@$(NEED) cxx headers clang clang-rt doctest cc spin ?ucx-headers ?ip ?tc rig
@@ -41,6 +44,10 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
 	@$(NEED) ?ip ?tc
 	pytest $(ARGS)
+
+test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
+	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \
+	  $(addprefix tests/torch/test_,placer.py placing.py pool.py gradients.py) $(ARGS)
 
 test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig
@@ -128,6 +135,14 @@ $(VENV)/.with-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@mkdir -p build
 	python tools/requirements.py $(if $(filter dev,$*),build run) $* >build/requirements-$*.txt
 	pip install -qq -c constraints.txt -r build/requirements-$*.txt
+	@touch $@
+
+# A second torch lies in a folder of its own, which PYTHONPATH puts in front of everything else in
+# the environment. tensorwire, which does not link torch, and the tools are the same ones.
+$(VENV)/torch-%/.installed: | $(VENV)/bin/python
+	rm -rf $(@D)
+	@mkdir -p $(@D)
+	TMPDIR=$(CURDIR)/$(@D) pip install -qq --no-cache-dir --no-compile --target $(@D) torch==$*
 	@touch $@
 
 # Python sources need no step: the install is editable. The build folder makes C++ incremental.

@@ -9,6 +9,12 @@ pytest.importorskip("torch")
 from team import Team, make_team
 
 
+def pytest_report_header() -> str:
+    import torch
+
+    return f"torch: {torch.__version__} in {torch.__path__[0]}"
+
+
 @pytest.fixture(scope="session")
 def team() -> Iterator[Team]:
     with make_team() as made:

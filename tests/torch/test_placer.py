@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+import torch
+
 from tensorwire.torch import placer
 
 PREAMBLE = """
@@ -93,6 +95,21 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
     done = run("_, places, _ = train(3); assert all(places)", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir())
+
+
+def test_each_torch_has_a_library_of_its_own(tmp_path: Any, monkeypatch: Any) -> None:
+    """Where torch is replaced by another version at the same place, its headers are other ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = placer._find()
+    written = first.stat()
+    with monkeypatch.context() as another:
+        another.setattr(torch, "__version__", "2.99.0")
+        second = placer._find()
+    assert torch.__version__ in first.name
+    assert "2.99.0" in second.name
+    assert sorted(tmp_path.glob("tensorwire/*")) == sorted([first, second])
+    assert placer._find() == first
+    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
 def test_a_forked_child_uses_malloc() -> None:

@@ -417,12 +417,11 @@ ALL = (
     threads_beside, loaders,
 )  # fmt: skip
 NOT_IN_PLACE = {
-    # Temporaries of the same size come and go between them.
-    "double_backward": 1,
-    # Two of the same size: which comes first changes from step to step.
-    "unused": 2,
     # A thread is unknown until its first gradient has arrived.
     "other_thread": 2,
+    # Two of the same size: which comes first changes from step to step. They are too small to be
+    # pooled.
+    "unused": 2,
 }
 
 

@@ -4,12 +4,13 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .apply import Apply, Tile
+from .apply import Apply, Lent, Tile, Weight
 from .layout import CELL_BYTES, ITEM_BYTES, Layout, Selection, Share, Spec, TensorSpec
 from .messages import (
     ABSENT,
     APPLY,
     CHECK_FINITE,
+    POOLED,
     PRODUCED,
     PUBLISH,
     PUSHED,
@@ -31,6 +32,7 @@ __all__ = [
     "CELL_BYTES",
     "CHECK_FINITE",
     "ITEM_BYTES",
+    "POOLED",
     "PRODUCED",
     "PUBLISH",
     "PUSHED",
@@ -42,6 +44,7 @@ __all__ = [
     "Commit",
     "Hyper",
     "Layout",
+    "Lent",
     "LocalStore",
     "Part",
     "Place",
@@ -54,6 +57,7 @@ __all__ = [
     "Store",
     "TensorSpec",
     "Tile",
+    "Weight",
     "most_threads",
     "threads_for",
 ]

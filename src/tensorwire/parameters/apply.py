@@ -7,9 +7,21 @@ that this layer needs no torch and the kernels can be anybody's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from .messages import Bytes, Hyper
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """A gradient that lies in no slot: exactly the bytes that are reduced, valid until then."""
+
+    memory: Bytes
+
+
+Weight = tuple[int | Lent, float]
+"""Where a slice's gradient lies, by its slot's number in `Apply.bind` or lent, and its share."""
 
 
 class Tile(Protocol):
@@ -19,13 +31,11 @@ class Tile(Protocol):
     parts.
     """
 
-    def reduce(
-        self, weights: Sequence[tuple[int, float]], start: int, stop: int, keep: bool
-    ) -> None:
+    def reduce(self, weights: Sequence[Weight], start: int, stop: int, keep: bool) -> None:
         """Reduced gradient := sum of weight x gradient, in the order given.
 
         Args:
-            weights: (slice, weight); at least one.
+            weights: at least one.
             start: first byte.
             stop: byte after the last.
             keep: put it where it stays (slot 0), not in memory that the next tile uses too.
@@ -37,7 +47,7 @@ class Tile(Protocol):
     def step(
         self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
     ) -> None:
-        """Applies the reduced gradient.
+        """Applies the reduced gradient, that of [start, stop) of the last `reduce` unless kept.
 
         Args:
             hyper: the numbers of the cell's group, in the order of `Apply.hyper`.

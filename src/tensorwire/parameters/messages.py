@@ -47,9 +47,13 @@ RESULT_BYTES = 4096
 """A result with its word and its text."""
 MESSAGE_BYTES = RESULT_BYTES - WORD_BYTES - _RESULT.size
 
-ABSENT, PUSHED, PRODUCED = 0, 1, 2
+ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
 """Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;
-it was produced in the slice's other slot, the one that nobody writes into."""
+it was produced in the slice's other slot, the one that nobody writes into; it was produced in the
+slice's pool, or in the place of another tensor."""
+
+BLOCK_BYTES = 4
+"""Of a tensor in `Commit.blocks`, in memory."""
 
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
@@ -67,7 +71,10 @@ class Commit:
         max_norm: the reduced gradient is scaled down to this norm; inf: never.
         weight: of this slice in the mean, its number of samples.
         hyper: of every group.
-        present: one byte per tensor: ABSENT, PUSHED or PRODUCED.
+        present: one byte per tensor: ABSENT, PUSHED, PRODUCED or POOLED.
+        blocks: for each tensor, where POOLED: 2 t if it lies in tensor t's place in the pool, and
+            2 t + 1 if in tensor t's place among what is produced. Not in the message: it is in
+            memory beside the pool.
     """
 
     version: int
@@ -78,6 +85,7 @@ class Commit:
     weight: float
     hyper: tuple[Hyper, ...]
     present: bytes
+    blocks: Sequence[int] = ()
 
     def to_bytes(self) -> Bytes:
         """As it is written."""
@@ -110,7 +118,7 @@ class Commit:
         commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, copy[end:])
         if commit.operation not in OPERATION_NAMES:
             raise ValueError(f"unknown operation {commit.operation}")
-        if commit.present and max(commit.present) > PRODUCED:
+        if commit.present and max(commit.present) > POOLED:
             raise ValueError("a gradient that is neither absent nor pushed nor produced")
         numbers = {"weight": commit.weight, "max_norm": commit.max_norm, "scale": commit.scale}
         for name, number in numbers.items():
@@ -152,7 +160,13 @@ def merged(commits: Sequence[Commit], pipeline: int) -> list[Commit]:
         present = np.array([np.frombuffer(commit.present, np.uint8) for commit in group])
         if (twice := np.flatnonzero(np.count_nonzero(present, axis=0) > 1)).size:
             raise ValueError(f"tensor {twice[0]} has gradients from two processes of a pipeline")
-        found.append(replace(group[0], present=present.max(axis=0).tobytes()))
+        joined = present.max(axis=0)
+        blocks = [0] * len(joined) if POOLED in joined else []
+        for commit in group:
+            for tensor, block in enumerate(commit.blocks):
+                if commit.present[tensor] == POOLED:
+                    blocks[tensor] = block
+        found.append(replace(group[0], present=joined.tobytes(), blocks=tuple(blocks)))
     return found
 
 

@@ -7,6 +7,7 @@ has the regions and words.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -28,9 +29,12 @@ from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
 from .layout import Layout, Selection, Share, Spec, checked_wants
 from .messages import (
     APPLY,
+    BLOCK_BYTES,
     OPERATION_NAMES,
     POISON,
+    POOLED,
     PRODUCED,
+    PUSHED,
     REDUCED,
     RELEASE,
     RESULT_BYTES,
@@ -188,6 +192,7 @@ class StoreServer:
         self._regions: list[Region] = []
         self._commits: list[Region] = []
         self._slots: list[Region] = []
+        self._blocks: list[NDArray[np.uint32] | None] = []  # of each slice, where it has a pool
         self._arrivals: list[list[Word]] = []  # of each commit, where it comes over a network
         self._workers: list[int] = []  # of each commit: of slice 0's pipeline, then of slice 1's
         self._gathering = 0  # the version that workers are to commit
@@ -219,6 +224,7 @@ class StoreServer:
             self._regions.clear()
             self._slots.clear()
             self._commits.clear()
+            self._blocks.clear()
             self._arrivals.clear()
             self._workers.clear()
         self._their_norms.clear()
@@ -327,6 +333,16 @@ class StoreServer:
             self._allocate(f"produced/{i}", size, "rw") if self._any_is_here(i) else None
             for i in range(spec.slices)
         ]
+        pools = [
+            self._allocate(f"pool/{i}", size, "rw") if slot else None
+            for i, slot in enumerate(produced)
+        ]
+        blocks = [
+            self._allocate(f"blocks/{i}", BLOCK_BYTES * len(spec.tensors), "rw") if pool else None
+            for i, pool in enumerate(pools)
+        ]
+        count = len(spec.tensors)
+        self._blocks = [b.array("uint32")[:count] if b else None for b in blocks]
         states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
         self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
         self._units = units = units_of(share)
@@ -346,6 +362,7 @@ class StoreServer:
             self._master,
             [slot.array()[:size] for slot in slots],
             [slot.array()[:size] if slot else None for slot in produced],
+            [pool.array()[:size] if pool else None for pool in pools],
             {name: region.array()[:size] for name, region in states.items()},
             self._counts.array("int64")[: len(spec.tensors)],
         )
@@ -453,8 +470,10 @@ class StoreServer:
             self._wait_commit(region, version, rank)
             started = started or time.perf_counter()
             commit = self._read(region)
-            if PRODUCED in commit.present and not self._is_here(rank):
-                raise ValueError(f"worker {rank} cannot have produced gradients in our memory")
+            blocks = self._blocks[index // self._spec.pipeline]
+            if POOLED in commit.present and blocks is not None:
+                commit = dataclasses.replace(commit, blocks=blocks.tolist())
+            self._check(commit, index)
             commits.append(commit)
             if different := commits[0].difference(commit):
                 raise DisagreementError(
@@ -477,11 +496,21 @@ class StoreServer:
         wait_all(sent)
         return commits[0].operation != RELEASE
 
+    def _check(self, commit: Commit, index: int) -> None:
+        rank = self._workers[index]
+        if {PRODUCED, POOLED}.isdisjoint(commit.present):
+            return
+        assert self._shard is not None
+        try:
+            self._shard.check(commit, self._is_here(rank))
+        except ValueError as error:
+            raise ValueError(f"worker {rank}: {error}") from None
+
     def _discard_unused(self, commits: list[Commit]) -> None:
         """Once all gradients of a slice are produced in place, its other slot needs no memory."""
         for index, commit in enumerate(commits):
             steps = commit.operation == APPLY and not commit.flags & REDUCED
-            pushes = not steps or set(commit.present) != {PRODUCED}
+            pushes = not steps or PUSHED in commit.present
             if self._pushes[index] and not pushes and not self._remote:
                 self._slots[index].discard()
             self._pushes[index] = pushes

@@ -13,18 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .apply import Apply, Tile
-from .layout import Cell, Share
+from .apply import Apply, Lent, Tile, Weight
+from .layout import Cell, Piece, Share
 from .messages import (
     APPLY,
     CHECK_FINITE,
+    POOLED,
     PRODUCED,
     PUBLISH,
+    PUSHED,
     REDUCE,
     REDUCED,
     RELEASE,
@@ -47,6 +49,8 @@ class Memory:
         master: the parameters.
         slots: one per slice: gradients that were pushed.
         produced: one per slice, where it may be: gradients that were produced in place.
+        pools: one per slice, where it may be: gradients that were produced in any place of a tensor
+            of the same size.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
     """
@@ -54,6 +58,7 @@ class Memory:
     master: Bytes
     slots: Sequence[Bytes]
     produced: Sequence[Bytes | None] = ()
+    pools: Sequence[Bytes | None] = ()
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -120,6 +125,27 @@ class Shard:
             {name: state[begin:end] for name, state in states.items()},
         )
 
+    def check(self, commit: Commit, produces: bool) -> None:
+        """Raises ValueError for gradients that are said to be where none can be."""
+        layout, share = self.share.layout, self.share
+        if produces and POOLED not in commit.present:
+            return
+        for tensor in self._here:
+            how = commit.present[tensor]
+            if how in (PRODUCED, POOLED) and not produces:
+                raise ValueError("it cannot have produced gradients in our memory")
+            if how == POOLED:
+                block, place = commit.blocks[tensor] // 2, layout.places[tensor]
+                if block < len(layout.places):
+                    there = layout.places[block]
+                    whole = share.clip(there.start, there.end) == (there.start, there.end)
+                    if whole and there.end - there.start == place.end - place.start:
+                        continue
+                raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
+
+    def _runs(self, commits: Sequence[Commit]) -> _Runs:
+        return _Runs(commits, self._counts, self._here, self.share, self.memory)
+
     def reduce(
         self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
@@ -128,15 +154,13 @@ class Shard:
         Returns:
             The sum of its squares per cell of the share, in order; empty if not asked for.
         """
-        runs = _Runs(commits, self._counts, self._here)
+        runs = self._runs(commits)
 
         def work(index: int) -> float:
             cell, tile = self.share.cells[index], self._tiles[index]
-            total = 0.0
             for run in runs.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-                total += tile.square_sum(run.start, run.stop) if norms else 0.0
-            return total
+            return square_sum(tile, cell, runs) if norms else 0.0
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -144,13 +168,10 @@ class Shard:
         self, commits: Sequence[Commit], arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
-        runs = _Runs(commits, self._counts, self._here)
+        runs = self._runs(commits)
 
         def work(index: int) -> float:
-            tile = self._tiles[index]
-            return sum(
-                tile.square_sum(run.start, run.stop) for run in runs.of(self.share.cells[index])
-            )
+            return square_sum(self._tiles[index], self.share.cells[index], runs)
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -172,7 +193,7 @@ class Shard:
             arrivals: None: all is there.
         """
         counts = self._counts
-        runs = _Runs(commits, counts, self._here)
+        runs = self._runs(commits)
         hyper = commits[0].hyper
 
         def work(index: int) -> float:
@@ -294,10 +315,15 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.inf
 
 
+def square_sum(tile: Tile, cell: Cell, runs: _Runs) -> float:
+    """Of the reduced gradient of a cell."""
+    return sum(tile.square_sum(start, stop) for start, stop in runs.summed(cell))
+
+
 class _Run(NamedTuple):
     start: int
     stop: int
-    weights: tuple[tuple[int, float], ...]
+    weights: tuple[Weight, ...]
     step: int
 
 
@@ -308,11 +334,11 @@ def _weights(
     """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
 
     The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
-    what was produced come behind all slots of what was pushed.
+    what was produced come behind all slots of what was pushed, and behind them numbers for pools.
     """
     total = math.fsum(weight for _, weight in parts)
     return tuple(
-        (i + len(parts) * (how == PRODUCED), parts[i][0] * parts[i][1] / total)
+        (i + len(parts) * (how - PUSHED), parts[i][0] * parts[i][1] / total)
         for i, how in enumerate(present)
         if how
     )
@@ -324,16 +350,26 @@ class _Runs:
     The same slices have a gradient for them, and the same number of steps was applied to them.
     """
 
-    def __init__(self, commits: Sequence[Commit], counts: memoryview, here: Sequence[int]) -> None:
+    def __init__(
+        self,
+        commits: Sequence[Commit],
+        counts: memoryview,
+        here: Sequence[int],
+        share: Share,
+        memory: Memory,
+    ) -> None:
         self._commits = commits
         self._counts = counts
+        self._share, self._memory = share, memory
+        self._pooled = any(POOLED in commit.present for commit in commits)
         alike = [commit.present[:1] * len(commit.present) for commit in commits]
         self.all_alike = all(
             each == commit.present for each, commit in zip(alike, commits, strict=True)
         )
         self.all_present = all(b"\0" not in commit.present for commit in commits)
         applied = [counts[tensor] for tensor in here]
-        self._same_count = not applied or min(applied) == max(applied)
+        same_count = not applied or min(applied) == max(applied)
+        self._all_same = self.all_present and same_count
         self._count = applied[0] + 1 if applied else 1
         self._parts = tuple((commit.scale, commit.weight) for commit in commits)
         self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
@@ -343,12 +379,15 @@ class _Runs:
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
 
     def of(self, cell: Cell) -> Iterator[_Run]:
-        if self.all_alike and self.all_present and self._same_count:
+        if self.all_alike and not self._pooled and self._all_same:
             yield _Run(0, cell.stop - cell.start, self._all, self._count)
             return
         run: _Run | None = None
         for piece in cell.pieces:
-            weights = self.weights(piece.tensor)
+            slots = self.weights(piece.tensor)
+            weights: tuple[Weight, ...] = slots
+            if self._pooled:
+                weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
             start, stop = piece.start - cell.start, piece.stop - cell.start
             count = self._counts[piece.tensor] + 1
             if run and run.stop == start and (run.weights, run.step) == (weights, count):
@@ -359,3 +398,35 @@ class _Runs:
             run = _Run(start, stop, weights, count)
         if run and run.weights:
             yield run
+
+    def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
+        """What is summed in one go for a norm: wherever gradients lie, the same."""
+        if self._all_same:
+            yield 0, cell.stop - cell.start
+            return
+        slices = len(self._commits)
+        before: tuple[Any, int] = (), 0
+        begin = end = 0
+        for piece in cell.pieces:
+            weights = [(slot % slices, weight) for slot, weight in self.weights(piece.tensor)]
+            start, stop = piece.start - cell.start, piece.stop - cell.start
+            alike = weights, self._counts[piece.tensor] + 1
+            if start != end or alike != before:
+                if before[0]:
+                    yield begin, end
+                begin, before = start, alike
+            end = stop
+        if before[0]:
+            yield begin, end
+
+    def _find(self, slot: int, piece: Piece) -> int | Lent:
+        """A piece of a gradient that may be pooled."""
+        index = slot - 2 * len(self._commits)
+        if index < 0:
+            return slot
+        places = self._share.layout.places
+        tensor, produced = divmod(self._commits[index].blocks[piece.tensor], 2)
+        start = places[tensor].start + piece.start - places[piece.tensor].start - self._share.start
+        memory = (self._memory.produced if produced else self._memory.pools)[index]
+        assert memory is not None
+        return Lent(memory[start : start + piece.stop - piece.start])

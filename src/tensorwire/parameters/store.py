@@ -24,6 +24,7 @@ from .arrivals import Outbox
 from .layout import Layout, Selection, Spec
 from .messages import (
     POISON,
+    POOLED,
     RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
@@ -45,10 +46,15 @@ class Place(NamedTuple):
         memory: writable.
         shared: it is the server's: a gradient there is not pushed, its commit says PRODUCED. Else
             it is registered memory of this process, from which pushes leave without a copy.
+        block: the same place in the pool, where memory is shared. In both any gradient of the same
+            size and server may lie: its commit says POOLED, and where.
+        server: whose it is.
     """
 
     memory: Bytes
     shared: bool
+    block: Bytes | None = None
+    server: int = -1
 
 
 class Part(NamedTuple):
@@ -153,6 +159,7 @@ class LocalStore:
         self._view = _zeros(size)
         self._slots = [_zeros(size) for _ in range(spec.slices)]
         self._produced = [_zeros(size) for _ in range(spec.slices)]
+        self._pools = [_zeros(size) for _ in range(spec.slices)]
         self._states = {name: _zeros(size) for name in apply.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
         (share,) = self.layout.deal(1)
@@ -161,6 +168,7 @@ class LocalStore:
             self._view[:end],
             [slot[:end] for slot in self._slots],
             [slot[:end] for slot in self._produced],
+            [pool[:end] for pool in self._pools],
             {name: state[:end] for name, state in self._states.items()},
             self._counts,
         )
@@ -175,8 +183,9 @@ class LocalStore:
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
-        slot = self._produced[slice_index]
-        return [Place(slot[place.start : place.end], True) for place in self.layout.places]
+        slot, pool = self._produced[slice_index], self._pools[slice_index]
+        parts = [slice(place.start, place.end) for place in self.layout.places]
+        return [Place(slot[part], True, pool[part], 0) for part in parts]
 
     def slot(self, slice_index: int) -> Bytes:
         """A slice's gradients in place: writing here is a push."""
@@ -306,6 +315,15 @@ class RemoteStore:
             i: [(region.word(0), region[WORD_BYTES:]) for region in regions]
             for i, regions in commits.items()
         }
+        count = len(spec.tensors)
+        self._blocks = {
+            i: [
+                peer.region(self._name(f"blocks/{i}")).array("uint32")[:count]
+                for peer in servers
+                if _mapped(peer)
+            ]
+            for i in self._mine()
+        }
         if own_view is not None:
             self._view, self._viewed = own_view.array(), self.own
         else:
@@ -369,9 +387,11 @@ class RemoteStore:
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
         slots: list[Bytes | None] = []
+        pools: list[Bytes | None] = []
         for peer in self._member.servers:
-            region = peer.region(self._name(f"produced/{slice_index}")) if _mapped(peer) else None
-            slots.append(None if region is None else region.array())
+            for kind, found in ("produced", slots), ("pool", pools):
+                region = peer.region(self._name(f"{kind}/{slice_index}")) if _mapped(peer) else None
+                found.append(None if region is None else region.array())
         own: Bytes | None = None
         if any(slot is None for slot in slots):
             # Registered once, and the same pages in every step.
@@ -380,7 +400,7 @@ class RemoteStore:
             )
             self._regions.append(sent)
             own = sent.array()
-        found: list[Place | str] = []
+        result: list[Place | str] = []
         for tensor, place in enumerate(self.layout.places):
             owners = [
                 server
@@ -388,19 +408,22 @@ class RemoteStore:
                 if max(share.start, place.start) < min(share.stop, place.end)
             ]
             if tensor not in self._sends:
-                found.append("another process sends it")
+                result.append("another process sends it")
             elif not owners:
-                found.append("it has no elements")
+                result.append("it has no elements")
             elif all(slots[server] is None for server in owners):
                 assert own is not None
-                found.append(Place(own[self._sent.place(tensor)], False))
+                result.append(Place(own[self._sent.place(tensor)], False))
             elif len(owners) > 1:
-                found.append("it is cut between servers")
+                result.append("it is cut between servers")
             else:
-                slot, start = slots[owners[0]], self._shares[owners[0]].start
+                owner = owners[0]
+                slot, pool, start = slots[owner], pools[owner], self._shares[owner].start
                 assert slot is not None
-                found.append(Place(slot[place.start - start : place.end - start], True))
-        return found
+                assert pool is not None
+                part = slice(place.start - start, place.end - start)
+                result.append(Place(slot[part], True, pool[part], owner))
+        return result
 
     def push(self, slice_index: int, tensor: int, data: Any) -> None:
         """See `Store`."""
@@ -461,6 +484,10 @@ class RemoteStore:
         if self._pending:
             self._copy()
         self._flush(slice_index)
+        if commit.blocks:
+            for blocks in self._blocks[slice_index]:
+                pooled = np.flatnonzero(np.frombuffer(commit.present, np.uint8) == POOLED)
+                blocks[pooled] = np.array(commit.blocks, np.uint32)[pooled]
         data = commit.to_bytes()
         for server, peer in enumerate(self._member.servers):
             word, region = self._commits[slice_index][server]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.parameters import Bytes, Hyper, Tile
+from tensorwire.parameters import Bytes, Hyper, Lent, Tile, Weight
 
 _HYPER = {
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -137,41 +137,45 @@ class _Tile:
         self._slots = slots
         self._states = list(states.values())
         self._bytes = master.nbytes
-        self._reduced = slots[0]  # where the last reduce() put it
+        self._reduced = slots[0]  # what the last reduce() made, of its bytes
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
 
-    def reduce(
-        self, weights: Sequence[tuple[int, float]], start: int, stop: int, keep: bool
-    ) -> None:
+    def _part(self, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if (start, stop) == (0, self._bytes):
+            return whole
+        return whole[start // self._item : stop // self._item]
+
+    def reduce(self, weights: Sequence[Weight], start: int, stop: int, keep: bool) -> None:
+        parts = [
+            tensor_over(where.memory, self._master.dtype)
+            if isinstance(where, Lent)
+            else self._part(self._slots[where], start, stop)
+            for where, _ in weights
+        ]
         first, weight = weights[0]
-        self._reduced, self._divisor = self._slots[0], None
+        self._divisor = None
         if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
-            self._reduced = self._slots[first]
+            self._reduced = parts[0]
             return
-        a, b = start // self._item, stop // self._item
-        if keep:
-            target = self._slots[0][a:b]
-        else:
-            self._reduced = _scratch(self._master)
-            target = self._reduced[a:b]
-        slots = self._slots
+        target = self._slots[0] if keep else _scratch(self._master)
+        self._reduced = target = self._part(target, start, stop)
         if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
             # The sum, divided at its end: one pass less, and the optimizer's kernel can divide.
-            if len(weights) == 1:
-                target.copy_(slots[first][a:b])
+            if len(parts) == 1:
+                target.copy_(parts[0])
             else:
-                torch.add(slots[first][a:b], slots[weights[1][0]][a:b], out=target)
-            for index, _ in weights[2:]:
-                target.add_(slots[index][a:b])
+                torch.add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                target.add_(part)
             divisor = _constant(1.0 / weight)
             if keep:
                 target.div_(divisor)
             else:
                 self._divisor = divisor
             return
-        torch.mul(slots[first][a:b], weight, out=target)
-        for index, factor in weights[1:]:
-            target.add_(slots[index][a:b], alpha=factor)
+        torch.mul(parts[0], weight, out=target)
+        for part, (_, factor) in zip(parts[1:], weights[1:], strict=True):
+            target.add_(part, alpha=factor)
 
     def square_sum(self, start: int, stop: int) -> float:
         a, b = start // self._item, stop // self._item
@@ -181,13 +185,12 @@ class _Tile:
     def step(
         self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
     ) -> None:
-        source = self._slots[0] if kept else self._reduced
+        gradient = self._part(self._slots[0], start, stop) if kept else self._reduced
         divisor = None if kept else self._divisor
-        master, gradient, states = self._master, source, self._states
+        master, states = self._master, self._states
         if (start, stop) != (0, self._bytes):
-            a, b = start // self._item, stop // self._item
-            master, gradient = master[a:b], gradient[a:b]
-            states = [state[a:b] for state in states]
+            master = self._part(master, start, stop)
+            states = [self._part(state, start, stop) for state in states]
         if scale != 1.0:
             # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
             scaled = _scratch(self._master)[: gradient.numel()]

@@ -23,16 +23,17 @@ from tensorwire.parameters import (
     APPLY,
     CHECK_FINITE,
     ITEM_BYTES,
+    POOLED,
     PRODUCED,
     PUBLISH,
     PUSHED,
     REDUCE,
     REDUCED,
     WANT_NORM,
-    Bytes,
     Commit,
     LocalStore,
     Part,
+    Place,
     Result,
     Spec,
     Store,
@@ -42,7 +43,7 @@ from tensorwire.parameters import (
 from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
-from .placing import NO_PLACE, Placed, Placing, try_placing
+from .placing import NO_PLACE, SLOT, Placed, Placing, try_placing
 from .samples import SampleCount
 from .sharing import Sharing
 from .views import flat_bytes, memory_format_of, tensor_at
@@ -130,6 +131,7 @@ class Exchange:
         self._watch = Watch(self.model, names, planned, self._held)
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
+        self._pooled: dict[int, int] = {}  # of these, what lies in the pool: in whose block
         self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
         self._scaled = 1.0
         self._reduced = False
@@ -138,6 +140,7 @@ class Exchange:
         sent[[*self._sends, *self.buffers.mine] if part else slice(None)] = 1
         self._all_present = self._present = (sent * PUSHED).tobytes()
         self._all_produced = (sent * PRODUCED).tobytes()
+        self._blocks: tuple[int, ...] = ()
         # What backward makes here and this process speaks for.
         self._left = [i for i in self.trained if sent[i]]
         for i in self._left:
@@ -209,14 +212,11 @@ class Exchange:
             # A gradient that stays where it is would be there when the next slice is computed.
             return "this worker computes several slices of a step"
         places = self.store.places(self.job.my_slices[0])
-        wanted: list[Bytes | str] = [NO_PLACE] * len(self.parameters)
+        wanted: list[Place | str] = [NO_PLACE] * len(self.parameters)
         for i in self.trained:
-            place = places[i]
-            if isinstance(place, str):
-                wanted[i] = place
-            else:
-                wanted[i], self._shared[i] = place
-        if not any(isinstance(each, np.ndarray) for each in wanted):
+            wanted[i] = place = places[i]
+            self._shared[i] = isinstance(place, Place) and place.shared
+        if not any(isinstance(each, Place) for each in wanted):
             return next((str(wanted[i]) for i in self.trained), NO_PLACE)
         return try_placing(self.parameters, wanted)
 
@@ -340,7 +340,9 @@ class Exchange:
         hyper = hyper_of(self.optimizer, self._apply.hyper)
         scale = 1.0 if flags & REDUCED else self._scaled
         version, present = self._version + 1, self._present
-        commit = Commit(version, operation, flags, scale, max_norm, weight, hyper, present)
+        commit = Commit(
+            version, operation, flags, scale, max_norm, weight, hyper, present, self._blocks
+        )
         self.store.commit(slice_index, commit)
 
     def _wait(self) -> Result:
@@ -368,26 +370,24 @@ class Exchange:
         self.batch_comes()
         index, gradient = self._index[id(parameter)], parameter.grad
         assert gradient is not None
-        placing = self._placing
-        produced = (
-            isinstance(placing, Placing)
-            and gradient.layout == torch.strided
-            and placing.arrived(index, gradient)
-            and self._shared[index]
-        )
+        placing, where = self._placing, None
+        if isinstance(placing, Placing) and gradient.layout == torch.strided:
+            where = placing.arrived(index, gradient)
+        if not self._shared[index]:
+            where = None  # it is sent
         if self.accumulating:
-            if self._pushed.pop(index, None):
+            if self._forget(index):
                 self.store.settle()  # what left before is not the sum; it leaves later
             return
-        if produced or self._local_slots:
-            self._push(index, parameter, produced)  # nothing leaves before step()
+        if where is not None or self._local_slots:
+            self._push(index, parameter, where)  # nothing leaves before step()
             return
         started = time.perf_counter()
-        self._push(index, parameter, False)
+        self._push(index, parameter, None)
         self._first_push = self._first_push or started
         self._spent.exposed_s += time.perf_counter() - started
 
-    def _push(self, index: int, parameter: torch.Tensor, produced: bool) -> None:
+    def _push(self, index: int, parameter: torch.Tensor, where: int | None) -> None:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
@@ -402,8 +402,11 @@ class Exchange:
                 "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
                 "first"
             )
-        if produced:
+        self._pooled.pop(index, None)
+        if where is not None:
             self._produced.add(index)
+            if where != SLOT:
+                self._pooled[index] = where
             self._spent.bytes_produced += gradient.nbytes
         else:
             self._produced.discard(index)
@@ -418,7 +421,7 @@ class Exchange:
         """Nothing of what left since the last step counts."""
         if self._pushed:
             self.store.settle()
-            self._forget_pushed()
+        self._forget_pushed()
         self._samples.withdraw()
         self._forget_reduction()
         if isinstance(self._placing, Placing):
@@ -429,9 +432,16 @@ class Exchange:
         ordered = gradient.stride() == self.parameters[index].stride()
         return (not self.store.asynchronous) + (not ordered and not self._local_slots)
 
+    def _forget(self, index: int) -> bool:
+        """A gradient does not count; whether it did."""
+        self._produced.discard(index)
+        self._pooled.pop(index, None)
+        return self._pushed.pop(index, None) is not None
+
     def _forget_pushed(self) -> None:
         self._pushed.clear()
         self._produced.clear()
+        self._pooled.clear()
 
     def _forget_reduction(self) -> None:
         self._synchronized, self._reduced, self._scaled = None, False, 1.0
@@ -445,15 +455,12 @@ class Exchange:
         for i in self._left:
             gradient, pushed = self.parameters[i].grad, self._pushed.get(i)
             if gradient is None:
-                self._pushed.pop(i, None)
+                self._forget(i)
             elif pushed is None:
-                placing = self._placing
-                produced = (
-                    self._shared[i]
-                    and isinstance(placing, Placing)
-                    and placing.in_place(i, gradient)
-                )
-                self._push(i, self.parameters[i], produced)
+                where = None
+                if self._shared[i] and isinstance(self._placing, Placing):
+                    where = self._placing.find(i, gradient)
+                self._push(i, self.parameters[i], where)
             else:
                 self._check_unchanged(i, gradient)
 
@@ -480,16 +487,22 @@ class Exchange:
 
     def _present_now(self) -> None:
         whole = len(self._pushed) == len(self._left)
+        copied = len(self._pushed) > len(self._produced)
+        self._blocks = ()
         if whole and not self._produced:
             self._present = self._all_present
-        elif whole and len(self._produced) == len(self._left):
+        elif whole and not copied and not self._pooled:
             self._present = self._all_produced
         else:
-            present = bytearray(self._all_present)
+            present = bytearray(self._all_present if copied else self._all_produced)
             for i in self._left:
                 how = PRODUCED if i in self._produced else PUSHED
                 present[i] = how if i in self._pushed else ABSENT
+            for i in self._pooled:
+                present[i] = POOLED
             self._present = bytes(present)
+            if self._pooled:
+                self._blocks = tuple([self._pooled.get(i, 0) for i in range(len(present))])
 
     # ---- the step
 
@@ -546,7 +559,7 @@ class Exchange:
         self.finite = result.finite
         self.steps += 1
         if isinstance(self._placing, Placing):
-            self._placing.begin()
+            self._placing.stepped()
         self.job.stepped(result)
 
     def _check_hyper(self) -> None:

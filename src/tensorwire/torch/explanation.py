@@ -36,11 +36,11 @@ class ExplainRow:
         shape, dtype: as in torch.
         bytes: of the tensor.
         offset: of its slot in the store, bytes.
-        in_place: it lies where the servers read and write it, or, for a gradient that has to cross
-            a network, in registered memory.
+        in_place: it lies where the servers read and write it, in its slot or in the pool, or, for a
+            gradient that has to cross a network, in registered memory.
         route: how it gets there.
         copies: that the worker made of it in the last step.
-        reason: why it was copied; "" if it was not.
+        reason: why it was copied, or is in the pool; "" if it is in its slot.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Explanation:
             f"{self.bytes_in_place} of {self.bytes} bytes ({share:.2f} %)"
         ]
         for row in gradients:
-            how = "in place" if row.in_place else f"{row.route}: {row.reason}"
+            how = f"{row.route}: {row.reason}" if row.reason else "in place"
             lines.append(f"  {row.name}  {row.shape}  {row.bytes} bytes  {how}")
         return "\n".join(lines)
 
@@ -148,6 +148,8 @@ def explain_optimizer(optimizer: Any) -> Explanation:
         if placed is not None:
             in_place, sent = placed.in_place, core.store.asynchronous
             how = "produced in place" if in_place else "sent" if sent else "copied by the worker"
+            if in_place and placed.reason:
+                how = "produced in the pool, read there"
             if in_place and not shared:
                 how = "produced in registered memory, sent from there"
             gradients.append(

@@ -13,16 +13,24 @@
 // A wrong prediction is harmless: some other tensor lies in the slot for a while, the gradient lies
 // elsewhere, and whoever looks at its address sees it.
 //
+// While a slot is *missed* (its gradient came elsewhere), allocations of its size that no site
+// claims come from a *pool*: blocks of the sizes of gradients, in memory that is as good as the
+// slots'. So a gradient whose site is not known, or whose slot is in use, needs no copy either.
+// When nothing is missed any more the pool's pages go back to the system.
+//
 // Invariants
-//   A slot is handed out only while no tensor has it: `held` is set by the allocation, cleared by
-//   the deleter, and nothing else touches it.
+//   A slot or block is handed out only while no tensor has it: `held` is set by the allocation,
+//   cleared by the deleter, and nothing else touches it.
 //   Installed once and for ever: tensors may outlive everything, so nothing here is destroyed, and
 //   the caller keeps the memory of a slot mapped while it is held.
-//   Threads without a context, and a forked child, get memory as if this were not there.
+//   Whatever is not allocated by a backward pass, by a thread with a context, gets memory as if
+//   this were not there; so does a forked child.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -31,13 +39,35 @@
 #include <unordered_map>
 #include <vector>
 
+namespace torch::autograd {
+// Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
+int get_current_graph_task_id();
+}  // namespace torch::autograd
+
 namespace {
 
+struct Pool;
+
 struct Slot {
-  Slot(void* address, uint64_t bytes) : address(address), bytes(bytes) {}
+  Slot(void* address, uint64_t bytes, Pool* pool) : address(address), bytes(bytes), pool(pool) {}
   void* const address;
   const uint64_t bytes;
+  Pool* const pool;
   std::atomic<bool> held{false};
+  bool missed = false;   // its gradient may be elsewhere
+  bool touched = false;  // of a block: it has pages
+};
+
+struct Class {
+  std::vector<Slot*> blocks;
+  uint32_t missed = 0;  // slots of these bytes
+  bool touched = false;
+};
+
+struct Pool {
+  std::unordered_map<uint64_t, Class> classes;  // by bytes
+  uint32_t missed = 0;
+  uint32_t touched = 0;  // classes
 };
 
 struct Site {
@@ -47,6 +77,8 @@ struct Site {
 };
 
 struct Context {
+  explicit Context(Pool* pool) : pool(pool) {}
+  Pool* const pool;
   std::vector<Site> sites;
 };
 
@@ -68,6 +100,7 @@ struct Log {
 std::mutex mutex;
 std::deque<Slot>& slots = *new std::deque<Slot>;
 std::deque<Context>& contexts = *new std::deque<Context>;
+std::deque<Pool>& pools = *new std::deque<Pool>;
 std::unordered_map<void*, Slot*>& by_address = *new std::unordered_map<void*, Slot*>;
 
 std::atomic<bool> disabled{false};
@@ -94,10 +127,11 @@ class Placer final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     Context* const context = current;
-    if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed)) {
+    if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed) ||
+        torch::autograd::get_current_graph_task_id() == -1) {
       return before_->allocate(bytes);
     }
-    if (Slot* slot = predicted(*context, bytes)) {
+    if (Slot* slot = choose(*context, bytes)) {
       placed.fetch_add(1, std::memory_order_relaxed);
       log(context, bytes, slot->address);
       return {slot->address, slot->address, &release_slot, c10::Device(c10::DeviceType::CPU)};
@@ -116,14 +150,34 @@ class Placer final : public c10::Allocator {
   c10::Allocator* before() const { return before_; }
 
  private:
-  static Slot* predicted(Context& context, size_t bytes) {
+  static Slot* choose(Context& context, size_t bytes) {
     const std::lock_guard lock(mutex);
+    Slot* const slot = predicted(context, bytes);
+    return slot != nullptr || context.pool->missed == 0 ? slot : pooled(*context.pool, bytes);
+  }
+
+  static Slot* predicted(Context& context, size_t bytes) {
     Slot* found = nullptr;
     for (Site& site : context.sites) {
       if (site.slot->bytes != bytes || ++site.seen != site.ordinal || found) continue;
       if (!site.slot->held.exchange(true, std::memory_order_acquire)) found = site.slot;
     }
     return found;
+  }
+
+  static Slot* pooled(Pool& pool, size_t bytes) {
+    const auto found = pool.classes.find(bytes);
+    if (found == pool.classes.end() || found->second.missed == 0) return nullptr;
+    for (Slot* block : found->second.blocks) {
+      if (block->held.exchange(true, std::memory_order_acquire)) continue;
+      block->touched = true;
+      if (!found->second.touched) {
+        found->second.touched = true;
+        ++pool.touched;
+      }
+      return block;
+    }
+    return nullptr;
   }
 
   static void log(Context* context, size_t bytes, void* data) {
@@ -152,6 +206,48 @@ void forget(const Slot& slot) {
   for (Context& context : contexts) {
     std::erase_if(context.sites, [&](const Site& site) { return site.slot == &slot; });
   }
+}
+
+void set_missed(Slot& slot, bool missed) {
+  if (slot.missed == missed) return;
+  slot.missed = missed;
+  const uint32_t change = missed ? 1 : -1U;
+  slot.pool->classes[slot.bytes].missed += change;
+  slot.pool->missed += change;
+}
+
+// Gives back the pages of blocks that no tensor has, of sizes in which nothing is missed. What is
+// shared has to be removed; of private memory the pages are dropped.
+void trim(Pool& pool) {
+  if (pool.touched == 0 || disabled.load()) return;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  for (auto& [bytes, each] : pool.classes) {
+    if (!each.touched || each.missed != 0) continue;
+    each.touched = false;
+    for (Slot* block : each.blocks) {
+      if (!block->touched) continue;
+      if (block->held.load(std::memory_order_acquire)) {
+        each.touched = true;
+        continue;
+      }
+      block->touched = false;
+      const auto start = reinterpret_cast<uintptr_t>(block->address);
+      const uintptr_t first = (start + page - 1) / page * page;
+      const uintptr_t last = (start + bytes) / page * page;
+      if (first >= last) continue;
+      void* const pages = reinterpret_cast<void*>(first);
+      if (madvise(pages, last - first, MADV_REMOVE) != 0) {
+        madvise(pages, last - first, MADV_DONTNEED);
+      }
+    }
+    if (!each.touched) --pool.touched;
+  }
+}
+
+void enter(uint32_t number) {
+  current = &contexts[number];
+  visit = visits.fetch_add(1) + 1;
+  for (Site& site : current->sites) site.seen = 0;
 }
 
 // The child of a fork frees what it inherited: no other thread may hold the lock then.
@@ -188,20 +284,43 @@ EXPORT int tensorwire_placer_installed() {
   return placer != nullptr && c10::GetCPUAllocator() == placer;
 }
 
+EXPORT uint32_t tensorwire_placer_add_pool() {
+  const std::lock_guard lock(mutex);
+  pools.emplace_back();
+  return static_cast<uint32_t>(pools.size() - 1);
+}
+
 // Memory for one tensor of exactly so many bytes, 64-byte aligned. It stays valid until it is
 // retired and not held. Returns its number.
-EXPORT uint32_t tensorwire_placer_add_slot(void* address, uint64_t bytes) {
+EXPORT uint32_t tensorwire_placer_add_slot(uint32_t pool, void* address, uint64_t bytes) {
   const std::lock_guard lock(mutex);
-  slots.emplace_back(address, bytes);
+  slots.emplace_back(address, bytes, &pools[pool]);
   by_address[address] = &slots.back();
   return static_cast<uint32_t>(slots.size() - 1);
 }
 
-// The slot is never handed out again. Returns whether a tensor has it still.
+// The same, for any tensor of these bytes while a slot of these bytes is missed.
+EXPORT uint32_t tensorwire_placer_add_block(uint32_t pool, void* address, uint64_t bytes) {
+  const uint32_t number = tensorwire_placer_add_slot(pool, address, bytes);
+  const std::lock_guard lock(mutex);
+  pools[pool].classes[bytes].blocks.push_back(&slots[number]);
+  return number;
+}
+
+// Whether the gradient of this slot may come elsewhere, and is better in the pool than anywhere.
+EXPORT void tensorwire_placer_miss(uint32_t number, int missed) {
+  const std::lock_guard lock(mutex);
+  set_missed(slots[number], missed != 0);
+}
+
+// The slot or block is never handed out again. Returns whether a tensor has it still.
 EXPORT int tensorwire_placer_retire(uint32_t number) {
   const std::lock_guard lock(mutex);
-  forget(slots[number]);
-  return slots[number].held.load();
+  Slot& slot = slots[number];
+  forget(slot);
+  set_missed(slot, false);
+  std::erase(slot.pool->classes[slot.bytes].blocks, &slot);
+  return slot.held.load();
 }
 
 EXPORT int tensorwire_placer_held(uint32_t number) {
@@ -216,18 +335,23 @@ EXPORT void tensorwire_placer_remove(uint32_t number) {
   if (found != by_address.end() && found->second == &slots[number]) by_address.erase(found);
 }
 
-EXPORT uint32_t tensorwire_placer_add_context() {
+EXPORT uint32_t tensorwire_placer_add_context(uint32_t pool) {
   const std::lock_guard lock(mutex);
-  contexts.emplace_back();
+  contexts.emplace_back(&pools[pool]);
   return static_cast<uint32_t>(contexts.size() - 1);
 }
 
 // The calling thread is in this context until it enters another or leaves.
 EXPORT void tensorwire_placer_enter(uint32_t number) {
   const std::lock_guard lock(mutex);
-  current = &contexts[number];
-  visit = visits.fetch_add(1) + 1;
-  for (Site& site : current->sites) site.seen = 0;
+  enter(number);
+}
+
+// The same at the begin of a step, when nobody reads gradients of the step before.
+EXPORT void tensorwire_placer_begin(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  enter(number);
+  trim(*current->pool);
 }
 
 // The calling thread gets memory as if this were not there.
@@ -267,6 +391,12 @@ EXPORT void tensorwire_placer_forget(uint32_t number) {
   forget(slots[number]);
 }
 
-// Tensors that were produced in slots, in this process.
+// The pages of blocks that nobody needs go back to the system.
+EXPORT void tensorwire_placer_trim(uint32_t pool) {
+  const std::lock_guard lock(mutex);
+  trim(pools[pool]);
+}
+
+// Tensors that were produced in slots and blocks, in this process.
 EXPORT uint64_t tensorwire_placer_placed() { return placed.load(); }
 }

@@ -41,11 +41,16 @@ class Placer:
         whole = ctypes.c_int
         self.install = function("install", whole)
         self.installed = function("installed", whole)
-        self.add_slot = function("add_slot", number, address, size)
+        self.add_pool = function("add_pool", number)
+        self.add_slot = function("add_slot", number, number, address, size)
+        self.add_block = function("add_block", number, number, address, size)
+        self.miss = function("miss", None, number, whole)
         self.retire = function("retire", whole, number)
         self.remove = function("remove", None, number)
+        self.trim = function("trim", None, number)
         self.held = function("held", whole, number)
-        self.add_context = function("add_context", number)
+        self.add_context = function("add_context", number, number)
+        self.begin = function("begin", None, number)
         self.enter = function("enter", None, number)
         self.leave = function("leave", None)
         self.learn = function("learn", whole, number, address)
@@ -122,7 +127,7 @@ def _command(compiler: str) -> list[str]:
         f"-I{home / 'include'}",
         str(_SOURCE),
         f"-L{home / 'lib'}",
-        "-lc10",
+        *("-lc10", "-ltorch_cpu"),
     ]
 
 
