@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tensorwire.parameters.layout import (
@@ -159,6 +159,9 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @given(st.sampled_from(paths(json.loads(GOOD.to_json()))), values)
+@example(("groups",), float("inf"))
+@example(("tensors", 0, "shape"), [float("inf")])
+@example(("tensors", 0, "group"), float("inf"))
 def test_a_hostile_spec_is_an_error_or_usable(path: tuple[Any, ...], value: Any) -> None:
     """One part of a good one is replaced by anything. It found an optimizer that is no text."""
     raw = json.loads(GOOD.to_json())

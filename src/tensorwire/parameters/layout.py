@@ -113,7 +113,14 @@ class Spec:
             )
             hyper = tuple(str(name) for name in raw.pop("hyper"))
             spec = Spec(hyper=hyper, tensors=tensors, **raw)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(f"not a description of a store: {error!r}") from error
         spec.check()
         return spec
