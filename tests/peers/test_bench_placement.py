@@ -46,6 +46,8 @@ def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None
     for system in exchanging:
         assert (rows[case, system].ratio_to_limit is not None) == ("limit" in systems)
         assert rows[case, system].cpu_seconds_remote is not None
+        assert (rows[f"{case}/isolated", system].ratio_to_limit is not None) == ("limit" in systems)
+    assert {system for what, system in rows if what == f"{case}/isolated"} == exchanging
     assert {system for what, system in rows if what == f"{case}/hidden"} == exchanging
     computed = {"computation"} & systems
     assert {system for what, system in rows if what == f"{case}/exposed"} == (
@@ -57,7 +59,7 @@ def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None
     bits = [
         verdict for verdict in report.verdicts if verdict.name == f"{case} bits of plan and copy"
     ]
-    assert [(verdict.met, verdict.measured) for verdict in bits] == [(True, 23.0)]
+    assert [(verdict.met, verdict.measured) for verdict in bits] == [(True, 41.0)]
 
 
 def test_what_placement_costs_alone() -> None:

@@ -92,6 +92,20 @@ def test_a_rival_trains_as_one_process_would(rival: Team, chosen: tuple[str, str
     assert rival.digest() == pytest.approx([single_process(chosen[1], 5)] * 2, rel=1e-5)
 
 
+def test_a_step_that_is_held_is_an_ordinary_one_for_the_parameters(
+    rival: Team, chosen: tuple[str, str]
+) -> None:
+    if not BY_NAME[chosen[0]].holds:
+        pytest.skip(f"{chosen[0]} exchanges during backward")
+    for held in (True, False, True):
+        workers, _, _ = rival.run(2, held=held)
+    for step in (step for steps in workers for step in steps):
+        assert step.backward_begin <= step.gradients_ready <= step.readable
+    for first, second in zip(*workers, strict=True):  # nobody begins before all are there
+        assert max(first.backward_begin, second.backward_begin) <= first.gradients_ready
+    assert rival.digest() == pytest.approx([single_process(chosen[1], 6)] * 2, rel=1e-5)
+
+
 def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
     rival.prepare()
     rival.run(2)
@@ -155,6 +169,13 @@ def test_every_system_has_its_rows(report: Report) -> None:
         assert exchange.ratio_interval is not None
         assert step.cpu_seconds_local is not None
         assert step.note
+        isolated = report.find(f"{wire}.tiny.isolated", name, TINY.size_bytes)
+        if not BY_NAME[name].holds:
+            assert isolated is None
+            continue
+        assert isolated is not None
+        assert isolated.operations == TINY.steps
+        assert isolated.ratio_to_limit is not None
     limit = report.find(f"{wire}.tiny.exchange", LIMIT, TINY.size_bytes)
     assert limit is not None
     assert limit.operations == TINY.steps

@@ -54,6 +54,7 @@ def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:
             rows += [
                 row(wire, "step", system, 0.15 + seconds),
                 row(wire, "exchange", system, seconds, ratio_to_limit),
+                row(wire, "isolated", system, seconds, ratio_to_limit),
                 row(wire, "hidden", system, 0.01),
                 row(wire, "exposed", system, seconds),
             ]
@@ -68,6 +69,8 @@ def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:
         ("fcn5/shm", "grpc", 18.0), ("fcn5/shm", "copy", 4.0), ("fcn5/tcp", "grpc", 4.5),
     ):  # fmt: skip
         found.comparisons.append(Comparison(case, 1000, "plan", rival, ratio, None, 3))
+        isolated = Comparison(f"{case}/isolated", 1000, "plan", rival, ratio + 1, None, 3)
+        found.comparisons.append(isolated)
     return found
 
 
@@ -110,12 +113,12 @@ def test_the_figure_and_the_tables_show_the_parts(tmp_path: Path) -> None:
 def test_all_bars_are_met() -> None:
     verdicts = judge(report(), ["fcn5"])
     assert [(verdict.bar, verdict.met) for verdict in verdicts] == [
-        (1.5, True), (15.0, True), (15.0, True), (4.0, True), (4.0, True), (1.5, True),
-        (1.5, True), (0.95, None),
+        (1.5, True), (1.5, True), (15.0, True), (15.0, True), (15.0, True), (4.0, True),
+        (4.0, True), (4.0, True), (1.5, True), (1.5, True), (1.5, True), (0.95, None),
     ]  # fmt: skip
-    assert verdicts[0].measured == pytest.approx(1.25)
-    assert [verdicts[i].measured for i in (1, 2)] == pytest.approx([18.0, 18.0])
-    assert verdicts[5].measured == pytest.approx(4.0)
+    assert [verdicts[i].measured for i in (0, 1)] == pytest.approx([1.25, 1.25])
+    assert [verdicts[i].measured for i in (2, 3, 4)] == pytest.approx([19.0, 18.0, 18.0])
+    assert [verdicts[i].measured for i in (8, 9, 10)] == pytest.approx([4.0, 5.0, 4.0])
 
 
 def test_a_link_has_a_bar_of_its_own() -> None:
@@ -131,7 +134,7 @@ def test_a_link_has_a_bar_of_its_own() -> None:
 def test_where_computation_takes_more_copying_is_not_judged() -> None:
     """Unless communication dominates in the paper, as with fcn5."""
     found = report(copy_exposed_s=0.1)
-    assert judge(found, ["fcn5"])[5].met is True
+    assert judge(found, ["fcn5"])[9].met is True
     found.rows = [replace(row, case=row.case.replace("fcn5", "gru")) for row in found.rows]
     judged = [verdict for verdict in judge(found, ["gru"]) if "copy" in verdict.name]
     assert [verdict.met for verdict in judged] == [None]
@@ -139,7 +142,7 @@ def test_where_computation_takes_more_copying_is_not_judged() -> None:
 
 
 def test_differences_that_are_noise_give_no_ratio() -> None:
-    none = judge(report(copy_exposed_s=-0.01), ["fcn5"])[5]
+    none = judge(report(copy_exposed_s=-0.01), ["fcn5"])[8]
     assert (none.met, none.measured) == (None, None)
     found = report()
     found.rows = [
@@ -148,14 +151,14 @@ def test_differences_that_are_noise_give_no_ratio() -> None:
         else row
         for row in found.rows
     ]
-    most = judge(found, ["fcn5"])[5]
+    most = judge(found, ["fcn5"])[8]
     assert (most.met, most.measured, most.detail) == (True, 100.0, "100 or more")
 
 
 def test_missed_and_unmeasured_bars_are_not_met() -> None:
     assert judge(report(ratio_to_limit=0.5), ["fcn5"])[0].met is False
     verdicts = judge(Report("placement", {}), ["alexnet", "lstm"])
-    assert len(verdicts) == 11  # lstm has no bar beside grpc on shm; none asked for a link
+    assert len(verdicts) == 16  # lstm has no bar beside grpc on shm; none asked for a link
     assert {verdict.met for verdict in verdicts} == {None}
 
 
@@ -196,4 +199,5 @@ def test_only_what_was_asked_for_runs() -> None:
     assert [(row.case, row.system) for row in stage.rows()] == [
         ("fcn5/tcp/step", "plan"), ("fcn5/tcp/step", "grpc"),
         ("fcn5/tcp", "plan"), ("fcn5/tcp", "grpc"),
+        ("fcn5/tcp/isolated", "plan"), ("fcn5/tcp/isolated", "grpc"),
     ]  # fmt: skip

@@ -53,6 +53,10 @@ def test_turns_leave_out_the_warm_steps_but_for_cpu_time() -> None:
     assert turns.exchange == [[4], [3, 4]]
     assert turns.step == [[11], [8, 11]]
     assert turns.steps_with_cpu == 4
+    turns.add_isolated([FIRST, SECOND], warm=1)
+    assert turns.of("isolated") == [[4]]
+    assert turns.of("exchange") == turns.exchange
+    assert turns.steps_with_cpu == 4
     assert (turns.cpu_workers_s, turns.cpu_server_s, turns.cpu_exchange_s) == (6.0, 2.0, 2.0)
 
 
@@ -252,6 +256,7 @@ def full_report(ratio_to_limit: float = 0.6, gloo: float = 3.5, grpc: float = 4.
     comparisons = [
         Comparison("shm.digits.exchange", 1000, OWN, "ddp-gloo", gloo, (3.0, 4.0), 10),
         Comparison("shm.digits.exchange", 1000, OWN, "grpc", 9.0, None, 3),
+        Comparison("tcp.digits.isolated", 1000, OWN, "grpc", grpc, None, 3),
         Comparison("tcp.digits.exchange", 1000, OWN, "grpc", grpc, None, 3),
     ]
     return Report("training", {"cpu": "x"}, rows, comparisons, settings={"workers": 2})
@@ -259,14 +264,14 @@ def full_report(ratio_to_limit: float = 0.6, gloo: float = 3.5, grpc: float = 4.
 
 def test_all_bars_are_met() -> None:
     verdicts = judge(full_report(), ["digits"])
-    assert [verdict.met for verdict in verdicts] == [True] * 3
+    assert [verdict.met for verdict in verdicts] == [True] * 4
     assert verdicts[0].measured == pytest.approx(1 / 0.6)
     assert verdicts[0].interval == pytest.approx((1.25, 2.5))
 
 
 def test_missed_bars_are_said_to_be_missed() -> None:
     verdicts = judge(full_report(ratio_to_limit=0.4, gloo=2.9, grpc=3.9), ["digits"])
-    assert [verdict.met for verdict in verdicts] == [False] * 3
+    assert [verdict.met for verdict in verdicts] == [False] * 4
     assert "0.5 x away" in verdicts[0].line()
 
 
@@ -274,7 +279,7 @@ def test_a_bar_without_figures_is_not_met_and_has_the_reason() -> None:
     report = Report("training", {})
     report.rows.append(Row("training", "shm.digits.exchange", OWN, 8, note="not written yet"))
     verdicts = judge(report, ["digits"])
-    assert [verdict.met for verdict in verdicts] == [None] * 3
+    assert [verdict.met for verdict in verdicts] == [None] * 4
     assert "not written yet" in verdicts[0].line()
     assert "did not both run" in verdicts[2].line()
 

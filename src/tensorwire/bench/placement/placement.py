@@ -1,9 +1,11 @@
 """`bench placement`: what does the exchange of a synchronous step cost, with placement and without?
 
-Measured, on one host, per workload and wire, with two workers in lockstep: the *exchange*, from the
-last gradient that any worker produced until the slowest worker may read the updated parameters,
-reduction and optimizer included; the whole *step*; and how the step divides into computation and
-communication (`shares.py`). `plan` produces gradients where they are needed, `copy` is the same
+Measured, on one host, per workload and wire, with two workers in lockstep, reduction and optimizer
+included: the *isolated* exchange, whole and by itself: all gradients were produced and nothing has
+left when its clock starts, the slowest worker may read the updated parameters when it ends; the
+*exchange* of a step as it comes, from the last gradient that any worker produced, so without what a
+system did during backward; the whole *step*; and how it divides into computation and communication
+(`shares.py`). `plan` produces gradients where they are needed, `copy` is the same
 transport without that analysis, `grpc` a parameter server on gRPC, `computation` the same workers
 with no exchange. After all its turns `copy` must have the very bits of `plan`. On the wire `alone`:
 what placement itself costs (`overhead.py`).

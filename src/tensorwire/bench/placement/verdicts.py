@@ -30,6 +30,7 @@ def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
     for name in workloads:
         shm, tcp = f"{name}/shm", f"{name}/tcp"
         found.append(of_limit(report, shm, PLAN.name, LIMIT_BAR))
+        found.append(of_limit(report, f"{shm}/isolated", PLAN.name, LIMIT_BAR))
         if name in COMMUNICATION_BOUND:
             found += _of_grpc(report, shm, GRPC_SHM_BAR)
         found += _of_grpc(report, tcp, GRPC_TCP_BAR)
@@ -63,12 +64,17 @@ def _of_copy(report: Report, case: str) -> list[Verdict]:
     if copy_s <= computation and case.partition("/")[0] not in COMMUNICATION_BOUND:
         why = "computation takes more of copy's step than communication does"
         return [Verdict(exposed.name, COPY_BAR, ">=", "x as fast", detail=why)]
-    return [exposed, faster(report, case, PLAN.name, COPY.name, COPY_BAR)]
+    return [
+        exposed,
+        faster(report, f"{case}/isolated", PLAN.name, COPY.name, COPY_BAR),
+        faster(report, case, PLAN.name, COPY.name, COPY_BAR),
+    ]
 
 
 def _of_grpc(report: Report, case: str, bar: float) -> list[Verdict]:
-    """By both clocks: one that sends during backward has little left to do behind it."""
+    """By all clocks: one that sends during backward has little left to do behind it."""
     return [
+        faster(report, f"{case}/isolated", PLAN.name, GRPC.name, bar),
         _exposed(report, case, GRPC.name, bar),
         faster(report, case, PLAN.name, GRPC.name, bar),
     ]

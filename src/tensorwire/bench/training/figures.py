@@ -20,7 +20,8 @@ class StepTimes(NamedTuple):
         begin: forward begins; a barrier of the bench lies right before it.
         backward_begin: forward has returned.
         gradients_ready: the last gradient of this worker was produced: the last of the hooks that
-            run when a gradient was accumulated, before anything is sent on behalf of it.
+            run when a gradient was accumulated, before anything is sent on behalf of it. In a step
+            that was held (`worker.Run`): when all workers were there.
         readable: this worker may read the updated parameters.
         end: gradients were cleared, the step is over.
         exchange_cpu_s: CPU time of this process between gradients_ready and readable.
@@ -40,7 +41,8 @@ class WorkerEnd(NamedTuple):
     Attributes:
         steps: that it trained in all.
         bits: a digest of the bits of its parameters.
-        hidden_s: per step, for how long gradients were on their way while backward went on.
+        hidden_s: per step that was not held, for how long gradients were on their way while
+            backward went on.
     """
 
     steps: int
@@ -94,13 +96,15 @@ def backward_seconds(workers: Sequence[Steps]) -> list[float]:
 class Turns:
     """All turns of one system at one model over one wire.
 
-    Samples are per step; the CPU figures are sums over all steps, workers together.
+    Samples are per step; the CPU figures are sums over all steps, workers together. `isolated` are
+    exchanges of steps that were held, of which nothing else is kept.
     """
 
     exchange: list[list[float]] = field(default_factory=list)
     step: list[list[float]] = field(default_factory=list)
     forward: list[list[float]] = field(default_factory=list)
     backward: list[list[float]] = field(default_factory=list)
+    isolated: list[list[float]] = field(default_factory=list)
     skew: list[float] = field(default_factory=list)
     cpu_workers_s: float = 0.0
     cpu_exchange_s: float = 0.0
@@ -121,6 +125,14 @@ class Turns:
         self.cpu_server_s += cpu_server_s
         self.cpu_exchange_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
         self.steps_with_cpu += len(workers[0])
+
+    def of(self, what: str) -> list[list[float]]:
+        """The samples of "step", "exchange" or "isolated"."""
+        return {"step": self.step, "exchange": self.exchange, "isolated": self.isolated}[what]
+
+    def add_isolated(self, workers: Sequence[Steps], warm: int) -> None:
+        """Adds a turn of steps that were held, but for the first `warm`."""
+        self.isolated.append(exchange_seconds([steps[warm:] for steps in workers]))
 
 
 def turn_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Ratio | None:

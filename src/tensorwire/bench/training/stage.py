@@ -41,7 +41,7 @@ class Course:
         systems: those that take part.
         order: of the turns, by name; the limit beside what is held against it.
         own: the system that limit and rivals are compared with.
-        case: the name of a case from wire, model and "exchange" or "step".
+        case: the name of a case from wire, model and "exchange", "isolated" or "step".
         steps: per system, None for the model's own number.
         turns: into how many turns they are cut.
         server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
@@ -67,8 +67,8 @@ class End(NamedTuple):
     Attributes:
         steps: that it trained in all.
         bits: per worker, a digest of the parameters' bits.
-        hidden_s: per step, for how long gradients were on their way while backward went on; that of
-            the slowest worker.
+        hidden_s: per step that was not held, for how long gradients were on their way while
+            backward went on; that of the slowest worker.
     """
 
     steps: int
@@ -258,11 +258,16 @@ class Stage:
     def _turn(self, name: str, count: int) -> None:
         timeout_s = 60 + 20 * self._each_s[name] * (count + _WARM)
         try:
-            workers, cpu_workers, cpu_server = self._teams[name].run(count + _WARM, timeout_s)
+            team = self._teams[name]
+            workers, cpu_workers, cpu_server = team.run(count + _WARM, timeout_s)
+            if self._systems[name].holds:
+                held, _, _ = team.run(count + _WARM, timeout_s, held=True)
         except PairError as error:
             self._fail(name, error)
             return
         self.turns[name].add(workers, cpu_workers, cpu_server, _WARM)
+        if self._systems[name].holds:
+            self.turns[name].add_isolated(held, _WARM)
 
     def _limit_turn(self, count: int) -> None:
         if self._pair is None or self._pair.closed:
@@ -301,15 +306,19 @@ class Stage:
         return self._course.case(self._wire, self._model.name, what)
 
     def rows(self) -> list[Row]:
-        """A row per system for the step and the exchange, failed ones with the reason."""
+        """A row per system for the step and both exchanges, failed ones with the reason."""
         found = []
-        for what in ("step", "exchange"):
+        for what in ("step", "exchange", "isolated"):
             for name in self._names():
-                if name != LIMIT and (what == "step" or self._systems[name].exchanges):
+                if name != LIMIT and self._takes_part(name, what):
                     found.append(self._row(what, name))
             if what == "exchange" and LIMIT in self._course.order:
                 found.append(self._limit_row())
         return found
+
+    def _takes_part(self, name: str, what: str) -> bool:
+        system = self._systems[name]
+        return {"step": True, "exchange": system.exchanges, "isolated": system.holds}[what]
 
     def empty(self, what: str, name: str) -> Row:
         """A row without figures and with the reason for that, if there is one."""
@@ -321,22 +330,32 @@ class Stage:
         turns = self.turns.get(name)
         if name in self._failed or turns is None or not turns.step:
             return row
-        exchanges = what == "exchange"
-        samples = [s for turn in (turns.exchange if exchanges else turns.step) for s in turn]
+        mine = turns.of(what)
+        samples = [s for turn in mine for s in turn]
         middle = median(samples)
-        ratio = turn_ratio(self._limit.samples, turns.exchange) if exchanges else None
-        steps = max(1, turns.steps_with_cpu)
-        apart = f"last gradients {format_seconds(median(turns.skew))} apart"
-        return dataclasses.replace(
+        row = dataclasses.replace(
             row,
             seconds_median=middle,
             seconds_p99=percentile(samples, 0.99),
-            gb_per_s=self._model.size_bytes / middle / 1e9 if exchanges else None,
-            ratio_to_limit=ratio.median if ratio else None,
-            ratio_interval=ratio.interval if ratio else None,
-            cpu_seconds_local=(turns.cpu_exchange_s if exchanges else turns.cpu_workers_s) / steps,
-            cpu_seconds_remote=turns.cpu_server_s / steps,
             operations=len(samples),
+        )
+        if what != "step":
+            ratio = turn_ratio(self._limit.samples, mine)
+            row = dataclasses.replace(
+                row,
+                gb_per_s=self._model.size_bytes / middle / 1e9,
+                ratio_to_limit=ratio.median if ratio else None,
+                ratio_interval=ratio.interval if ratio else None,
+            )
+        if what == "isolated":
+            return dataclasses.replace(row, note="all gradients are there when it begins")
+        steps = max(1, turns.steps_with_cpu)
+        cpu_workers_s = turns.cpu_exchange_s if what == "exchange" else turns.cpu_workers_s
+        apart = f"last gradients {format_seconds(median(turns.skew))} apart"
+        return dataclasses.replace(
+            row,
+            cpu_seconds_local=cpu_workers_s / steps,
+            cpu_seconds_remote=turns.cpu_server_s / steps,
             note="; ".join(filter(None, (self._notes[name], apart))),
         )
 
@@ -370,7 +389,7 @@ class Stage:
         )
 
     def comparisons(self) -> list[Comparison]:
-        """Paired ratios of our own system to each rival, for the step and the exchange."""
+        """Paired ratios of our own system to each rival, for the step and both exchanges."""
         name = self._course.own
         own = self.turns.get(name)
         if own is None or name in self._failed:
@@ -379,11 +398,8 @@ class Stage:
         for rival, turns in self.turns.items():
             if rival == name or rival in self._failed or not self._systems[rival].exchanges:
                 continue
-            for what, above, below in (
-                ("step", turns.step, own.step),
-                ("exchange", turns.exchange, own.exchange),
-            ):
-                ratio = turn_ratio(above, below)
+            for what in ("step", "exchange", "isolated"):
+                ratio = turn_ratio(turns.of(what), own.of(what))
                 if ratio is not None:
                     found.append(
                         Comparison(

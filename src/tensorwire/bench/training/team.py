@@ -29,7 +29,7 @@ from tensorwire.bench.processes import PairError
 from tensorwire.bench.training.figures import StepTimes, WorkerEnd
 from tensorwire.bench.training.models import Model
 from tensorwire.bench.training.systems import System
-from tensorwire.bench.training.worker import Order
+from tensorwire.bench.training.worker import Order, Run
 
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
 
@@ -177,15 +177,15 @@ class Team:
         self.note = self._call("prepare", None, timeout_s)[0]
 
     def run(
-        self, count: int, timeout_s: float = 300.0
+        self, count: int, timeout_s: float = 300.0, *, held: bool = False
     ) -> tuple[list[list[StepTimes]], float, float]:
-        """Runs `count` steps.
+        """Runs `count` steps; `held` as in `worker.Run`.
 
         Returns:
             Steps per worker, CPU seconds of all workers, CPU seconds of the server.
         """
         before = self._server_cpu()
-        answers = self._call("run", count, timeout_s)
+        answers = self._call("run", Run(count, held), timeout_s)
         return (
             [times for times, _ in answers],
             sum(cpu for _, cpu in answers),

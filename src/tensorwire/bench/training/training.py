@@ -1,9 +1,10 @@
 """`bench training`: what does a synchronous step cost, and how near is its exchange to the limit?
 
 Measured, on one host, per model and wire, with two workers in lockstep: a *step*, the whole
-iteration (forward, backward, exchange, zero_grad), and its *exchange*, from the last gradient that
-any worker produced until the slowest worker may read the updated parameters, reduction and
-optimizer included. How systems take turns is in `training.stage`. Besides, for small models, what a
+iteration (forward, backward, exchange, zero_grad); its *exchange*, from the last gradient that any
+worker produced until the slowest worker may read the updated parameters, reduction and optimizer
+included; and, of systems that can, an *isolated* exchange, before which nothing has left although
+all gradients were produced. How systems take turns is in `training.stage`. Besides, for small models, what a
 script costs more that runs alone (`training.alone`).
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. That the systems

@@ -23,6 +23,7 @@ def judge(report: Report, models: Sequence[str]) -> list[Verdict]:
     for name in models:
         found.append(of_limit(report, f"shm.{name}.exchange", OWN, LIMIT_BAR))
         found.append(faster(report, f"shm.{name}.exchange", OWN, "ddp-gloo", GLOO_BAR))
+        found.append(faster(report, f"tcp.{name}.isolated", OWN, "grpc", GRPC_BAR))
         found.append(faster(report, f"tcp.{name}.exchange", OWN, "grpc", GRPC_BAR))
     return found
 

@@ -8,7 +8,7 @@ the last gradient is taken by a hook on every parameter, put there before the sy
     command             answer
     "start", Order      none
     "prepare"           note; the system has looked for its best settings
-    "run", steps        [StepTimes], CPU seconds of this process
+    "run", Run          [StepTimes], CPU seconds of this process
     "digest"            sum of the magnitudes of all parameters
     "end"               WorkerEnd, after the last "run"
     "stop"              no answer, the process ends
@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorwire.bench.harness import median
 from tensorwire.bench.training.figures import StepTimes, WorkerEnd
@@ -51,6 +51,18 @@ class Order:
     optimizer: str
     folder: str
     server: str
+
+
+class Run(NamedTuple):
+    """Steps to train.
+
+    Attributes:
+        held: nothing leaves before all workers have all their gradients; the moment when they have
+            is then that of the last gradient.
+    """
+
+    steps: int
+    held: bool = False
 
 
 class Barrier:
@@ -99,6 +111,7 @@ class Worker:
         self._loss = order.model.loss(torch)
         self._batches = order.model.batches(torch, order.rank)
         self._at = 0
+        self._held = 0  # of these steps
 
     def _gradient_arrived(self, parameter: object) -> None:
         self._ready = (time.monotonic(), time.process_time())
@@ -109,28 +122,36 @@ class Worker:
         return self._trainer.note
 
     def _median_step(self, count: int) -> float:
-        times, _ = self.run(count)
+        times, _ = self.run(Run(count))
         return median([t.end - t.begin for t in times])
 
-    def run(self, count: int) -> tuple[list[StepTimes], float]:
-        """Runs `count` steps with the garbage collector off; all workers do it together."""
+    def run(self, order: Run) -> tuple[list[StepTimes], float]:
+        """Runs steps with the garbage collector off; all workers do it together."""
         collecting = gc.isenabled()
         gc.disable()
         cpu = time.process_time()
         try:
-            return [self._step() for _ in range(count)], time.process_time() - cpu
+            times = [self._step(order.held) for _ in range(order.steps)]
+            return times, time.process_time() - cpu
         finally:
             if collecting:
                 gc.enable()
 
-    def _step(self) -> StepTimes:
+    def _step(self, held: bool) -> StepTimes:
         inputs, labels = self._batches[self._at % len(self._batches)]
         self._at += 1
         self._barrier()
         begin = time.monotonic()
         loss = self._loss(self._trainer.module(inputs), labels)
         backward_begin = time.monotonic()
-        loss.backward()
+        if held:
+            with self._trainer.held():
+                loss.backward()
+            self._barrier()
+            self._ready = (time.monotonic(), time.process_time())
+            self._held += 1
+        else:
+            loss.backward()
         self._trainer.exchange()
         readable, cpu = time.monotonic(), time.process_time()
         self._trainer.zero_grad()
@@ -146,7 +167,8 @@ class Worker:
         bits = hashlib.sha256()
         for parameter in self._parameters:
             bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
-        return WorkerEnd(self._at, bits.hexdigest(), self._trainer.hidden_s() / max(1, self._at))
+        hidden_s = self._trainer.hidden_s() / max(1, self._at - self._held)
+        return WorkerEnd(self._at, bits.hexdigest(), hidden_s)
 
     def close(self) -> None:
         """Ends the system's part."""

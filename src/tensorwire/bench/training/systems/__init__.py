@@ -29,6 +29,7 @@ class System:
         copies: how often the bytes of the model lie in the memory of two workers and the server,
             at most and roughly.
         exchanges: False if its workers have nothing to do with each other.
+        holds: whether it can leave all of its exchange until backward is over.
     """
 
     name: str
@@ -38,6 +39,7 @@ class System:
     carries: Mapping[str, str]
     copies: int = 8
     exchanges: bool = True
+    holds: bool = True
 
     @property
     def in_job(self) -> bool:
@@ -96,7 +98,7 @@ GRPC = System(
 )
 PLAN = _own("plan", "own", copies=10)
 COPY = _own("copy", "own_copy", copies=10)
-COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 5, False)
+COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 5, False, False)
 """Forward and backward of the workers, beside each other and with no exchange."""
 
 SYSTEMS: tuple[System, ...] = (
@@ -107,6 +109,7 @@ SYSTEMS: tuple[System, ...] = (
         (_TORCH,),
         None,
         {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},
+        holds=False,
     ),
     GRPC,
 )

@@ -6,6 +6,7 @@ users would write around it. Trainers run in a worker process, one each, with to
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class Trainer(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Clears the gradients, as the system's users would."""
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Around backward: nothing leaves inside, so that `exchange` does all of it.
+
+        Raises:
+            NotImplementedError: the system cannot (`System.holds`).
+        """
+        raise NotImplementedError("this system exchanges during backward")
 
     def tune(self, run: Callable[[int], float]) -> None:
         """Looks for the best settings; all workers call it together.

@@ -9,6 +9,7 @@ soon as its last gradient was produced, or after it. Over shm the channel is a u
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -102,12 +103,22 @@ class GrpcTrainer(Trainer):
             at += parameter.numel()
             parameter.register_post_accumulate_grad_hook(self._hook(index))
 
+    @property
+    def _during_backward(self) -> bool:
+        return self._setting.during_backward and not self._holding
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """All buckets leave in `exchange`, together."""
+        self._holding = True
+        yield  # until they have left
+
     def _hook(self, index: int) -> Callable[[Any], None]:
         def arrived(parameter: Any) -> None:
             self._gradients[index] = parameter.grad.contiguous().numpy().reshape(-1)
             for bucket in self._touching[index]:
                 self._missing[bucket] -= 1
-                if self._missing[bucket] == 0 and self._setting.during_backward:
+                if self._missing[bucket] == 0 and self._during_backward:
                     self._send(bucket)
 
         return arrived
@@ -144,6 +155,7 @@ class GrpcTrainer(Trainer):
         self._missing = [len(members) for members in self._members]
         self._futures: list[Any] = []
         self._first_sent = 0.0
+        self._holding = False
 
     def _send(self, bucket: int) -> None:
         self._first_sent = self._first_sent or time.monotonic()
@@ -170,7 +182,7 @@ class GrpcTrainer(Trainer):
         """Takes the answers, in the order of the buckets, into the parameters."""
         if self._first_sent:
             self._hidden_s += time.monotonic() - self._first_sent
-        if not self._setting.during_backward:
+        if not self._during_backward:
             for bucket in range(len(self._ranges)):
                 self._send(bucket)
         for answer in self._answered():

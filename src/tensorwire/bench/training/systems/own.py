@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -33,6 +34,11 @@ class OwnTrainer(Trainer):
     def zero_grad(self) -> None:
         """As users do."""
         self._optimizer.zero_grad()
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Where gradients are produced in place they still are."""
+        found: contextlib.AbstractContextManager[None] = self._optimizer.accumulate()
+        return found
 
     def hidden_s(self) -> float:
         """As the job reports it."""
