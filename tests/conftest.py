@@ -41,6 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The limit that ends the run must not come before a test's own."""
+    last = float(item.config.getini("faulthandler_timeout"))
+    for mark in item.iter_markers("timeout"):
+        if mark.args[0] >= last:
+            raise pytest.UsageError(f"{item.nodeid}: faulthandler_timeout is only {last:g} s")
+
+
 MISSING = {"rdma": missing_rdma, "gpu": missing_gpu, "fuse": missing_fuse}
 
 

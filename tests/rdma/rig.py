@@ -329,11 +329,13 @@ class Machine:
         self._qemu = self._agent = self._monitor = self._reader = None
 
     def _console(self) -> str:
-        """The end of what its kernel and QEMU wrote."""
+        """The end of what its kernel and QEMU wrote; of a panic all, however long its trace is."""
         texts = []
         for path in (self.log, Path(f"{self.log}.qemu")):
             with contextlib.suppress(OSError):
-                texts += path.read_text(errors="replace").splitlines()[-40:]
+                lines = path.read_text(errors="replace").splitlines()
+                panics = (at for at, line in enumerate(lines) if "Kernel panic" in line)
+                texts += lines[min(max(0, len(lines) - 40), next(panics, len(lines))) :]
         return f"the end of {self.log}:\n" + "\n".join(texts)
 
 
