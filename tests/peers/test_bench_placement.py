@@ -184,7 +184,7 @@ def test_the_command_writes_rows_and_draws(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert {(row["case"], row["system"]) for row in data["rows"]} == {
         ("fcn5/shm", "plan"),
-        *((f"fcn5/shm/{part}", "plan") for part in ("step", "hidden", "exposed")),
+        *((f"fcn5/shm/{part}", "plan") for part in ("isolated", "step", "hidden", "exposed")),
         *((f"fcn5/shm/{part}", "computation") for part in ("step", "forward", "backward")),
     }
     assert data["settings"]["workloads"][0]["tensors"] == 10
