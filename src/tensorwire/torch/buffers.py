@@ -68,6 +68,10 @@ class Buffers:
         self._shapes: dict[str, torch.Size | None] = {}
         self._before: list[torch.Tensor] = []
         self._own: dict[int, list[torch.Tensor]] = {}
+        # Contiguous copies: the next forward may change a buffer while it is still on its way.
+        self._leaving = [torch.empty(each.shape, dtype=each.dtype) for each in self.tensors]
+        self._leaving_bytes = [flat_bytes(tensor) for tensor in self._leaving]
+        self._arrived: list[torch.Tensor] = []  # where the store has them
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -105,10 +109,13 @@ class Buffers:
         return [self.indices[name] for _, _, name in self._owners]
 
     def values(self) -> Iterator[tuple[int, Bytes]]:
-        """Of `mine`, in the order of the indices of their elements, whatever it is in memory."""
-        for (_, _, name), tensor in zip(self._owners, self.tensors, strict=True):
+        """Copies of `mine`, elements in the order of their indices; until the next call."""
+        if self._owners:
+            with torch.no_grad():
+                torch._foreach_copy_(self._leaving, self.tensors)
+        for (_, _, name), data in zip(self._owners, self._leaving_bytes, strict=True):
             if self._sends[name]:
-                yield self.indices[name], flat_bytes(tensor.detach().contiguous())
+                yield self.indices[name], data
 
     def push(self, store: Store, slice_index: int) -> None:
         """After a slice's forward and backward."""
@@ -117,17 +124,19 @@ class Buffers:
         if self._kind == "broadcast" and slice_index != 0:
             return
         for index, data in self.values():
-            # Copied: the next forward may change it while it is still on its way.
-            store.push(slice_index, index, data.copy())
+            store.push(slice_index, index, data)
 
     def take(self, store: Store, published: bool = False) -> None:
         """The version's buffers become the model's."""
         if not self._owners or (self._kind == "local" and not published):
             return
+        tensors = self.tensors
+        if not self._arrived:
+            for index, tensor in zip(self.here, tensors, strict=True):
+                flat = torch.frombuffer(store.value(index), dtype=tensor.dtype)
+                self._arrived.append(flat.view(tensor.shape))
         with torch.no_grad():
-            for index, tensor in zip(self.here, self.tensors, strict=True):
-                memory = store.value(index)
-                tensor.copy_(torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape))
+            torch._foreach_copy_(tensors, self._arrived)
 
     def remember(self) -> None:
         """What a step begins with."""
