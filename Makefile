@@ -118,9 +118,10 @@ stubs: build ## regenerate the stubs of the extension
 docs: $(VENV)/.with-dev ## check that every link of the documents resolves
 	python tools/check_links.py
 
-wheel: $(VENV)/.with-dev ## build a wheel into dist/
+wheel: $(VENV)/.with-dev $(VENV)/.with-torch ## build a wheel into dist/, for the torches in .venv
 	@$(NEED) cxx headers
-	pip wheel -qq --no-build-isolation --no-deps -w dist .
+	pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/wheel \
+	  --config-settings=cmake.define.TENSORWIRE_TORCHES="$$(python tools/torches.py $(VENV))" -w dist .
 
 clean: ## remove everything built, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tensorwire.torch import placer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PREAMBLE = """
 import os, sys
@@ -100,16 +104,64 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
 def test_each_torch_has_a_library_of_its_own(tmp_path: Any, monkeypatch: Any) -> None:
     """Where torch is replaced by another version at the same place, its headers are other ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = placer._find()
+    first = placer._compiled()
     written = first.stat()
     with monkeypatch.context() as another:
         another.setattr(torch, "__version__", "2.99.0")
-        second = placer._find()
+        second = placer._compiled()
     assert torch.__version__ in first.name
     assert "2.99.0" in second.name
     assert sorted(tmp_path.glob("tensorwire/*")) == sorted([first, second])
-    assert placer._find() == first
+    assert placer._compiled() == first
     assert (first.stat().st_ino, first.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+
+@pytest.fixture(scope="module")
+def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the allocator that a wheel for this torch has."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["PYTHON=OFF", "WERROR=ON", f"TORCHES={Path(torch.__file__).parent}"]
+    for command in (
+        ["-G", "Ninja", "-S", str(ROOT), *(f"-DTENSORWIRE_{option}" for option in options)],
+        ["--build", str(folder), "--target", placer._brought().stem],
+    ):
+        where = ["-B", str(folder)] if "-S" in command else []
+        subprocess.run(["cmake", *command, *where], check=True, capture_output=True)
+    return folder
+
+
+FROM = "from pathlib import Path; from tensorwire.torch import placer; placer._FOLDER = Path({!r})\n"
+
+
+def test_with_the_library_of_a_wheel_nothing_is_compiled(brought: Path, tmp_path: Path) -> None:
+    done = run(
+        FROM.format(str(brought)) + "_, places, _ = train(3); assert all(places)",
+        PATH=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path),
+        CXX="",
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    library = (brought / placer._brought().name).read_bytes()
+    assert str(Path(torch.__file__).parent).encode() not in library, "it names this machine's torch"
+
+
+def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "package", tmp_path / "cache"
+    folder.mkdir()
+    (folder / placer._brought().name).write_bytes(b"\x7fELF of a machine that is not this one")
+    done = run(
+        FROM.format(str(folder)) + "_, places, _ = train(3); assert all(places)",
+        XDG_CACHE_HOME=str(cache),
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(cache.glob("tensorwire/placer-*.so"))) == 1
+
+
+def test_the_library_of_another_minor_version_is_not_taken(monkeypatch: Any) -> None:
+    mine = placer._brought().name
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cu130")
+    assert placer._brought().name == mine.replace(mine.split("-")[1], "2.99")
 
 
 def test_a_forked_child_uses_malloc() -> None:

@@ -1,12 +1,14 @@
 """The allocator that produces gradients in their slots: compiled for this torch, loaded, called.
 
-`placer.cc` is compiled against the headers of the installed torch when it is first needed and kept
-in the user's cache, one library per version of torch. It knows addresses and bytes; which gradient
+`placer.cc` needs one library per minor version of torch. A wheel brings those of the versions that it
+was built with; for another one it is compiled against the headers of the installed torch when it is
+first needed, and kept in the user's cache, one library per version. It knows addresses and bytes; which gradient
 belongs where is `placing.py`'s business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,7 +23,8 @@ import torch
 
 from tensorwire.errors import UnavailableError
 
-_SOURCE = Path(__file__).with_name("placer.cc")
+_FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER / "placer.cc"
 _TIMEOUT_S = 120.0
 
 
@@ -60,17 +63,12 @@ class Placer:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Placer:
-    """The library for this torch, compiled if it is not there yet, and its allocator installed.
+    """The library for this torch, compiled if there is none yet, and its allocator installed.
 
     Raises:
         UnavailableError: it cannot be had here; the message says what is missing.
     """
-    try:
-        # Calls take less than giving up the interpreter's lock and getting it again.
-        library = ctypes.PyDLL(str(_find()), mode=os.RTLD_LOCAL | os.RTLD_NODELETE)
-    except OSError as error:
-        raise UnavailableError(f"the allocator library cannot be loaded: {error}") from error
-    placer = Placer(library)
+    placer = Placer(_open())
     if placer.install():
         raise UnavailableError(
             "torch's CPU allocator was replaced by another library, which ours cannot work beside"
@@ -78,7 +76,27 @@ def load() -> Placer:
     return placer
 
 
-def _find() -> Path:
+def _open() -> ctypes.PyDLL:
+    # Calls take less than giving up the interpreter's lock and getting it again.
+    mode = os.RTLD_LOCAL | os.RTLD_NODELETE
+    brought = _brought()
+    if brought.exists() and torch._C._GLIBCXX_USE_CXX11_ABI:
+        with contextlib.suppress(OSError):  # of another libc or libstdc++: it is compiled here
+            return ctypes.PyDLL(str(brought), mode)
+    try:
+        return ctypes.PyDLL(str(_compiled()), mode)
+    except OSError as error:
+        raise UnavailableError(f"the allocator library cannot be loaded: {error}") from error
+
+
+def _brought() -> Path:
+    """Where the one of a wheel is for this minor version of torch (CMakeLists.txt)."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    return _FOLDER / f"placer-{minor}-{digest}.so"
+
+
+def _compiled() -> Path:
     compiler = _compiler()
     command = _command(compiler or "c++")
     digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
