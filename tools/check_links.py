@@ -1,6 +1,7 @@
 """Checks that the links of our Markdown files lead somewhere: files exist, headings are there.
 
-Reads every *.md at the top and in docs/. Links to other sites are not followed.
+Reads every *.md at the top, in docs/ and one folder below the top. Links to other sites are not
+followed.
 """
 
 import re
@@ -44,7 +45,7 @@ def broken_links(page: Path, root: Path) -> Iterator[str]:
 
 
 def main(root: Path = ROOT) -> int:
-    pages = sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
+    pages = sorted({*root.glob("*.md"), *root.glob("[a-z]*/*.md"), *root.glob("docs/**/*.md")})
     problems = [f"{p.relative_to(root)}: {why}" for p in pages for why in broken_links(p, root)]
     print(*problems, f"{len(pages)} pages, {len(problems)} broken links", sep="\n")
     return bool(problems)

@@ -130,7 +130,9 @@ def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FROM = "from pathlib import Path; from tensorwire.torch import placer; placer._FOLDER = Path({!r})\n"
+FROM = (
+    "from pathlib import Path; from tensorwire.torch import placer; placer._FOLDER = Path({!r})\n"
+)
 
 
 def test_with_the_library_of_a_wheel_nothing_is_compiled(brought: Path, tmp_path: Path) -> None:

@@ -286,14 +286,15 @@ def training(
     """What does a synchronous training step cost?
 
     Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
-    exchange lasts from the last gradient until the slowest worker can read the updated parameters.
+    exchange lasts from the last gradient until the slowest worker can read the updated parameters;
+    an isolated exchange begins when all gradients are there and nothing has left.
     Beside tensorwire: torch's DistributedDataParallel over gloo, a parameter server on gRPC (a unix
     socket on the shm wire), and the limit, a C loop over gradients, parameters and state, on tcp
     with raw sockets. All take turns. Besides: what tensorwire costs a script that runs alone. The
-    full run takes about fifteen minutes and 10 GiB; other work on the machine spoils it.
+    full run takes about half an hour and 10 GiB; other work on the machine spoils it.
 
     \b
-    A first look, a minute or two:
+    A first look, some minutes:
         tensorwire bench training --quick
 
     \b
@@ -409,14 +410,15 @@ def placement(
 ) -> None:
     """What does placing gradients gain, on real models?
 
-    Two workers train; the exchange lasts from the last gradient until the slowest worker can read
+    Two workers train. The isolated exchange begins when all gradients are there and nothing has
+    left, the exchange of a step with its last gradient; both last until the slowest worker can read
     the updated parameters. plan: gradients are produced where they are needed. copy: the same
     transport without that. grpc: a parameter server on gRPC, over a unix socket on the shm wire.
     limit: a C loop over gradients, parameters and state, on tcp with raw sockets. computation: the
     workers with no exchange; what a step takes longer than theirs is exposed communication. plan
     and copy must end with the same bits.
 
-    The full run takes an hour or two and 16 GiB. All systems of a model live at the same time where
+    The full run takes some hours and 16 GiB. All systems of a model live at the same time where
     40 GiB are free, else one group after the other, and the notes say so. Other work on the machine
     spoils the figures.
 

@@ -40,7 +40,7 @@ def explain(
     """Show where the tensors of a training step are, and why those are copied that are.
 
     Runs two real steps in this process, without servers: the first shows which allocation each
-    gradient is, in the second they are produced in place. MODEL_OR_SCRIPT is a script that trains
+    gradient is, in the second they are produced there. MODEL_OR_SCRIPT is a script that trains
     with tensorwire.torch, stopped after the second step, or the name of a workload of the bench.
 
     \b

@@ -29,7 +29,9 @@ from tensorwire.launch import Job, Supervisor
     "the same L, 1, 2 or 4 workers compute the same bits.",
 )
 @click.option(
-    "--transports", metavar="A,B", help="Which may be used, fastest first: shm, tcp. Default all."
+    "--transports",
+    metavar="A,B",
+    help="Which may be used, of shm, rdma and tcp. Default all; the fastest is taken.",
 )
 @click.option(
     "--listen",

@@ -41,7 +41,7 @@ def run(
         workers: how many, at least 1.
         servers: how many, at least 1.
         slices: of a training step's samples, a multiple of `workers`; default left to the workers.
-        transports: that the processes may use, fastest first; default all.
+        transports: that the processes may use, of "shm", "rdma", "tcp"; default all.
         listen: host name or address on which the servers listen.
         prefix: whether lines begin with the name of their process.
         server_command: the program of a server, to which its options are added; default this

@@ -56,7 +56,7 @@ def init(
             multiple of the number of replicas, which is the default. The result of a job depends
             on it and not on the number of workers.
         seed: of everything random in the job; worker 0's counts.
-        transports: "shm", "tcp"; None allows all.
+        transports: of "shm", "rdma", "tcp"; None allows all.
         pipeline: how many workers share one model that is split (`tw.split`): workers 0 to
             pipeline - 1 are replica 0, and so on. A worker that is alone has all of it.
 

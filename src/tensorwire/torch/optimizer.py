@@ -52,8 +52,9 @@ def DistributedOptimizer(
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
             "broadcast" (slice 0's win, as in DDP), "average" (mean of the slices; integers as
             broadcast), or "local" (each worker keeps its own).
-        placement: "plan": from the second step on, backward produces gradients where the servers
-            read them, if a server is on this host; "copy": each is copied there. The same bits.
+        placement: "plan": backward produces gradients where the servers on this host read them (in
+            the first step those from 64 KiB up), or in registered memory from which they are sent
+            to other hosts; "copy": the worker copies each one. The same bits.
 
     Returns:
         `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`, `close()`.

@@ -1,9 +1,9 @@
 """The allocator that produces gradients in their slots: compiled for this torch, loaded, called.
 
-`placer.cc` needs one library per minor version of torch. A wheel brings those of the versions that it
-was built with; for another one it is compiled against the headers of the installed torch when it is
-first needed, and kept in the user's cache, one library per version. It knows addresses and bytes; which gradient
-belongs where is `placing.py`'s business.
+`placer.cc` needs one library per minor version of torch. A wheel brings those of the versions that
+it was built beside; for another one it is compiled against the headers of the installed torch when
+it is first needed, and kept in the user's cache, one library per version. It knows addresses and
+bytes; which gradient belongs where is `placing.py`'s business.
 """
 
 from __future__ import annotations

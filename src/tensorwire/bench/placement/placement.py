@@ -41,7 +41,7 @@ NAMES = (PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name)
 
 @dataclass(slots=True)
 class Settings:
-    """What to run. Defaults are the full bench of an hour or two.
+    """What to run. Defaults are the full bench of some hours.
 
     Attributes:
         steps: per system, None for the workload's own number.

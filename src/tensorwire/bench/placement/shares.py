@@ -59,7 +59,7 @@ def _hidden(stage: Stage, name: str) -> Row:
         stage.empty("hidden", name),
         seconds_median=end.hidden_s,
         operations=end.steps,
-        note="the mean of all steps of the slowest worker, by what the system tells",
+        note="the mean of all steps that were not held, of the slowest worker, by what it tells",
     )
 
 

@@ -4,8 +4,8 @@ Measured, on one host, per model and wire, with two workers in lockstep: a *step
 iteration (forward, backward, exchange, zero_grad); its *exchange*, from the last gradient that any
 worker produced until the slowest worker may read the updated parameters, reduction and optimizer
 included; and, of systems that can, an *isolated* exchange, before which nothing has left although
-all gradients were produced. How systems take turns is in `training.stage`. Besides, for small models, what a
-script costs more that runs alone (`training.alone`).
+all gradients were produced. How systems take turns is in `training.stage`. Besides, for small
+models, what a script costs more that runs alone (`training.alone`).
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. That the systems
 compute the same is checked once, after their first steps.
@@ -36,7 +36,7 @@ NAMES = (OWN, LIMIT, *(system.name for system in SYSTEMS if system.name != OWN))
 
 @dataclass(slots=True)
 class Settings:
-    """What to run. Defaults are the full bench of about fifteen minutes.
+    """What to run. Defaults are the full bench of about half an hour.
 
     Attributes:
         steps: per system and model, None for the model's own number.
@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """A look of a minute or two: the smaller models, few steps, wide intervals."""
+        """A look of some minutes: the smaller models, few steps, wide intervals."""
         return cls(models=MODELS[:2], steps=12, turns=6)
 
 
