@@ -176,7 +176,7 @@ def test_the_command_writes_rows_and_draws(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main,
         ["bench", "placement", "--tiny", "--workload", "fcn5", "--wire", "shm", "--steps", "6",
-         "--systems", "plan,computation", "--strict", "--json", str(path)]
+         "--systems", "plan", "--systems", "computation", "--strict", "--json", str(path)]
         + (["--figure", str(figure)] if has_figure else []),
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -190,7 +190,7 @@ class Counting(nn.Module):
         if self.training:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             self.calls += 1
-            self.replaced = self.replaced + float(x.detach().sum())
+            self.replaced = (self.replaced + float(x.detach().sum()))[:1].expand(2)
             self.turned.add_(1)
         return x * self.weight
 

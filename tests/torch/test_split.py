@@ -143,6 +143,135 @@ def test_the_page_under_torchrun_and_alone(
     assert done.stdout == f"loss {cases.page_alone():.4f} with {processes} processes\n"
 
 
+TWICE = """
+import os, time
+import torch
+import tensorwire.torch as tw
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+
+rank = int(os.environ["RANK"])
+
+def weight(name):
+    if name.startswith("1."):
+        time.sleep(1.5)
+    return torch.ones((4, 4) if name.endswith("weight") else 4)
+
+for use in range(2):
+    if use and rank == 0:
+        time.sleep(1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options = {"loss": lambda out, target: out.sum(), "timeout_s": 2.0, "weights": weight}
+    spec = {"1": SplitPoint.BEGINNING}
+    with tw.split(model, spec, example=[torch.ones(2, 4)], **options) as split:
+        loss = split.step(*[torch.ones(2, 4)] * split.has_first, target=torch.ones(2))
+        if loss is not None:
+            print(float(loss))
+"""
+
+
+def test_several_splits_one_of_whose_parts_loads_for_long(tmp_path: Path) -> None:
+    """Longer than `timeout_s`. The second use does not find the addresses of the first."""
+    script = tmp_path / "script.py"
+    script.write_text(TWICE)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *start, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "168.0\n" * 2
+
+
+class Thawed(nn.Module):
+    """What `kind` says needs a gradient behind the split point."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x)
+        if self.kind == "view":
+            out = torch.zeros(x.shape[0], 8)
+            out[:, :4] = made
+            made = torch.relu(out)[:, :4]
+        elif self.kind == "complex":
+            made = torch.fft.fft(made).real
+        elif self.kind == "complex crossing":
+            made = torch.fft.fft(made)
+        pipe_split()
+        return self.head(made.real if made.is_complex() else made)
+
+
+@pytest.mark.parametrize("kind", ["view", "complex", "complex crossing"])
+def test_gradients_through_views_and_complex_numbers(kind: str) -> None:
+    model = Thawed(kind)
+    inputs = torch.rand(2, 4)
+    expected = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
+    with split_alone(model, loss=lambda out, _: out.square().mean()) as split:
+        split.step(inputs, target=inputs)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Aliased(nn.Module):
+    """In its second stage autograd gives an input and a parameter the same memory as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.offset = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x)
+        pipe_split()
+        return torch.relu(made.view(8) + self.offset.view(8))
+
+
+def test_the_gradient_that_leaves_is_not_that_of_a_parameter() -> None:
+    model = Aliased()
+    with split_alone(model, loss=lambda out, _: out.sum()) as split:
+        stage = split._stages[1]
+        values = {name: torch.rand(2, 4) for name in stage.inputs}
+        (output,) = stage.forward(0, values, True)[1]
+        (leaving,) = stage.backward(0, {}, output.sum()).values()
+    assert model.offset.grad is not None
+    assert leaving.untyped_storage().data_ptr() != model.offset.grad.untyped_storage().data_ptr()
+
+
+def test_what_was_frozen_at_the_split_cannot_be_trained_behind_its_back() -> None:
+    model = Thawed("plain")
+    model.first.requires_grad_(False)
+    split = split_alone(model, loss=lambda out, _: out.sum())
+    split.step(torch.ones(2, 4), target=torch.ones(2))
+    model.first.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"stage 0.*needs a gradient.*split\(\) again"):
+        split.step(torch.ones(2, 4), target=torch.ones(2))
+
+
+def test_a_step_trains_also_where_gradients_are_switched_off() -> None:
+    model = Thawed("plain")
+    with split_alone(model, loss=lambda out, _: out.sum()) as split, torch.no_grad():
+        split.step(torch.ones(2, 4), target=torch.ones(2))
+    assert model.first.weight.grad is not None
+    assert model.first.weight.grad.any()
+
+
+def test_a_loss_without_a_gradient_is_an_error() -> None:
+    split = split_alone(Thawed("plain"), loss=lambda out, _: out.detach().sum())
+    with pytest.raises(ValueError, match="does not depend on the model's outputs"):
+        split.step(torch.ones(2, 4), target=torch.ones(2))
+
+
+def test_nothing_is_trained_in_inference_mode() -> None:
+    with split_alone(Thawed("plain"), loss=lambda out, _: out.sum()) as split:
+        with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+            split.step(torch.ones(2, 4), target=torch.ones(2))
+        split.step(torch.ones(2, 4), target=torch.ones(2))
+
+
 class InPlace(nn.Module):
     """The second stage changes what the first has made and the third uses."""
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -52,6 +52,17 @@ class _Names(click.ParamType[tuple[str, ...]]):
             if name not in known:
                 self.fail(f"{name!r} is unknown; choose from {', '.join(known)}", param, ctx)
         return names
+
+
+def _list_of(kind: click.ParamType[tuple[Any, ...]]) -> dict[str, Any]:
+    """An option whose lists add up where it is given several times; None if it is not given."""
+
+    def join(
+        _: click.Context, __: click.Parameter, lists: tuple[tuple[Any, ...], ...]
+    ) -> tuple[Any, ...] | None:
+        return tuple(each for part in lists for each in part) or None
+
+    return {"type": kind, "multiple": True, "callback": join}
 
 
 def _systems() -> tuple[str, ...]:
@@ -99,25 +110,25 @@ def bench() -> None:
 @click.option("--quick", is_flag=True, help="Few sizes and little time: a look, not a measurement.")
 @click.option(
     "--systems",
-    type=_Names(_systems),
+    **_list_of(_Names(_systems)),
     metavar="A,B",
     help="Only these: tensorwire, tensorwire-c++, memcpy, raw-socket, nixl, nixl-huge, "
     "torch-rpc, gloo, grpc. The limit of a system runs with it.",
 )
 @click.option(
     "--cases",
-    type=_Names(_cases),
+    **_list_of(_Names(_cases)),
     metavar="A,B",
     help="Only these: write, read, batch, signal, fetch_add, round_trip, waiting.",
 )
 @click.option(
     "--sizes",
-    type=_Sizes(),
+    **_list_of(_Sizes()),
     metavar="A,B",
     help="Sizes of write and read, for example 8,64KiB,16MiB.",
 )
 @click.option(
-    "--wires", type=_Names(lambda: ("shm", "tcp")), metavar="A,B", help="shm, tcp or both."
+    "--wires", **_list_of(_Names(lambda: ("shm", "tcp"))), metavar="A,B", help="shm, tcp or both."
 )
 @click.option(
     "--seconds",
@@ -247,16 +258,19 @@ def _training_wires() -> tuple[str, ...]:
 @click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
 @click.option(
     "--systems",
-    type=_Names(_training_systems),
+    **_list_of(_Names(_training_systems)),
     metavar="A,B",
     help="Only these: tensorwire, limit, ddp-gloo, grpc.",
 )
 @click.option(
-    "--models", type=_Names(_models), metavar="A,B", help="Only these: digits, mlp50, mlp200."
+    "--models",
+    **_list_of(_Names(_models)),
+    metavar="A,B",
+    help="Only these: digits, mlp50, mlp200.",
 )
 @click.option(
     "--wires",
-    type=_Names(_training_wires),
+    **_list_of(_Names(_training_wires)),
     metavar="A,B",
     help="Only these: shm, tcp, alone (one process, small models).",
 )
@@ -355,7 +369,7 @@ def _placement_wires() -> tuple[str, ...]:
 _WORKLOAD = click.option(
     "--workload",
     "workloads",
-    type=_Names(_workloads),
+    **_list_of(_Names(_workloads)),
     metavar="A,B",
     help="Only these: alexnet, inception-v3, vgg16, lstm, gru, fcn5, resnet50, gpt2-small, dlrm, "
     "moe, bilstm.",
@@ -372,14 +386,14 @@ _TINY = click.option(
 @_WORKLOAD
 @click.option(
     "--systems",
-    type=_Names(_placement_systems),
+    **_list_of(_Names(_placement_systems)),
     metavar="A,B",
     help="Only these: plan, limit, copy, computation, grpc.",
 )
 @click.option(
     "--wire",
     "wires",
-    type=_Names(_placement_wires),
+    **_list_of(_Names(_placement_wires)),
     metavar="A,B",
     help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: two "
     "hosts on a slow link, which needs root.",

@@ -163,7 +163,10 @@ class Collective:
             raise RuntimeError(self._text())
         result = self._outbox[_HEAD:_BLOCK].array("float64")
         if result[0] < 0:
-            raise ValueError("the workers call mean() or barrier() with different values")
+            raise ValueError(
+                "the workers call mean() or barrier() with different values. None stands for one "
+                "number: where others give a tensor or a dict, give one like it, and weight=0"
+            )
         return result[1 : len(values) + 1].copy()
 
     def _text(self) -> str:

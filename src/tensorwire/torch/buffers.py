@@ -135,8 +135,7 @@ class Buffers:
             for index, tensor in zip(self.here, tensors, strict=True):
                 flat = torch.frombuffer(store.value(index), dtype=tensor.dtype)
                 self._arrived.append(flat.view(tensor.shape))
-        with torch.no_grad():
-            torch._foreach_copy_(tensors, self._arrived)
+        self._set(tensors, self._arrived)
 
     def remember(self) -> None:
         """What a step begins with."""
@@ -153,6 +152,15 @@ class Buffers:
             values = self._own.get(turn % len(self._slices), self._before)
         elif turn == len(self._slices):
             return
+        self._set(self.tensors, values)
+
+    def _set(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for tensor, value in zip(self.tensors, values, strict=True):
-                tensor.copy_(value)
+            try:
+                torch._foreach_copy_(tensors, values)
+            except RuntimeError:
+                # Forward has put an expanded tensor there, or one of torch.inference_mode().
+                for (module, name, _), tensor, value in zip(
+                    self._owners, tensors, values, strict=True
+                ):
+                    module._buffers[name] = value.to(tensor.dtype, copy=True)

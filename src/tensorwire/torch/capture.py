@@ -240,11 +240,18 @@ class _Cutter:
                 self._stage[node] = stage
                 if node.target is operator.getitem:  # parts of a result stay with it
                     self._stage[node] = self._stage[node.args[0]]
-                val = node.meta.get("val")
-                floating = not isinstance(val, torch.Tensor) or val.is_floating_point()
-                if floating and any(each in self._grads for each in node.all_input_nodes):
-                    self._grads.add(node)
+                self._add_gradient(node)
         return stage
+
+    def _add_gradient(self, node: fx.Node) -> None:
+        """It needs one if what it is made of needs one, also what was written into that before."""
+        inputs = node.all_input_nodes
+        if not any(each in self._grads or _base(each) in self._grads for each in inputs):
+            return
+        for each in (node, *(_base(changed) for changed in _changed_by(node))):
+            val = each.meta.get("val")
+            if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.is_complex():
+                self._grads.add(each)
 
     def _add_value(self, node: fx.Node, users: set[int]) -> None:
         maker = self._stage.get(node)

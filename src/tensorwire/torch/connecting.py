@@ -7,11 +7,15 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from tensorwire.edges import wait_for_region
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.membership import Place
 from tensorwire.memory import Node, Peer
 
 from . import bootstrap
+
+_MET_BYTES = 64
+_uses = itertools.count()  # of machines(), which all processes call in the same order
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,21 @@ class Machines:
     def size(self) -> int:
         """How many there are."""
         return len(self.peers or {}) + 1
+
+    def meet(self, label: str, *, failed: bool = False) -> None:
+        """Returns when all have called it with the same label, once each; at once if this failed.
+
+        Raises:
+            RuntimeError: another one has failed.
+            PeerLostError: one of them is gone.
+        """
+        if self.node is None or not self.peers:
+            return
+        # Only its size tells, which is there as soon as it is.
+        self.node.allocate(_MET_BYTES * (1 + failed), name=label, access="r")
+        for rank, peer in self.peers.items() if not failed else ():
+            if wait_for_region(peer, label, None, f"rank {rank}").size_bytes > _MET_BYTES:
+                raise RuntimeError(f"rank {rank} has failed; its own error tells why")
 
     def close(self) -> None:
         """Leaves. Idempotent."""
@@ -107,9 +126,11 @@ def machines() -> Machines:
     several = int(environ["GROUP_WORLD_SIZE"]) > 1
     host = bootstrap.address_towards(environ["MASTER_ADDR"]) if several else "127.0.0.1"
     node = Node(machine_name(rank), listen=f"{host}:0")
+    # The store keeps what it got: a use that follows must not find what this one left.
+    prefix = f"machines/{next(_uses)}"
     try:
-        store.set(f"machine/{rank}", node.address)
-        addresses = {other: store.get(f"machine/{other}").decode() for other in range(size)}
+        store.set(f"{prefix}/{rank}", node.address)
+        addresses = {other: store.get(f"{prefix}/{other}").decode() for other in range(size)}
         return connect(node, rank, addresses)
     except BaseException:
         node.close()

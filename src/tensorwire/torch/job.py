@@ -269,7 +269,8 @@ class Job:
 
         Args:
             value: a number, a tensor, or a dict of such. None: this worker has no number and does
-                not count, as where `split.step` has no loss.
+                not count, as where `split.step` has no loss. (Beside tensors or dicts of the others
+                give one like theirs, and weight 0.)
             weight: of this worker, for example its number of samples.
 
         Returns:

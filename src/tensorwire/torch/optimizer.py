@@ -107,7 +107,7 @@ def _exchange_of_split(
         )
     if any(other._tensorwire.shares(split) for other in job.optimizers):
         raise ValueError("a split model has one distributed optimizer; close() the other first")
-    if buffers == "local" and job.pipeline > 1:
+    if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
     core = Exchange(job, optimizer, split.module, max_norm, buffers, placement, split.whole)
     split.trained_by(core)

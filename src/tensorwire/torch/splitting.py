@@ -78,7 +78,8 @@ def split(
             asked for.
         machines: the processes; by default those of this job's pipeline, or without a job those
             that torchrun started.
-        timeout_s: for a value to come from another process; None waits for ever.
+        timeout_s: for the others to get here, and for a value to come from another process; None
+            waits for ever. Loading weights may take any time.
 
     Raises:
         ValueError: the model, the schedule, or the processes' arguments do not fit together.
@@ -135,10 +136,7 @@ class Split:
         self.stages = tuple(range(rank, count, size))
         self.whole = Whole.of(model, [part.tensors for part in taken.parts], size)
         self._core: Exchange | None = None
-        self.module = _materialised(model, taken, self.whole.had_by(rank), weights)
-        self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
         self._last = count - 1
-        self._tied = _tied(self.whole, self.module)
         self.plan = plan(_graph(taken, size))
         ties = plan(_ties_graph(self.whole))
         number = next(machines._splits)
@@ -148,6 +146,33 @@ class Split:
         except BaseException:
             self._edges.edges.close()
             raise
+        try:
+            # All have come here; how long each takes to load its weights is its own business.
+            self.module = self._load(model, weights, f"split/{number}/loaded")
+        except BaseException:
+            self._edges.edges.close()
+            self._ties.close()
+            raise
+        self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
+        self._tied = _tied(self.whole, self.module)
+
+    def _load(self, model: nn.Module, weights: Weights | None, label: str) -> nn.Module:
+        used = self.whole.had_by(self.machines.rank)
+        try:
+            module = _materialised(model, self._taken, used, weights)
+        except BaseException:
+            self.machines.meet(label, failed=True)
+            raise
+        self.machines.meet(label)
+        return module
+
+    @property
+    def _sends_inputs(self) -> bool:
+        """Others get the caller's own memory, and no gradient comes back that tells they did."""
+        return self.has_first and any(
+            value.maker == 0 and not value.needs_grad and set(value.users) - set(self.stages)
+            for value in self._taken.values.values()
+        )
 
     @property
     def has_first(self) -> bool:
@@ -221,6 +246,13 @@ class Split:
         """
         if self._loss is None:
             raise ValueError("a step needs the loss=... of split()")
+        if torch.is_inference_mode_enabled():
+            raise ValueError("a step inside torch.inference_mode(): nothing can be trained there")
+        for name in self._unfrozen():
+            raise ValueError(
+                f"{name!r} is in several processes and was frozen when the model was split, so "
+                "they would not add up its gradients: call tw.split() again"
+            )
         return self._run(self._actions, inputs, target, True)
 
     def evaluate(self, *inputs: Any) -> Any:
@@ -251,7 +283,7 @@ class Split:
                 losses, outputs = self._go(actions, batches, targets, train)
                 if train:
                     self._sum_ties(kept)
-                else:
+                if not train or self._sends_inputs:
                     self._edges.settle()
         except BaseException as error:
             self._failed = True
@@ -281,12 +313,31 @@ class Split:
                 continue
             output = pytree.tree_unflatten(results, self._taken.output_spec)
             if train:
-                assert self._loss is not None
-                losses[at] = self._loss(output, targets[at]) / self._microbatches
+                losses[at] = self._loss_of(output, targets[at])
             else:
                 outputs.append(self._edges.kept(output))
                 self._edges.release(stage, at)
         return losses, outputs
+
+    def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
+        """Of a micro-batch, its part of the mean."""
+        assert self._loss is not None
+        with torch.enable_grad():  # as in the stages
+            loss = self._loss(output, target) / self._microbatches
+        tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor)]
+        if not loss.requires_grad and any(each.requires_grad for each in tensors):
+            raise ValueError(
+                "the loss does not depend on the model's outputs as far as autograd knows; was "
+                "it computed from detached tensors?"
+            )
+        return loss
+
+    def _unfrozen(self) -> Iterator[str]:
+        """Weights that others have too, and that were frozen when ties were planned."""
+        for name, parameter in self.module.named_parameters():
+            shared = len(self.whole.ranks[name]) > 1
+            if shared and parameter.requires_grad and name not in self._tied:
+                yield name
 
     def _cut(self, inputs: Sequence[Any]) -> list[dict[str, Any]]:
         wanted = self._taken.inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,19 @@ class Stage:
             results = self._module(*(leaves[name] for name in self.inputs))
         made = list(results[: len(self.outputs)])
         if keep:
+            for name, value in zip(self.outputs, made, strict=True):
+                self._check_gradient(name, value)
             self._kept[microbatch] = leaves, made
         return dict(zip(self.outputs, made, strict=True)), list(results[len(made) :])
+
+    def _check_gradient(self, name: str, value: Any) -> None:
+        """Nobody sends a gradient that was not planned; what needs it would not be trained."""
+        if getattr(value, "requires_grad", False) and not self._values[name].needs_grad:
+            raise RuntimeError(
+                f"{name!r}, which stage {self.index} makes for others, needs a gradient, and did "
+                "not when the model was split: were its parameters frozen then? Call tw.split() "
+                "again"
+            )
 
     def backward(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
@@ -82,13 +93,12 @@ class Stage:
         if roots:
             torch.autograd.backward(roots, seeds)
         received = [leaves[name] for name in self._received]
-        lent = {
-            each.untyped_storage().data_ptr()
-            for each in (*gradients.values(), *received)
-            if isinstance(each, torch.Tensor)
-        }
+        received = [each for each in received if isinstance(each, torch.Tensor)]
+        lent = _storages([*gradients.values(), *received])
+        # What leaves must not change either, and the next micro-batch adds to those of parameters.
+        leaving = _storages([each.grad for each in received if each.grad is not None])
         for parameter in self._module.parameters():
-            parameter.grad = _own(parameter.grad, lent)
+            parameter.grad = _own(parameter.grad, lent | leaving)
         back = {}
         for name in self._received:
             if self._values[name].needs_grad:
@@ -99,6 +109,11 @@ class Stage:
     def forget(self) -> None:
         """After a failure: nothing is kept for `backward`."""
         self._kept.clear()
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    dense = (each for each in tensors if each.layout == torch.strided)
+    return {each.untyped_storage().data_ptr() for each in dense}
 
 
 def _own(gradient: torch.Tensor | None, lent: set[int]) -> torch.Tensor | None:
