@@ -8,8 +8,9 @@ finite) there are two passes, and slot 0 keeps the reduced gradient between them
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -104,7 +105,8 @@ class Shard:
         self._counts = memory.counts.data
         threads = threads_for(len(self._trained), threads)
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, "tensorwire-apply") if threads > 1 else None
+        # The caller works too.
+        self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None
 
     def close(self) -> None:
         """Ends its threads; idempotent."""
@@ -289,22 +291,31 @@ class Shard:
     def _map(self, work: Callable[[int], float], arrivals: Arrivals | None) -> list[float]:
         """One result for each trained cell, in their order."""
         indices = self._trained if arrivals is None else arrivals.order(self._trained)
+        # Each thread takes the next: one whose core is wanted by others holds up nobody.
+        left = deque(indices)
 
-        def work_on(part: Sequence[int]) -> list[float]:
-            found = []
-            for index in part:
+        def work_on() -> dict[int, float]:
+            found = {}
+            while left:
+                try:
+                    index = left.popleft()
+                except IndexError:
+                    break
                 if arrivals:
                     arrivals.wait(index)
-                found.append(work(index))
+                found[index] = work(index)
             return found
 
-        if self._pool is None:
-            results = dict(zip(indices, work_on(indices), strict=True))
-        else:
-            parts = [indices[i :: self.threads] for i in range(self.threads)]
-            results = {}
-            for part, values in zip(parts, self._pool.map(work_on, parts), strict=True):
-                results.update(zip(part, values, strict=True))
+        helpers = []
+        if self._pool:
+            helpers = [self._pool.submit(work_on) for _ in range(self.threads - 1)]
+        try:
+            results = work_on()
+        finally:
+            left.clear()  # after an error nobody begins with another
+            wait(helpers)
+        for helper in helpers:
+            results |= helper.result()
         return [results[index] for index in self._trained]
 
 
