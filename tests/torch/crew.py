@@ -364,6 +364,41 @@ def accumulate(machines: tw.Machines) -> Any:
         return model.embedding.weight.grad.numpy()
 
 
+def thaw(machines: tw.Machines) -> None:
+    """A weight that both have is frozen when the model is split, and not any more in the step."""
+    model, loss = make("transformer")
+    model.embedding.weight.requires_grad_(False)
+    x, y = inputs_of("transformer", 0, 1, False)
+    split = tw.split(model, SPECS["transformer", 2], example=x, loss=loss, machines=machines)
+    split.module.get_parameter("embedding.weight").requires_grad_(True)
+    split.step(*([x] if machines.rank == 0 else []), target=y)
+
+
+class Passed(nn.Module):
+    """Nothing is trained in the first stage, and the second one needs its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x[:, :4])
+        pipe_split()
+        return self.head(y).sum() * 0 + x.sum()
+
+
+def reuse_inputs(machines: tw.Machines, steps: int) -> list[float]:
+    """The loss of each step; the input's memory gets the next one's values right after a step."""
+    x = torch.ones(16, 1 << 18)
+    losses = []
+    with tw.split(Passed(), example=[x], loss=lambda out, _: out, machines=machines) as split:
+        for step in range(steps):
+            x.fill_(step)
+            loss = split.step(*([x] if machines.rank == 0 else []), target=torch.ones(1))
+            losses += [] if loss is None else [loss.item() / x.numel()]
+    return losses
+
+
 class Broadcast(nn.Module):
     """Gradients of parameters are views of what a stage gets: of gradients, of numbers of rows."""
 

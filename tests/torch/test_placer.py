@@ -160,6 +160,19 @@ def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
     assert len(list(cache.glob("tensorwire/placer-*.so"))) == 1
 
 
+def test_why_it_cannot_be_loaded_is_told_where_it_cannot_be_compiled(tmp_path: Path) -> None:
+    (tmp_path / placer._brought().name).write_bytes(b"\x7fELF of a machine that is not this one")
+    done = run(
+        FROM.format(str(tmp_path)) + "train(1)",
+        PATH="",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        CXX="",
+    )
+    assert done.returncode != 0
+    assert "no C++ compiler was found" in done.stderr
+    assert "came with tensorwire cannot be loaded" in done.stderr
+
+
 def test_the_library_of_another_minor_version_is_not_taken(monkeypatch: Any) -> None:
     mine = placer._brought().name
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu130")

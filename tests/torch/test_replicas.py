@@ -551,6 +551,16 @@ def own_buffers(job: tw.Job) -> None:
     tw.DistributedOptimizer(optimizer_of(split.module), split, buffers="local")
 
 
+def own_buffers_alone(job: tw.Job) -> None:
+    split = splitted(job, "mlp")
+    with pytest.raises(ValueError, match="'broadcast' or 'average'"):
+        tw.DistributedOptimizer(optimizer_of(split.module), split, buffers="local")
+
+
+def test_own_buffers_of_a_split_alone(team: Team) -> None:
+    team.alone(own_buffers_alone, slices=2)
+
+
 def added_group(job: tw.Job) -> None:
     split = splitted(job, "mlp")
     opt = tw.DistributedOptimizer(optimizer_of(split.module), split)

@@ -114,6 +114,15 @@ def test_processes_that_split_differently(crew: Crew) -> None:
     assert "has another plan" in first + second
 
 
+def test_tied_weights_that_were_frozen_at_the_split(crew: Crew) -> None:
+    for failure in crew.failures(2, "shm", cases.thaw):
+        assert failure.startswith("ValueError: 'embedding.weight' is in several processes")
+
+
+def test_inputs_are_the_callers_again_after_a_step(crew: Crew, transport: str) -> None:
+    assert crew.run(2, transport, cases.reuse_inputs, 5)[1] == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("tcp", 1)])
 def test_a_process_that_is_killed(transport: str, victim: int) -> None:
     with PeerGroup() as group:

@@ -26,6 +26,9 @@ FORMAT = 1
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
+MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""What reading JSON of another process raises where it is not what it should be."""
+
 KINDS = ("trained", "constant", "broadcast", "average")
 """What happens to a tensor: it gets gradients; never changes in a step; is slice 0's value after
 every step; is the mean of the slices' values after every step."""
@@ -113,14 +116,7 @@ class Spec:
             )
             hyper = tuple(str(name) for name in raw.pop("hyper"))
             spec = Spec(hyper=hyper, tensors=tensors, **raw)
-        except (
-            AttributeError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except MALFORMED as error:
             raise ValueError(f"not a description of a store: {error!r}") from error
         spec.check()
         return spec

@@ -26,7 +26,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion, Transfer, Word, wait_a
 
 from .apply import Apply
 from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
-from .layout import Layout, Selection, Share, Spec, checked_wants
+from .layout import MALFORMED, Layout, Selection, Share, Spec, checked_wants
 from .messages import (
     APPLY,
     BLOCK_BYTES,
@@ -289,14 +289,7 @@ class StoreServer:
                     raise ValueError(f"there is no server {homes[rank]}")
                 specs[rank] = spec = Spec.from_json(raw["spec"].encode())
                 wants[rank] = checked_wants(raw["wants"], spec)
-            except (
-                AttributeError,
-                KeyError,
-                OverflowError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except MALFORMED as error:
                 raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
         for rank, spec in specs.items():
             if different := specs[0].difference(spec):

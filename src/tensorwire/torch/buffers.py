@@ -132,9 +132,9 @@ class Buffers:
             return
         tensors = self.tensors
         if not self._arrived:
-            for index, tensor in zip(self.here, tensors, strict=True):
-                flat = torch.frombuffer(store.value(index), dtype=tensor.dtype)
-                self._arrived.append(flat.view(tensor.shape))
+            for index, like in zip(self.here, self._leaving, strict=True):
+                flat = torch.frombuffer(store.value(index), dtype=like.dtype)
+                self._arrived.append(flat.view(like.shape))
         self._set(tensors, self._arrived)
 
     def remember(self) -> None:
@@ -159,8 +159,10 @@ class Buffers:
             try:
                 torch._foreach_copy_(tensors, values)
             except RuntimeError:
-                # Forward has put an expanded tensor there, or one of torch.inference_mode().
-                for (module, name, _), tensor, value in zip(
-                    self._owners, tensors, values, strict=True
-                ):
-                    module._buffers[name] = value.to(tensor.dtype, copy=True)
+                owned = zip(self._owners, tensors, values, strict=True)
+                for (module, name, _), tensor, value in owned:
+                    if 0 in tensor.stride() or tensor.is_inference():
+                        # Forward has put it there, and nobody can write to it.
+                        module._buffers[name] = value.to(tensor.dtype, copy=True)
+                    else:
+                        tensor.copy_(value)

@@ -8,7 +8,6 @@ bytes; which gradient belongs where is `placing.py`'s business.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -79,14 +78,18 @@ def load() -> Placer:
 def _open() -> ctypes.PyDLL:
     # Calls take less than giving up the interpreter's lock and getting it again.
     mode = os.RTLD_LOCAL | os.RTLD_NODELETE
-    brought = _brought()
+    brought, why = _brought(), ""
     if brought.exists() and torch._C._GLIBCXX_USE_CXX11_ABI:
-        with contextlib.suppress(OSError):  # of another libc or libstdc++: it is compiled here
+        try:
             return ctypes.PyDLL(str(brought), mode)
+        except OSError as error:  # of another libc or libstdc++: it is compiled here
+            why = f" (the one that came with tensorwire cannot be loaded: {error})"
     try:
         return ctypes.PyDLL(str(_compiled()), mode)
     except OSError as error:
-        raise UnavailableError(f"the allocator library cannot be loaded: {error}") from error
+        raise UnavailableError(f"the allocator library cannot be loaded: {error}{why}") from error
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}{why}") from error
 
 
 def _brought() -> Path:
