@@ -475,6 +475,22 @@ def differ(machines: tw.Machines) -> None:
     tw.split(model, spec, example=example, loss=loss, machines=machines, timeout_s=5)
 
 
+def differ_in_schedule(machines: tw.Machines) -> None:
+    """Both orders fit the same edges, but their backwards go through micro-batches differently."""
+    model, loss = make("mlp")
+    x, _ = inputs_of("mlp", 0, 1, False)
+    tw.split(
+        model,
+        SPECS["mlp", 2],
+        example=x,
+        loss=loss,
+        microbatches=2,
+        schedule=["GPipe", "LoopedBFS"][machines.rank],
+        machines=machines,
+        timeout_s=5,
+    )
+
+
 def train_until_killed(channel: Channel, rank: int, transport: str) -> str:
     """What the surviving process is told."""
     with Node(tw.machine_name(rank), transports=[transport]) as node:

@@ -1,9 +1,8 @@
-"""The allocator that produces gradients in place, and `tensorwire explain`: scripts of their own.
+"""The allocator that produces gradients in place: scripts of their own.
 
 How it is got, what it does beside other allocators and in forked processes.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -235,40 +234,3 @@ del model
         LIBRARY=str(library),
     )
     assert done.returncode == 0, done.stderr
-
-
-def explain(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tensorwire.cli", "explain", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_a_script_is_explained(tmp_path: Any) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + "import sys; print(sys.argv[1:]); train(100)\nassert False")
-    out = tmp_path / "rows.json"
-    done = explain("--json", out, script, "--lr", "3")
-    assert done.returncode == 0, done.stderr
-    assert "['--lr', '3']" in done.stdout
-    assert "4 of 4 gradients are produced in place" in done.stdout
-    found = json.loads(out.read_text())
-    assert {"model", "tensors", "bytes", "bytes_in_place", "tensors_in_place", "rows"} <= set(found)
-    assert found["bytes"] == found["bytes_in_place"] == 4 * (20 * 30 + 30 + 300 + 10)
-    assert found["tensors"] == found["tensors_in_place"] == 4
-    assert 0 < found["planning_seconds"] < 10
-
-
-def test_a_script_without_steps_is_an_error(tmp_path: Any) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('nothing')")
-    done = explain(script)
-    assert done.returncode == 1
-    assert "had made 2 steps" in done.stderr
-
-
-def test_what_a_script_raises_is_shown_whole(tmp_path: Any) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("def deep():\n    raise KeyError('mine')\ndeep()\n")
-    done = explain(script)
-    assert done.returncode == 1
-    assert "KeyError: 'mine'" in done.stderr
-    assert "in deep" in done.stderr

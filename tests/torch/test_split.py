@@ -40,6 +40,7 @@ SCHEDULES = [
     ("GPipe", 3, 3, 1),
     ("Interleaved1F1B", 2, 4, 4),
     ("Interleaved1F1B", 1, 4, 2),
+    ("LoopedBFS", 2, 4, 4),
 ]
 
 
@@ -112,6 +113,11 @@ def test_processes_that_split_differently(crew: Crew) -> None:
     first, second = crew.failures(2, "shm", cases.differ)
     assert "ValueError" in first or "ValueError" in second
     assert "has another plan" in first + second
+
+
+def test_processes_with_different_schedules(crew: Crew) -> None:
+    failures = crew.failures(2, "shm", cases.differ_in_schedule)
+    assert any("ValueError: rank" in each and "another schedule" in each for each in failures)
 
 
 def test_tied_weights_that_were_frozen_at_the_split(crew: Crew) -> None:
@@ -340,6 +346,7 @@ BEGIN = {"split_spec": {"1": SplitPoint.BEGINNING}}
         ({"split_spec": {"7": SplitPoint.END}}, "no module '7'"),
         ({"split_spec": {"1": "end"}}, "a SplitPoint, not 'end'"),
         (BEGIN | {"schedule": "none"}, "no schedule 'none'"),
+        (BEGIN | {"schedule": "ZBVZeroBubble"}, r"none that computes a backward in two parts"),
         (BEGIN | {"microbatches": 0}, "at least one micro-batch"),
     ],
 )

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tensorwire.bench.harness import Ratio
 from tensorwire.bench.placement import placement
 from tensorwire.bench.placement.report import draw, parts_of, print_report
-from tensorwire.bench.placement.verdicts import judge, judge_bits
+from tensorwire.bench.placement.verdicts import (
+    judge,
+    judge_bits,
+    judge_in_place,
+    judge_overhead,
+    judge_planning,
+)
 from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire.bench.training.figures import (
     StepTimes,
@@ -173,6 +180,35 @@ def test_bits_must_be_equal_after_as_many_steps() -> None:
     assert judge_bits("x", {"plan": few, "copy": few}).met is False
     assert judge_bits("x", {"plan": end, "copy": few}).met is None
     assert judge_bits("x", {"plan": end}).met is None
+
+
+def test_99_percent_of_the_bytes_must_be_in_place() -> None:
+    for share, met in ((0.9901, True), (0.9899, False), (None, None)):
+        verdict = judge_in_place("x", {"plan": End(30, ["a"], 0.0, share), "copy": End(30, [], 0)})
+        assert verdict.met is met
+    assert judge_in_place("x", {"copy": End(30, ["a"], 0.0, 1.0)}).met is None
+
+
+def test_overhead_counts_with_30_pairs() -> None:
+    assert judge_overhead("x", Ratio(1.02, None, 30)).met is True
+    assert judge_overhead("x", Ratio(1.03, None, 30)).met is False
+    few = judge_overhead("x", Ratio(1.0, None, 29))
+    assert few.met is None
+    assert few.line().startswith("not measured")
+    assert "1 x after 29 pairs; it counts from 30 on" in few.line()
+    assert judge_overhead("x", None, "no compiler").line().endswith("no compiler")
+
+
+def test_planning_is_what_the_first_steps_take_longer_and_at_least_the_learning() -> None:
+    verdict = judge_planning("x", (3.0, 0.1))
+    assert (verdict.measured, verdict.met) == (3.0, True)
+    assert "3 s more than copy; learning allocations 100 ms" in verdict.line()
+    saved = judge_planning("x", (-3.0, 0.1))
+    assert (saved.measured, saved.met) == (0.1, True)
+    assert "3 s less than copy" in saved.line()
+    assert judge_planning("x", (10.1, 0.1)).met is False
+    assert judge_planning("x", (-1.0, 10.1)).met is False
+    assert judge_planning("x", None, "no compiler").met is None
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -102,11 +102,14 @@ class Store(Protocol):
         For this process to write between two versions.
         """
 
-    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """Starts to send one tensor's bytes (without padding) into a slice's slot.
 
         `data` is one contiguous piece of memory; it is kept alive and must not change before
         `settle`.
+
+        Returns:
+            How many of the bytes this process copies in memory itself.
         """
 
     def settle(self) -> None:
@@ -191,10 +194,11 @@ class LocalStore:
         """A slice's gradients in place: writing here is a push."""
         return self._slots[slice_index]
 
-    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """See `Store`."""
         place = self.layout.places[tensor]
         self._slots[slice_index][place.start : place.end] = data
+        return place.end - place.start
 
     def settle(self) -> None:
         """See `Store`."""
@@ -425,18 +429,20 @@ class RemoteStore:
                 result.append(Place(slot[part], True, pool[part], owner))
         return result
 
-    def push(self, slice_index: int, tensor: int, data: Any) -> None:
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """See `Store`."""
         for server, outbox in enumerate(self._outboxes[slice_index]):
             if outbox is not None:
                 self._do(self._member.servers[server], outbox.push, tensor, data)
-        if not self._targets[slice_index][tensor]:
-            return
+        targets = self._targets[slice_index][tensor]
+        if not targets:
+            return 0
         self._pending.append((slice_index, tensor, data))
         place = self.layout.places[tensor]
         self._pending_bytes += place.end - place.start
         if self._pending_bytes >= _BUCKET_BYTES:
             self._copy()
+        return sum(region.size_bytes for _, region, _ in targets)
 
     def _copy(self) -> None:
         """Into servers' mapped memory what is pending."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from tensorwire.parameters import (
     REDUCE,
     REDUCED,
     WANT_NORM,
+    Bytes,
     Commit,
     LocalStore,
     Part,
@@ -52,6 +53,35 @@ from .whole import Whole, whole_of
 
 if TYPE_CHECKING:
     from .job import Job
+
+
+class Found(NamedTuple):
+    """A parameter and its last gradient.
+
+    Attributes:
+        name, parameter: as in the model.
+        offset: in the store.
+        placed: what the gradient did; None if there is none.
+        shared: the gradient's place is a server's memory.
+        bytes_copied: of the gradient, by this process.
+        inside: the parameter lies in the store's memory.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    offset: int
+    placed: Placed | None
+    shared: bool
+    bytes_copied: int
+    inside: bool
+
+
+class _Left(NamedTuple):
+    """A gradient that has left, or lies where it is read: it must stay as it was."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int
 
 
 class Exchange:
@@ -129,10 +159,12 @@ class Exchange:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._held = {i: self.parameters[i] for i in here}
         self._watch = Watch(self.model, names, planned, self._held)
-        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pushed: dict[int, _Left] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._pooled: dict[int, int] = {}  # of these, what lies in the pool: in whose block
-        self._synchronized: dict[int, tuple[torch.Tensor, int]] | None = None
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self.bytes_copied: dict[int, int] = {}  # by this process, of each one's last gradient
+        self._synchronized: dict[int, tuple[torch.Tensor, Bytes]] | None = None
         self._scaled = 1.0
         self._reduced = False
         self._next_max_norm = math.inf
@@ -390,6 +422,8 @@ class Exchange:
     def _push(self, index: int, parameter: torch.Tensor, where: int | None) -> None:
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.dtype != self._dtypes[index]:
+            self._watch.check()
         if gradient.layout != torch.strided:
             raise RuntimeError(
                 f"the gradient of {self._name(index)} is {gradient.layout}; use dense gradients "
@@ -408,14 +442,20 @@ class Exchange:
             if where != SLOT:
                 self._pooled[index] = where
             self._spent.bytes_produced += gradient.nbytes
+            self.bytes_copied[index] = 0
         else:
             self._produced.discard(index)
-            self._spent.bytes_copied += gradient.nbytes * self._copies(index, gradient)
             if not self._local_slots:
                 data = flat_bytes(gradient.detach(), parameter)
+                copied = 0 if data.ctypes.data == gradient.data_ptr() else data.nbytes
                 if data.nbytes:
-                    self.store.push(self.job.my_slices[self._turn], index, data)
-        self._pushed[index] = (gradient, gradient._version)
+                    copied += self.store.push(self.job.my_slices[self._turn], index, data)
+                self._count_copied(index, copied)
+        self._pushed[index] = _Left(gradient, gradient._version, gradient.data_ptr())
+
+    def _count_copied(self, index: int, copied: int) -> None:
+        self.bytes_copied[index] = copied
+        self._spent.bytes_copied += copied
 
     def withdraw(self) -> None:
         """Nothing of what left since the last step counts."""
@@ -426,11 +466,6 @@ class Exchange:
         self._forget_reduction()
         if isinstance(self._placing, Placing):
             self._placing.begin()
-
-    def _copies(self, index: int, gradient: torch.Tensor) -> int:
-        """Copies that this process makes of a gradient that was not produced in place."""
-        ordered = gradient.stride() == self.parameters[index].stride()
-        return (not self.store.asynchronous) + (not ordered and not self._local_slots)
 
     def _forget(self, index: int) -> bool:
         """A gradient does not count; whether it did."""
@@ -465,8 +500,12 @@ class Exchange:
                 self._check_unchanged(i, gradient)
 
     def _check_unchanged(self, index: int, gradient: torch.Tensor | None) -> None:
-        pushed = self._pushed[index]
-        if gradient is not pushed[0] or gradient._version != pushed[1]:
+        left = self._pushed[index]
+        if (
+            gradient is not left.gradient
+            or gradient._version != left.version
+            or gradient.data_ptr() != left.address
+        ):
             raise RuntimeError(
                 f"the gradient of {self._name(index)} was changed after it had left for the "
                 "servers. To clip use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for "
@@ -483,7 +522,11 @@ class Exchange:
         if not chosen:
             return
         with torch.no_grad():
-            torch._foreach_copy_([views[i] for i in chosen], [self._pushed[i][0] for i in chosen])
+            torch._foreach_copy_(
+                [views[i] for i in chosen], [self._pushed[i].gradient for i in chosen]
+            )
+        for i in chosen:
+            self._count_copied(i, views[i].nbytes)
 
     def _present_now(self) -> None:
         whole = len(self._pushed) == len(self._left)
@@ -584,14 +627,15 @@ class Exchange:
             return
         if self.job.replica != 0:
             return
-        for i, (gradient, version) in self._synchronized.items():
+        for i, (gradient, average) in self._synchronized.items():
             if i not in self._left:
                 continue
             now = self.parameters[i].grad
             if now is None:
                 raise RuntimeError(f"the gradient of {self._name(i)} is gone since synchronize()")
-            if now is not gradient or now._version != version:
-                data = flat_bytes(now.detach(), self.parameters[i])
+            data = flat_bytes(now.detach(), self.parameters[i])
+            # By its bytes: what goes through `.data` leaves no other trace.
+            if now is not gradient or not np.array_equal(data, average):
                 self.store.push(slice_index, i, data)
 
     def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
@@ -651,9 +695,9 @@ class Exchange:
             parameter = self.parameters[i]
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            average = tensor_at(data[self.store.own.place(i)], parameter)
-            parameter.grad.copy_(average)
-            self._synchronized[i] = (parameter.grad, parameter.grad._version)
+            average = data[self.store.own.place(i)]
+            parameter.grad.copy_(tensor_at(average, parameter))
+            self._synchronized[i] = (parameter.grad, average)
         self._forget_pushed()
 
     def clip(self, max_norm: float) -> float:
@@ -761,11 +805,8 @@ class Exchange:
         """Those of other processes too."""
         return {i: self.parameters[i] for i in self.store.layout.trained}
 
-    def places(self) -> Iterator[tuple[str, nn.Parameter, int, Placed | None, bool]]:
-        """Name, tensor, offset in the store, what the last gradient did, place at a server or not.
-
-        By the address at which it arrived; None where there is none.
-        """
+    def places(self) -> Iterator[Found]:
+        """Where the tensors of this process are now, by the addresses at which they arrived."""
         trained = set(self._left)
         for i, parameter in enumerate(self.parameters):
             if id(parameter) not in self._names:
@@ -774,8 +815,14 @@ class Exchange:
             if i in trained:
                 placing = self._placing
                 placed = Placed(False, placing) if isinstance(placing, str) else placing.placed(i)
-            offset = self.store.layout.places[i].start
-            yield self._names[id(parameter)], parameter, offset, placed, self._shared[i]
+            inside = False
+            if i in self._held:
+                value = self.store.value(i)
+                inside = not value.nbytes or parameter.data_ptr() == value.ctypes.data
+            yield Found(
+                self._names[id(parameter)], parameter, self.store.layout.places[i].start, placed,
+                self._shared[i], self.bytes_copied.get(i, 0), inside,
+            )  # fmt: skip
 
     @property
     def planning_s(self) -> float:

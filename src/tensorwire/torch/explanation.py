@@ -1,7 +1,7 @@
 """What became of every tensor of a training step: where it lies, how it got there, and why.
 
 Nothing is predicted: the rows are read after real steps, from the addresses at which gradients
-arrived.
+arrived and the bytes that were counted where they were copied.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from . import job as jobs
-from .exchange import Exchange
+from .exchange import Exchange, Found
 from .optimizer import DistributedOptimizer
+from .placing import Placed
 
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
@@ -84,6 +85,11 @@ class Explanation:
         """Of the gradients that were produced in place."""
         return sum(row.bytes for row in self.gradients if row.in_place)
 
+    @property
+    def bytes_copied(self) -> int:
+        """Of gradients, by the worker: what it copied twice counts twice."""
+        return sum(row.copies * row.bytes for row in self.gradients)
+
     def to_json(self) -> dict[str, Any]:
         """As `tensorwire explain --json` writes it."""
         gradients = self.gradients
@@ -93,6 +99,7 @@ class Explanation:
             "bytes": self.bytes,
             "bytes_in_place": self.bytes_in_place,
             "tensors_in_place": sum(row.in_place for row in gradients),
+            "bytes_copied": self.bytes_copied,
             "planning_seconds": self.planning_s,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
@@ -101,8 +108,8 @@ class Explanation:
         """The store from its first byte to its last, in `width` cells.
 
         Returns:
-            Per cell the role of most of its bytes ("in place", "copied", "none") and the index of
-            the gradient that has them.
+            Per cell the role of most of its bytes ("in place", "copied", "none") and which gradient
+            has them, counted by their places in the store; -1 for none.
         """
         gradients = sorted(self.gradients, key=lambda row: row.offset)
         end = max((row.offset + row.bytes for row in gradients), default=0)
@@ -142,30 +149,33 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     """
     core: Exchange = optimizer._tensorwire
     gradients, parameters = [], []
-    for name, parameter, offset, placed, shared in core.places():
+    for found in core.places():
+        parameter, placed = found.parameter, found.placed
         dtype = str(parameter.dtype).removeprefix("torch.")
-        shape = tuple(parameter.shape)
+        tensor = tuple(parameter.shape), dtype, parameter.nbytes, found.offset
         if placed is not None:
-            in_place, sent = placed.in_place, core.store.asynchronous
-            how = "produced in place" if in_place else "sent" if sent else "copied by the worker"
-            if in_place and placed.reason:
-                how = "produced in the pool, read there"
-            if in_place and not shared:
-                how = "produced in registered memory, sent from there"
+            copies = round(found.bytes_copied / parameter.nbytes) if parameter.nbytes else 0
             gradients.append(
                 ExplainRow(
-                    name, "gradient", shape, dtype, parameter.nbytes, offset, in_place,
-                    how, int(not in_place and not sent), placed.reason,
+                    found.name, "gradient", *tensor, placed.in_place, _route(found, placed, copies),
+                    copies, placed.reason,
                 )
             )  # fmt: skip
-        inside = core.holds(parameter)
         parameters.append(
             ExplainRow(
-                name, "parameter", shape, dtype, parameter.nbytes, offset, inside,
-                "read in place", 0, "" if inside else "another optimizer has it",
+                found.name, "parameter", *tensor, found.inside, "read in place", 0,
+                "" if found.inside else "another optimizer has it",
             )
         )  # fmt: skip
     return Explanation(core.model_name, tuple(gradients + parameters), core.planning_s)
+
+
+def _route(found: Found, placed: Placed, copies: int) -> str:
+    if not placed.in_place:
+        return "copied by the worker" if copies else "sent"
+    if not found.shared:
+        return "produced in registered memory, sent from there"
+    return "produced in the pool, read there" if placed.reason else "produced in place"
 
 
 class _EnoughError(BaseException):

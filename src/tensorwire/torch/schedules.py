@@ -17,14 +17,16 @@ class Action(NamedTuple):
     microbatch: int
 
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 
 
 def order(name: str, machine: int, machines: int, stages: int, microbatches: int) -> list[Action]:
     """What one machine does in a step. Stage s is on machine s modulo machines.
 
-    Every stage's forwards, and its backwards, come in the order of micro-batches. A machine that is
-    alone with several stages runs them as Interleaved1F1B, whatever the name.
+    Forwards come in the order of micro-batches in every stage, and so do backwards; in LoopedBFS
+    backwards come in the opposite order in every stage. What crosses is known by its turn alone, so
+    stages that have a value in common have to agree. A machine that is alone with several stages
+    runs them as Interleaved1F1B where the schedule itself has one on each machine.
 
     Args:
         name: one of SCHEDULES, in any case.
@@ -38,19 +40,25 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
     """
     known = {each.lower(): each for each in SCHEDULES}
     if name.lower() not in known:
-        raise ValueError(f"no schedule {name!r}; known are {', '.join(SCHEDULES)}")
+        raise ValueError(
+            f"no schedule {name!r}; known are {', '.join(SCHEDULES)}, and none that computes a "
+            "backward in two parts (zero bubble, DualPipeV)"
+        )
+    name = known[name.lower()]
     if microbatches < 1:
         raise ValueError(f"a step has at least one micro-batch, not {microbatches}")
     if stages % machines or not stages:
         raise ValueError(f"{stages} stages cannot be dealt equally to {machines} processes")
-    if known[name.lower()] == "Interleaved1F1B" or (machines == 1 and stages > 1):
+    if name == "LoopedBFS":
+        return _looped(range(machine, stages, machines), microbatches)
+    if name == "Interleaved1F1B" or (machines == 1 and stages > 1):
         return _interleaved(machine, machines, stages // machines, microbatches)
     if stages != machines:
         raise ValueError(
-            f"{known[name.lower()]} has one stage on each process, not {stages} on {machines}; "
-            "Interleaved1F1B can have more"
+            f"{name} has one stage on each process, not {stages} on {machines}; "
+            "Interleaved1F1B and LoopedBFS can have more"
         )
-    ahead = microbatches if known[name.lower()] == "GPipe" else min(microbatches, stages - machine)
+    ahead = microbatches if name == "GPipe" else min(microbatches, stages - machine)
     forwards = [Action(False, machine, i) for i in range(microbatches)]
     backwards = [Action(True, machine, i) for i in range(microbatches)]
     return _alternate(forwards, backwards, ahead)
@@ -68,6 +76,12 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
         actions.append(backward)
         actions += forwards[ahead + at : ahead + at + 1]
     return actions
+
+
+def _looped(stages: range, microbatches: int) -> list[Action]:
+    """A stage after the other, forward and then back the same way."""
+    forwards = [Action(False, stage, at) for stage in stages for at in range(microbatches)]
+    return forwards + [Action(True, stage, at) for _, stage, at in reversed(forwards)]
 
 
 def _interleaved(machine: int, machines: int, local: int, microbatches: int) -> list[Action]:

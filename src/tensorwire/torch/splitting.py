@@ -62,8 +62,9 @@ def split(
         example: positional inputs of one micro-batch; only shapes and dtypes count.
         loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
         microbatches: parts of a step.
-        schedule: "GPipe", "1F1B" or "Interleaved1F1B", as in torch.distributed.pipelining. Only the
-            last may have several stages in each of several processes.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B" or "LoopedBFS", as in
+            torch.distributed.pipelining. Only the last two may have several stages in each of
+            several processes.
         dynamic_shapes: as for `torch.export.export`: which sizes differ between micro-batches. Give
             a bound (`Dim("t", max=512)`) where there is one.
         weights: of a model on meta: parameters and buffers by name. Only those of this process are
@@ -132,6 +133,9 @@ class Split:
         self.plan = plan(graph_of(taken, size))
         ties = plan(_ties_graph(self.whole))
         number = next(machines._splits)
+        mine = f"split/{number}/{schedule.lower()}/{microbatches}"
+        if machines.node is not None:
+            machines.node.allocate(64, name=mine, access="r")
         turns = flights(schedule, count, microbatches)
         edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
         self._edges = Crossings(taken.values, self.stages, edges)
@@ -143,6 +147,7 @@ class Split:
         try:
             # All have come here; how long each takes to load its weights is its own business.
             self.module = self._load(model, weights, f"split/{number}/loaded")
+            _check_schedules(machines, mine, f"{schedule} of {microbatches} micro-batches")
         except BaseException:
             self._edges.edges.close()
             self._ties.close()
@@ -440,6 +445,18 @@ class Split:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._failed = self._failed or kind is not None
         self.close()
+
+
+def _check_schedules(machines: Machines, mine: str, schedule: str) -> None:
+    """All have made a region that is named by its schedule, before they met.
+
+    Edges count turns: with another order of backwards they would mix up micro-batches.
+    """
+    for rank, peer in (machines.peers or {}).items():
+        try:
+            peer.region(mine)
+        except LookupError:
+            raise ValueError(f"rank {rank} has another schedule than {schedule}, here") from None
 
 
 def _is_tied(whole: Whole, name: str) -> bool:

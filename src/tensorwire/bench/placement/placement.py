@@ -23,7 +23,7 @@ from functools import partial
 from tensorwire.bench import machine
 from tensorwire.bench.placement import overhead
 from tensorwire.bench.placement.shares import rows_of
-from tensorwire.bench.placement.verdicts import judge, judge_bits
+from tensorwire.bench.placement.verdicts import OVERHEAD_PAIRS, judge, judge_bits, judge_in_place
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire.bench.training.stage import Course, Stage
 from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
@@ -84,16 +84,16 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     stages = [(model, wire) for model in settings.workloads for wire in settings.wires]
     total = len(stages)
     course = _course(settings)
-    bits: list[Verdict] = []  # and what placement costs
+    others: list[Verdict] = []  # that rows and comparisons do not tell
     try:
         for done, (model, wire) in enumerate(stages):
             if wire == overhead.ALONE:
                 if progress is not None:
                     progress(done, total, f"{model.name}/{wire}")
-                pairs = settings.steps or overhead.PAIRS
-                rows, verdict = overhead.run(BENCH, model, settings.optimizer, pairs)
+                pairs = settings.steps or OVERHEAD_PAIRS
+                rows, verdicts = overhead.run(BENCH, model, settings.optimizer, pairs)
                 report.rows += rows
-                bits.append(verdict)
+                others += verdicts
                 continue
             stage = Stage(course, model, wire)
             if progress is not None:
@@ -105,11 +105,12 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
                 report.rows += [*stage.rows(), *rows_of(stage, settings.systems)]
                 report.comparisons += stage.comparisons()
                 report.settings["warnings"] += stage.warnings
-                bits.append(judge_bits(case_of(wire, model.name, "exchange"), stage.ends))
+                case = case_of(wire, model.name, "exchange")
+                others += [judge_bits(case, stage.ends), judge_in_place(case, stage.ends)]
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
-    report.verdicts = [*judge(report, [model.name for model in settings.workloads]), *bits]
+    report.verdicts = [*judge(report, [model.name for model in settings.workloads]), *others]
     if progress is not None:
         progress(total, total, "done")
     return report

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tensorwire.bench.rows import Report, Verdict
+from tensorwire.bench.harness import Ratio
+from tensorwire.bench.rows import Report, Verdict, format_seconds
 from tensorwire.bench.training.stage import End
 from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
 from tensorwire.bench.training.verdicts import faster, missing, of_limit
@@ -20,12 +21,16 @@ GRPC_TCP_BAR = 4.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
 BITS_STEPS = 20
+IN_PLACE_BAR = 99.0
+OVERHEAD_BAR = 1.02
+OVERHEAD_PAIRS = 30
+PLANNING_BAR_S = 10.0
 _MOST = 100.0  # a ratio of differences; what is beyond it is noise
 _LINK_NAME = " exchange of a raw socket, both ways at once"
 
 
 def judge(report: Report, workloads: Sequence[str]) -> list[Verdict]:
-    """All verdicts on a report but those on bits, workload by workload."""
+    """All verdicts that rows and comparisons tell, workload by workload."""
     found = []
     for name in workloads:
         shm, tcp = f"{name}/shm", f"{name}/tcp"
@@ -116,3 +121,45 @@ def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
     steps = float(plan.steps) if equal else 0.0
     detail = "" if equal else f"they differ after {plan.steps} steps"
     return Verdict(name, BITS_STEPS, ">=", "equal steps", steps, None, steps >= BITS_STEPS, detail)
+
+
+def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
+    """How much of its gradients `plan` produced in place, in its last step."""
+    name = f"{case} gradient bytes in place"
+    end = ends.get(PLAN.name)
+    if end is None or end.in_place is None:
+        why = "plan did not run to its end"
+        return Verdict(name, IN_PLACE_BAR, ">=", "%", detail=why)
+    percent = 100 * end.in_place
+    return Verdict(name, IN_PLACE_BAR, ">=", "%", percent, None, percent >= IN_PLACE_BAR)
+
+
+def judge_overhead(case: str, ratio: Ratio | None, reason: str = "") -> Verdict:
+    """CPU time of steps with placement by those without; few pairs say nothing about 2 %.
+
+    `reason`: why there is none, as below.
+    """
+    name = f"{case} CPU seconds, against copy"
+    if ratio is None:
+        return Verdict(name, OVERHEAD_BAR, "<=", "x", detail=reason)
+    if ratio.pairs < OVERHEAD_PAIRS:
+        why = f"{ratio.median:.3g} x after {ratio.pairs} pairs; it counts from {OVERHEAD_PAIRS} on"
+        return Verdict(name, OVERHEAD_BAR, "<=", "x", detail=why)
+    met = ratio.median <= OVERHEAD_BAR
+    return Verdict(name, OVERHEAD_BAR, "<=", "x", ratio.median, ratio.interval, met)
+
+
+def judge_planning(case: str, taken: tuple[float, float] | None, reason: str = "") -> Verdict:
+    """What the first steps took longer with placement, and the part that is learning, in seconds.
+
+    Copies that are saved can outweigh the rest: at least the learning counts.
+    """
+    name = f"{case} trace and plan"
+    if taken is None:
+        return Verdict(name, PLANNING_BAR_S, "<=", "s", detail=reason)
+    extra_s, learning_s = taken
+    worst_s = max(extra_s, learning_s)
+    extra = f"{format_seconds(abs(extra_s))} {'more' if extra_s > 0 else 'less'} than copy"
+    detail = f"to begin takes {extra}; learning allocations {format_seconds(learning_s)}"
+    met = worst_s <= PLANNING_BAR_S
+    return Verdict(name, PLANNING_BAR_S, "<=", "s", worst_s, None, met, detail)

@@ -43,11 +43,14 @@ class WorkerEnd(NamedTuple):
         bits: a digest of the bits of its parameters.
         hidden_s: per step that was not held, for how long gradients were on their way while
             backward went on.
+        in_place: the share of its gradients' bytes that were produced in place in its last step;
+            None of a system that knows no places.
     """
 
     steps: int
     bits: str
     hidden_s: float
+    in_place: float | None = None
 
 
 Steps = Sequence[StepTimes]

@@ -69,11 +69,13 @@ class End(NamedTuple):
         bits: per worker, a digest of the parameters' bits.
         hidden_s: per step that was not held, for how long gradients were on their way while
             backward went on; that of the slowest worker.
+        in_place: as `WorkerEnd` has it, of the worker with the least.
     """
 
     steps: int
     bits: list[str]
     hidden_s: float
+    in_place: float | None = None
 
 
 @dataclass(slots=True)
@@ -294,6 +296,7 @@ class Stage:
                 found[0].steps,
                 [worker.bits for worker in found],
                 max(worker.hidden_s for worker in found),
+                min((w.in_place for w in found if w.in_place is not None), default=None),
             )
         except PairError as error:
             self._fail(name, error)

@@ -168,7 +168,7 @@ class Worker:
         for parameter in self._parameters:
             bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
         hidden_s = self._trainer.hidden_s() / max(1, self._at - self._held)
-        return WorkerEnd(self._at, bits.hexdigest(), hidden_s)
+        return WorkerEnd(self._at, bits.hexdigest(), hidden_s, self._trainer.in_place())
 
     def close(self) -> None:
         """Ends the system's part."""

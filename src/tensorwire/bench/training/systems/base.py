@@ -77,6 +77,10 @@ class Trainer(ABC):
         """Since the start, for how long gradients were on their way while backward went on."""
         return 0.0
 
+    def in_place(self) -> float | None:
+        """The share of gradient bytes that the last step produced in place, if it has places."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
         """Ends the worker's part; the process ends right after it."""
 

@@ -15,13 +15,13 @@ class OwnTrainer(Trainer):
     placement = "plan"
 
     def __init__(self, place: Place, module: Any) -> None:
-        tw: Any = importlib.import_module("tensorwire.torch")
-        self._job = tw.init()
+        self._tw: Any = importlib.import_module("tensorwire.torch")
+        self._job = self._tw.init()
         found = (self._job.rank, self._job.size)
         assert found == (place.rank, place.workers), f"the job says {found}"
         self.module = module
         inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
-        self._optimizer = tw.DistributedOptimizer(inner, module, placement=self.placement)
+        self._optimizer = self._tw.DistributedOptimizer(inner, module, placement=self.placement)
         self._job.barrier()
         self._steps = 0
         self.note = "one server process"
@@ -44,6 +44,12 @@ class OwnTrainer(Trainer):
         """As the job reports it."""
         per_step: float = self._job.report()["hidden_communication_s"]
         return per_step * self._steps
+
+    def in_place(self) -> float:
+        """By the addresses at which gradients arrived."""
+        found = self._tw.explain_optimizer(self._optimizer)
+        share: float = found.bytes_in_place / found.bytes
+        return share
 
     def close(self) -> None:
         """Leaves the job."""
