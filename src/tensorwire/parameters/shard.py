@@ -39,7 +39,7 @@ from .messages import (
 Placed = Callable[[int, int], None] | None
 
 # A pool costs some tens of microseconds: not for a few cells.
-_MIN_CELLS_PER_THREAD = 4
+_MIN_CELLS_PER_THREAD = 2
 
 
 @dataclass(frozen=True)
