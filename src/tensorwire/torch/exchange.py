@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorwire.errors import UnavailableError
 from tensorwire.parameters import (
     ABSENT,
     APPLY,
     CHECK_FINITE,
-    ITEM_BYTES,
     POOLED,
     PRODUCED,
     PUBLISH,
@@ -38,16 +36,16 @@ from tensorwire.parameters import (
     Result,
     Spec,
     Store,
-    TensorSpec,
 )
 
 from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
+from .declaring import declare_all, declare_whole
 from .placing import NO_PLACE, SLOT, Placed, Placing, try_placing
 from .samples import SampleCount
 from .sharing import Sharing
-from .views import flat_bytes, memory_format_of, tensor_at
+from .views import flat_bytes, tensor_at
 from .watch import Watch
 from .whole import Whole, whole_of
 
@@ -123,10 +121,16 @@ class Exchange:
 
     def _open(self) -> None:
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
-        self.parameters: list[torch.Tensor] = []
         part = None
         sharing = self._sharing
-        tensors, planned = self._declare_all() if sharing is None else self._declare_whole(sharing)
+        if sharing is None:
+            others = [each._tensorwire for each in self.job.optimizers]
+            others = [core for core in others if core is not self]
+            found = declare_all(self.model, self.optimizer, others)
+        else:
+            found = declare_whole(sharing, self.model, self.optimizer)
+        tensors, planned = found.tensors, found.planned
+        self.parameters = found.parameters
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
         if not any(tensor.kind == "trained" for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
@@ -179,52 +183,6 @@ class Exchange:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
 
-    def _declare_all(self) -> tuple[list[TensorSpec], list[nn.Parameter]]:
-        """Every parameter of the model, those of the optimizer first."""
-        names = self._names
-        tensors: list[TensorSpec] = []
-        seen: set[int] = set()
-        cores = [optimizer._tensorwire for optimizer in self.job.optimizers]
-        others = [core for core in cores if core is not self]
-        planned: list[nn.Parameter] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                self._check_known(parameter, index)
-                for other in others:
-                    other.release(parameter)
-                kind = "trained" if parameter.requires_grad else "constant"
-                tensors.append(self._declare(names[id(parameter)], parameter, kind, index))
-                self.parameters.append(parameter)
-                planned.append(parameter)
-                seen.add(id(parameter))
-        for parameter in self.model.parameters():
-            if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
-                tensors.append(self._declare(names[id(parameter)], parameter, "constant", 0))
-                self.parameters.append(parameter)
-        return tensors, planned
-
-    def _declare_whole(self, sharing: Sharing) -> tuple[list[TensorSpec], list[nn.Parameter]]:
-        """Every parameter of a model that processes share; those of others are on meta here."""
-        planned = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                self._check_known(parameter, index)
-                planned.append(parameter)
-        own, tensors = sharing.own, []
-        for name, like, kind, group in sharing.agree():
-            tensors.append(self._declare(name, like, kind, group))
-            self.parameters.append(own.get(name, like))
-            if name in own:
-                self._check_device(name, own[name])
-        return tensors, planned
-
-    def _check_known(self, parameter: torch.Tensor, group: int) -> None:
-        if id(parameter) not in self._names:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} in group {group} of the optimizer "
-                "is not the model's; give the model that has all of them"
-            )
-
     def _find_local_slots(self) -> list[list[torch.Tensor]]:
         """Alone: every parameter's gradient in every slot; else nothing."""
         store = self.store
@@ -251,27 +209,6 @@ class Exchange:
         if not any(isinstance(each, Place) for each in wanted):
             return next((str(wanted[i]) for i in self.trained), NO_PLACE)
         return try_placing(self.parameters, wanted)
-
-    def _check_device(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter.device.type != "cpu":
-            raise UnavailableError(
-                f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
-                "distributed so far"
-            )
-
-    def _declare(self, name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        if self._sharing is None:
-            self._check_device(name, parameter)
-        if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
-            raise ValueError(
-                f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
-                "distributed"
-            )
-        strides = memory_format_of(parameter)
-        if not parameter.is_contiguous():
-            name = f"{name}, strides {strides}"  # a worker with another order must not agree
-        return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """It lies in this store."""
