@@ -23,7 +23,8 @@ inline constexpr size_t kMaxHandshakes = 128;
 std::string unix_name(uint64_t incarnation);
 // "127.0.0.1" or "[::1]" of a connected socket's other end.
 std::string remote_host(int socket);
-// Sets what every tcp stream of ours has: no delay, keep-alive, a limit for silence.
+// Sets what every tcp stream of ours has: no delay, keep-alive, a limit for silence; within one
+// host a short queue. The socket is connected.
 void tune_tcp(int socket, double peer_timeout_s);
 
 class Listener : public std::enable_shared_from_this<Listener> {
