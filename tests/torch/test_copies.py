@@ -93,3 +93,24 @@ def of_batch_norm(job: tw.Job, placement: str) -> dict[str, Any]:
 def test_buffers_are_no_gradients(team: Team) -> None:
     for found in (*team.run(of_batch_norm, "copy"), team.alone(of_batch_norm, "copy")):
         assert found["told"] == found["counted"] == found["size"]
+
+
+def of_replaced(job: tw.Job) -> list[tuple[bool, int, str]]:
+    """The script replaces a gradient that was produced in place, before anything leaves."""
+    model = nn.Linear(36, 20)
+    opt = wrap(model, "plan")
+    for step in range(STEPS):
+        with opt.accumulate():
+            loss_of(model, batch(job, step).flatten(1)).backward()
+        model.weight.grad = model.weight.grad * 0.5
+        opt.step()
+        opt.zero_grad()
+    rows = tw.explain_optimizer(opt).gradients
+    return [(row.in_place, row.bytes_copied, row.reason) for row in rows]
+
+
+def test_a_gradient_that_the_script_replaces(team: Team) -> None:
+    reason = "the script put it there after backward"
+    assert team.alone(of_replaced) == [(False, 36 * 20 * 4, reason), (True, 0, "")]
+    for found in team.run(of_replaced):
+        assert found == [(False, 36 * 20 * 4, reason), (True, 0, "")]

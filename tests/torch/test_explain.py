@@ -141,7 +141,7 @@ def test_what_is_neither_is_told_what_there_is() -> None:
 def explanation(*tensors: tuple[int, int, bool]) -> Explanation:
     """Of gradients with these offsets and bytes, in place or not, and their parameters."""
     rows = tuple(
-        ExplainRow(f"{i}", role, (size,), "float32", size, offset, in_place, "", 0, "")
+        ExplainRow(f"{i}", role, (size,), "float32", size, offset, in_place, "", 0, 0, "")
         for role in ("gradient", "parameter")
         for i, (offset, size, in_place) in enumerate(tensors)
     )

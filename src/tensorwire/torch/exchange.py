@@ -42,10 +42,10 @@ from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
 from .declaring import declare_all, declare_whole
-from .placing import NO_PLACE, SLOT, Placed, Placing, try_placing
+from .placing import NO_PLACE, NOT_YET, SLOT, Placed, Placing, try_placing
 from .samples import SampleCount
 from .sharing import Sharing
-from .views import flat_bytes, tensor_at
+from .views import flat_bytes, same_bytes, tensor_at
 from .watch import Watch
 from .whole import Whole, whole_of
 
@@ -61,8 +61,9 @@ class Found(NamedTuple):
         offset: in the store.
         placed: what the gradient did; None if there is none.
         shared: the gradient's place is a server's memory.
-        bytes_copied: of the gradient, by this process.
+        bytes_copied: of the gradient, by this process; None if none has left.
         inside: the parameter lies in the store's memory.
+        held: it belongs there; else another optimizer has it.
     """
 
     name: str
@@ -70,8 +71,9 @@ class Found(NamedTuple):
     offset: int
     placed: Placed | None
     shared: bool
-    bytes_copied: int
+    bytes_copied: int | None
     inside: bool
+    held: bool
 
 
 class _Left(NamedTuple):
@@ -572,8 +574,8 @@ class Exchange:
                 raise RuntimeError(f"the gradient of {self._name(i)} is gone since synchronize()")
             data = flat_bytes(now.detach(), self.parameters[i])
             # By its bytes: what goes through `.data` leaves no other trace.
-            if now is not gradient or not np.array_equal(data, average):
-                self.store.push(slice_index, i, data)
+            if now is not gradient or not same_bytes(data, average):
+                self._count_copied(i, self.store.push(slice_index, i, data))
 
     def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
@@ -634,7 +636,8 @@ class Exchange:
                 parameter.grad = torch.empty_like(parameter)
             average = data[self.store.own.place(i)]
             parameter.grad.copy_(tensor_at(average, parameter))
-            self._synchronized[i] = (parameter.grad, average)
+            if self.job.replica == 0:  # whose gradients count
+                self._synchronized[i] = (parameter.grad, average)
         self._forget_pushed()
 
     def clip(self, max_norm: float) -> float:
@@ -752,13 +755,17 @@ class Exchange:
             if i in trained:
                 placing = self._placing
                 placed = Placed(False, placing) if isinstance(placing, str) else placing.placed(i)
+            copied = self.bytes_copied.get(i)
+            if placed is not None and copied is not None:
+                if placed.reason == NOT_YET or (placed.in_place and copied):
+                    placed = Placed(False, "the script put it there after backward")
             inside = False
             if i in self._held:
                 value = self.store.value(i)
                 inside = not value.nbytes or parameter.data_ptr() == value.ctypes.data
             yield Found(
                 self._names[id(parameter)], parameter, self.store.layout.places[i].start, placed,
-                self._shared[i], self.bytes_copied.get(i, 0), inside,
+                self._shared[i], copied, inside, i in self._held,
             )  # fmt: skip
 
     @property

@@ -40,7 +40,8 @@ class ExplainRow:
         in_place: it lies where the servers read and write it, in its slot or in the pool, or, for a
             gradient that has to cross a network, in registered memory.
         route: how it gets there.
-        copies: that the worker made of it in the last step.
+        copies: that the worker made of it when it left last; one of a part counts as one.
+        bytes_copied: in all of these.
         reason: why it was copied, or is in the pool; "" if it is in its slot.
     """
 
@@ -53,6 +54,7 @@ class ExplainRow:
     in_place: bool
     route: str
     copies: int
+    bytes_copied: int
     reason: str
 
 
@@ -88,7 +90,7 @@ class Explanation:
     @property
     def bytes_copied(self) -> int:
         """Of gradients, by the worker: what it copied twice counts twice."""
-        return sum(row.copies * row.bytes for row in self.gradients)
+        return sum(row.bytes_copied for row in self.gradients)
 
     def to_json(self) -> dict[str, Any]:
         """As `tensorwire explain --json` writes it."""
@@ -154,25 +156,29 @@ def explain_optimizer(optimizer: Any) -> Explanation:
         dtype = str(parameter.dtype).removeprefix("torch.")
         tensor = tuple(parameter.shape), dtype, parameter.nbytes, found.offset
         if placed is not None:
-            copies = round(found.bytes_copied / parameter.nbytes) if parameter.nbytes else 0
+            copied = found.bytes_copied or 0
+            copies = -(-copied // parameter.nbytes) if copied else 0
             gradients.append(
                 ExplainRow(
-                    found.name, "gradient", *tensor, placed.in_place, _route(found, placed, copies),
-                    copies, placed.reason,
+                    found.name, "gradient", *tensor, placed.in_place, _route(found, placed),
+                    copies, copied, placed.reason,
                 )
             )  # fmt: skip
+        why = "it is being edited" if found.held else "another optimizer has it"
         parameters.append(
             ExplainRow(
-                found.name, "parameter", *tensor, found.inside, "read in place", 0,
-                "" if found.inside else "another optimizer has it",
+                found.name, "parameter", *tensor, found.inside, "read in place", 0, 0,
+                "" if found.inside else why,
             )
         )  # fmt: skip
     return Explanation(core.model_name, tuple(gradients + parameters), core.planning_s)
 
 
-def _route(found: Found, placed: Placed, copies: int) -> str:
+def _route(found: Found, placed: Placed) -> str:
+    if found.bytes_copied is None or not found.parameter.nbytes:
+        return "none"
     if not placed.in_place:
-        return "copied by the worker" if copies else "sent"
+        return "copied by the worker" if found.bytes_copied else "sent"
     if not found.shared:
         return "produced in registered memory, sent from there"
     return "produced in the pool, read there" if placed.reason else "produced in place"
