@@ -185,7 +185,7 @@ def test_a_hostile_spec_is_an_error_or_usable(path: tuple[Any, ...], value: Any)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "another version"),
+        ({"format": 1}, "another version"),
         ({"slices": 0}, "slices"),
         ({"pipeline": 0}, "workers per slice"),
         ({"groups": 1 << 20}, "groups"),
