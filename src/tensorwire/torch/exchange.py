@@ -168,6 +168,7 @@ class Exchange:
         self._pushed: dict[int, _Left] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._pooled: dict[int, int] = {}  # of these, what lies in the pool: in whose block
+        self._was_in_place: dict[int, bool] = {}  # each one's last gradient, when it left
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.bytes_copied: dict[int, int] = {}  # by this process, of each one's last gradient
         self._synchronized: dict[int, tuple[torch.Tensor, Bytes]] | None = None
@@ -368,6 +369,7 @@ class Exchange:
                 f"the gradient of {self._name(index)} is {gradient.layout}; use dense gradients "
                 "(nn.Embedding(sparse=False))"
             )
+        self.bytes_copied[index] = 0
         if index in self._pushed:
             self.store.settle()  # what left before is being replaced
         if self._reduced:
@@ -381,7 +383,6 @@ class Exchange:
             if where != SLOT:
                 self._pooled[index] = where
             self._spent.bytes_produced += gradient.nbytes
-            self.bytes_copied[index] = 0
         else:
             self._produced.discard(index)
             if not self._local_slots:
@@ -390,10 +391,18 @@ class Exchange:
                 if data.nbytes:
                     copied += self.store.push(self.job.my_slices[self._turn], index, data)
                 self._count_copied(index, copied)
+        self._was_in_place[index] = where is not None or self._is_in_place(index, gradient)
         self._pushed[index] = _Left(gradient, gradient._version, gradient.data_ptr())
 
+    def _is_in_place(self, index: int, gradient: torch.Tensor) -> bool:
+        """It is to be sent, from where it was to be produced."""
+        placing = self._placing
+        if self._shared[index] or not isinstance(placing, Placing):
+            return False
+        return placing.find(index, gradient) is not None
+
     def _count_copied(self, index: int, copied: int) -> None:
-        self.bytes_copied[index] = copied
+        self.bytes_copied[index] = self.bytes_copied.get(index, 0) + copied
         self._spent.bytes_copied += copied
 
     def withdraw(self) -> None:
@@ -756,8 +765,8 @@ class Exchange:
                 placing = self._placing
                 placed = Placed(False, placing) if isinstance(placing, str) else placing.placed(i)
             copied = self.bytes_copied.get(i)
-            if placed is not None and copied is not None:
-                if placed.reason == NOT_YET or (placed.in_place and copied):
+            if placed is not None and (placed.in_place or placed.reason == NOT_YET):
+                if not self._was_in_place.get(i, True):
                     placed = Placed(False, "the script put it there after backward")
             inside = False
             if i in self._held:
