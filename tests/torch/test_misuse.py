@@ -118,12 +118,69 @@ def backward_after_synchronize(job: tw.Job) -> None:
     backward(model)
 
 
-@case("RuntimeError", "use dense gradients")
-def sparse(job: tw.Job) -> None:
-    model = nn.Embedding(10, 3, sparse=True)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    tw.DistributedOptimizer(opt, model)
+class Functional(nn.Module):
+    """A table that nobody can tell from any other parameter before its gradient comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.weight, sparse=True)
+
+
+@case("RuntimeError", "'weight' is torch.sparse_coo, and it is not the weight of an nn.Embedding")
+def sparse_by_a_function(job: tw.Job) -> None:
+    model = Functional()
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.tensor([1, 2])).sum().backward()
+
+
+@case("ValueError", "'weight' is a table with sparse gradients, and momentum")
+def sparse_with_momentum(job: tw.Job) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tw.DistributedOptimizer(opt, model)
+
+
+@case("ValueError", "'weight' is a table with sparse gradients")
+def sparse_with_adam(job: tw.Job) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+
+
+@case("ValueError", "'weight' is a table with sparse gradients")
+def sparse_with_decay(job: tw.Job) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    tw.DistributedOptimizer(opt, model)
+
+
+def table(job: tw.Job) -> tuple[nn.Embedding, tw.DistributedOptimizer]:
+    model = nn.Embedding(10, 3, sparse=True)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.tensor([1, 2])).sum().backward()
+    return model, opt
+
+
+@case("RuntimeError", "weight_decay was set for 'weight', a table")
+def decay_of_a_table_later(job: tw.Job) -> None:
+    _, opt = table(job)
+    opt.param_groups[0]["weight_decay"] = 0.1
+    opt.step()
+
+
+@case("RuntimeError", "the gradient of 'weight' is sparse, and averaged gradients")
+def synchronize_a_table(job: tw.Job) -> None:
+    _, opt = table(job)
+    opt.synchronize()
+
+
+@case("RuntimeError", "gradient of 'weight' was changed after it had left")
+def sparse_gradient_changed(job: tw.Job) -> None:
+    model, opt = table(job)
+    model.weight.grad.mul_(2)
+    opt.step()
 
 
 @case("UnavailableError", "RMSprop")

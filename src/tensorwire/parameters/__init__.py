@@ -4,7 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .apply import Apply, Lent, Tile, Weight
+from .apply import Apply, Lent, Lookup, Rows, Tile, Weight
 from .layout import CELL_BYTES, ITEM_BYTES, Layout, Selection, Share, Spec, TensorSpec
 from .messages import (
     ABSENT,
@@ -46,10 +46,12 @@ __all__ = [
     "Layout",
     "Lent",
     "LocalStore",
+    "Lookup",
     "Part",
     "Place",
     "RemoteStore",
     "Result",
+    "Rows",
     "Selection",
     "Server",
     "Share",

@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .messages import Bytes, Hyper
+
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +64,38 @@ class Tile(Protocol):
         """
 
 
+class Lookup(Protocol):
+    """The rows of a table that one server has, bound to their memory once.
+
+    One thread at a time. What `reduce` made is kept until it is called again.
+    """
+
+    def reduce(self, parts: Sequence[tuple[Rows, Bytes, float]]) -> Rows:
+        """Reduced gradient := sum of weight x gradient, in the order given.
+
+        Args:
+            parts: of every slice that has one: its rows, rising and each once; their values; its
+                weight.
+
+        Returns:
+            The rows that any of them has, rising.
+        """
+
+    def square_sums(self) -> NDArray[np.float64]:
+        """Of each of these rows the sum of the squares of the reduced gradient."""
+
+    def step(self, hyper: Hyper, scale: float) -> None:
+        """Applies the reduced gradient to these rows; what is not in it stays as it is.
+
+        Args:
+            hyper: as in `Tile.step`.
+            scale: the gradient is multiplied by this first; 1 changes nothing.
+
+        Raises:
+            ValueError: with these numbers a step changes all rows.
+        """
+
+
 class Apply(Protocol):
     """An optimizer by its class path, on cells.
 
@@ -78,3 +115,10 @@ class Apply(Protocol):
         states: Mapping[str, Bytes],
     ) -> Tile:
         """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state."""
+
+    def bind_rows(self, dtype: str, columns: int, master: Bytes) -> Lookup:
+        """Prepares rows of a table: the bytes of their parameters.
+
+        Raises:
+            ValueError: this optimizer changes more than the rows that have a gradient.
+        """

@@ -9,6 +9,7 @@ order of writes.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
@@ -19,8 +20,10 @@ from numpy.typing import NDArray
 
 from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Transfer, Word
 
+from .apply import Rows
 from .layout import Share
 from .messages import Bytes
+from .rows import Table, part_of, tables_of
 
 UNIT_BYTES = 1 << 20
 """Of one write: large enough to be worth it, small beside what is under way."""
@@ -29,13 +32,20 @@ STAMP_BYTES = 8
 
 
 def units_of(share: Share) -> tuple[range, ...]:
-    """Runs of the share's cells, by their place in it, of at most UNIT_BYTES or one cell."""
+    """Runs of the share's cells, by their place in it.
+
+    Of at most UNIT_BYTES, or one cell, or all cells of a table.
+    """
     units: list[range] = []
+    table = -1  # whose cells the last unit has
     for index, cell in enumerate(share.cells):
-        if units and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES:
+        mine = cell.pieces[0].tensor if cell.kind == "rows" else -1
+        fits = units and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES
+        if units and table == mine and (fits or mine >= 0):
             units[-1] = range(units[-1].start, index + 1)
         else:
             units.append(range(index, index + 1))
+        table = mine
     return tuple(units)
 
 
@@ -59,6 +69,7 @@ class Outbox:
         share: its cells.
         slot: the slice's gradients there.
         words: of the units.
+        heads: the slice's row numbers there; None if the server has no rows of tables.
         sends: tensors whose gradients come from this worker.
     """
 
@@ -68,6 +79,7 @@ class Outbox:
         share: Share,
         slot: RemoteRegion,
         words: RemoteRegion,
+        heads: RemoteRegion | None,
         sends: Container[int],
     ) -> None:
         self.transfers: list[Transfer] = []
@@ -78,7 +90,7 @@ class Outbox:
         self._writes = 0
         self._words: list[RemoteWord] = [words.word(STAMP_BYTES * i) for i in range(len(units))]
         self._last: list[Transfer | None] = [None] * len(units)
-        self._waiting: list[dict[int, tuple[Bytes, RemoteRegion]]] = [{} for _ in units]
+        self._waiting: list[dict[int, list[tuple[Any, RemoteRegion]]]] = [{} for _ in units]
         self._gradients = [0] * len(units)  # how many a unit has from here
         layout = share.layout
         self._parts: list[list[_Part]] = [[] for _ in layout.spec.tensors]
@@ -92,8 +104,10 @@ class Outbox:
                     piece = slice(start - place.start, stop - place.start)
                     region = slot[start - share.start : stop - share.start]
                     self._parts[tensor].append(_Part(number, piece, region))
-                    trained = layout.spec.tensors[tensor].kind == "trained"
+                    trained = layout.spec.tensors[tensor].kind in ("trained", "rows")
                     self._gradients[number] += trained and tensor in sends
+        self._slot, self._heads = slot, heads
+        self._tables = {table.tensor: table for table in tables_of(share)}
 
     def push(self, tensor: int, data: Any) -> None:
         """Sends what is complete by it; `data` as in `Store.push`."""
@@ -102,10 +116,22 @@ class Outbox:
             return
         flat = np.frombuffer(data, np.uint8)
         for unit, piece, region in parts:
-            waiting = self._waiting[unit]
-            waiting[tensor] = flat[piece], region
-            if len(waiting) == self._gradients[unit]:
-                self._send(unit)
+            self._wait_for_others(unit, tensor, [(flat[piece], region)])
+
+    def push_rows(self, tensor: int, rows: Rows, values: Bytes) -> None:
+        """Sends what this server has of some rows of a table; as in `Store.push_rows`."""
+        if (table := self._tables.get(tensor)) is None:
+            return
+        pieces = remote_part(table, rows, values, self._heads, self._slot)
+        self._wait_for_others(self._parts[tensor][0].unit, tensor, pieces)
+
+    def _wait_for_others(
+        self, unit: int, tensor: int, pieces: list[tuple[Any, RemoteRegion]]
+    ) -> None:
+        waiting = self._waiting[unit]
+        waiting[tensor] = pieces
+        if len(waiting) == self._gradients[unit]:
+            self._send(unit)
 
     def flush(self) -> None:
         """Sends the rest."""
@@ -124,12 +150,24 @@ class Outbox:
             last.wait()  # the word speaks of all that was sent of the unit; seldom still under way
         self._writes += 1
         self._stamps[unit] = self._writes
-        locals_, regions = zip(*waiting.values(), strict=True)
+        locals_, regions = zip(*itertools.chain(*waiting.values()), strict=True)
         signal = self._words[unit], self._writes
         transfer = self._peer.write(locals_, regions, signal=signal)
         self._last[unit] = transfer
         self.transfers.append(transfer)
-        self.bytes_sent += sum(map(len, locals_))
+        self.bytes_sent += sum(each.nbytes for each in locals_)
+
+
+def remote_part(
+    table: Table, rows: Rows, values: Bytes, heads: RemoteRegion | None, slot: RemoteRegion
+) -> list[tuple[Any, RemoteRegion]]:
+    """What is written of a gradient of rows to one server, and where."""
+    assert heads is not None
+    head, mine = part_of(table, rows, values)
+    pieces: list[tuple[Any, RemoteRegion]] = [(head, heads[table.head : table.head + head.nbytes])]
+    if mine.nbytes:
+        pieces.append((mine, slot[table.start : table.start + mine.nbytes]))
+    return pieces
 
 
 class Announced(NamedTuple):

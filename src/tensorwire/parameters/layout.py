@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ ALIGN_BYTES = 64
 CELL_BYTES = 1 << 20
 """The reduced gradient of a cell stays in a core's cache; in smaller ones the calls weigh more."""
 
-FORMAT = 2
+FORMAT = 3
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -29,9 +30,10 @@ _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """What reading JSON of another process raises where it is not what it should be."""
 
-KINDS = ("trained", "constant", "broadcast", "average")
-"""What happens to a tensor: it gets gradients; never changes in a step; is slice 0's value after
-every step; is the mean of the slices' values after every step."""
+KINDS = ("trained", "rows", "constant", "broadcast", "average")
+"""What happens to a tensor: it gets gradients; it is a table that gets gradients of some rows; it
+never changes in a step; is slice 0's value after every step; is the mean of the slices' values
+after every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class TensorSpec:
     def size_bytes(self) -> int:
         """Bytes without padding."""
         return self.elements * _ITEM_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of what one index of the first dimension has."""
+        return self.size_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.dtype}, shape {self.shape}, {self.kind})"
@@ -139,6 +146,8 @@ class Spec:
                 raise ValueError(f"{tensor}: there is no group {tensor.group}")
             if any(size < 0 for size in tensor.shape) or tensor.elements > 1 << 48:
                 raise ValueError(f"{tensor}: not a possible shape")
+            if tensor.kind == "rows" and (len(tensor.shape) != 2 or not tensor.elements):
+                raise ValueError(f"{tensor}: a table has rows and columns")
             if tensor.name in names:
                 raise ValueError(f"two tensors are called {tensor.name!r}")
             names.add(tensor.name)
@@ -208,15 +217,17 @@ class Layout:
         cells: list[Cell] = []
         offset = 0
         for (kind, group, dtype), members in _segments(spec.tensors):
-            begin = offset
+            begin, step = offset, cell_bytes
+            if kind == "rows":
+                step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
             for tensor in members:
                 size = spec.tensors[tensor].size_bytes
                 stop = offset + _padded(size)
                 places[tensor] = Extent(offset, offset + size, stop)
                 offset = stop
             owners = [(tensor, _not_none(places[tensor])) for tensor in members]
-            for start in range(begin, offset, cell_bytes):
-                stop = min(start + cell_bytes, offset)
+            for start in range(begin, offset, step):
+                stop = min(start + step, offset)
                 while owners and owners[0][1].stop <= start:
                     owners.pop(0)
                 pieces = []
@@ -249,7 +260,8 @@ class Layout:
     @cached_property
     def trained(self) -> tuple[int, ...]:
         """Indices of the tensors that get gradients."""
-        return tuple(i for i, each in enumerate(self.spec.tensors) if each.kind == "trained")
+        kinds = "trained", "rows"
+        return tuple(i for i, each in enumerate(self.spec.tensors) if each.kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -353,13 +365,24 @@ def checked_wants(raw: object, spec: Spec) -> list[int] | None:
 def _segments(
     tensors: Sequence[TensorSpec],
 ) -> Iterable[tuple[tuple[str, int, str], list[int]]]:
-    """Tensors that may share cells, last of the model first: gradients come in that order."""
-    found: dict[tuple[int, int, str], list[int]] = {}
+    """Tensors that may share cells, last of the model first: gradients come in that order.
+
+    A table shares cells with nobody.
+    """
+    found: dict[tuple[int, int, str, int], list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
-        found.setdefault((KINDS.index(tensor.kind), tensor.group, tensor.dtype), []).append(index)
-    for (kind, group, dtype), members in sorted(found.items()):
+        alone = -index if tensor.kind == "rows" else 0
+        key = KINDS.index(tensor.kind), tensor.group, tensor.dtype, alone
+        found.setdefault(key, []).append(index)
+    for (kind, group, dtype, _), members in sorted(found.items()):
         yield (KINDS[kind], group, dtype), members
+
+
+def _whole_rows(row_bytes: int, cell_bytes: int) -> int:
+    """The size of a table's cells: whole rows, and a multiple of ALIGN_BYTES."""
+    least = math.lcm(row_bytes, ALIGN_BYTES)
+    return max(cell_bytes // least, 1) * least
 
 
 def _padded(size: int) -> int:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, Timeo
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
 from tensorwire.memory import Peer, Region, RemoteRegion, Transfer, Word, wait_all
 
-from .apply import Apply
+from .apply import Apply, Rows
 from .arrivals import STAMP_BYTES, Announced, Incoming, units_of
 from .layout import MALFORMED, Layout, Selection, Share, Spec, checked_wants
 from .messages import (
@@ -44,6 +45,7 @@ from .messages import (
     Result,
     merged,
 )
+from .rows import Table, change, changed_starts, heads_bytes, tables_of
 from .shard import Memory, Shard
 
 # New values leave for workers that do not see them mapped in pieces of about this size.
@@ -336,6 +338,8 @@ class StoreServer:
         ]
         count = len(spec.tensors)
         self._blocks = [b.array("uint32")[:count] if b else None for b in blocks]
+        tables, heads = tables_of(share), heads_bytes(share)
+        rows = [self._allocate(f"rows/{i}", heads, "rw") for i in range(spec.slices) if tables]
         states = {name: self._allocate(f"state/{name}", size, "rw") for name in apply.states}
         self._counts = self._allocate("counts", 8 * len(spec.tensors), "rw")
         self._units = units = units_of(share)
@@ -358,6 +362,7 @@ class StoreServer:
             [pool.array()[:size] if pool else None for pool in pools],
             {name: region.array()[:size] for name, region in states.items()},
             self._counts.array("int64")[: len(spec.tensors)],
+            [region.array()[:heads] for region in rows],
         )
         self._shard = Shard(share, apply, memory, self._server.threads)
         results = self._result_regions()
@@ -415,7 +420,8 @@ class StoreServer:
         """Chooses where the parameters lie, and whom to write them to besides."""
         share, member = self._share, self._member
         self._master = np.empty(0, np.uint8)
-        self._views: list[tuple[RemoteRegion, Selection]] = []
+        self._views: list[_View] = []
+        starts = changed_starts(share.layout.deal(len(member.servers) + 1))
         whole = Selection(share.layout)
         if view is not None:
             self._master = view.array()[share.start : share.stop]
@@ -424,11 +430,14 @@ class StoreServer:
             if region.mapped and not self._master.size:
                 self._master = region.array()[share.start : share.stop]
             elif share.size_bytes:
-                self._views.append((region, whole))
+                self._views.append(_View(region, whole, None))
         for rank, home in sorted(homes.items()):
             if home == -1 and share.size_bytes:
-                region = member.workers[rank].region(self._name("view"))
-                self._views.append((region, Selection(share.layout, wants[rank])))
+                worker, changes = member.workers[rank], None
+                region = worker.region(self._name("view"))
+                if tables_of(share):
+                    changes = worker.region(self._name("changed"))[starts[member.index] :]
+                self._views.append(_View(region, Selection(share.layout, wants[rank]), changes))
         if not self._master.size:
             # Who has a part of the model reads the rest here.
             access = "none" if self._spec.pipeline == 1 else "r"
@@ -596,12 +605,11 @@ class StoreServer:
 
     def _work(self, version: int, commits: list[Commit], incoming: Incoming) -> tuple[bool, float]:
         assert self._shard is not None
-        chunks = _Chunks(self._share, self._master, self._views) if self._views else None
+        chunks = None
+        if self._views:
+            chunks = _Chunks(self._share, self._master, self._views, version)
         result = self._shard.advance(
-            commits,
-            lambda sums: self._exchange(version, sums),
-            chunks.placed if chunks else None,
-            incoming,
+            commits, lambda sums: self._exchange(version, sums), chunks, incoming
         )
         if chunks:
             wait_all(chunks.finish())
@@ -630,30 +638,66 @@ class StoreServer:
         return region[WORD_BYTES:].write(result, signal=(region.word(0), version))
 
 
+class _View(NamedTuple):
+    """Where a worker, or several, see the parameters.
+
+    Attributes:
+        memory: theirs.
+        selection: of what lies there.
+        changes: where what a step changed of tables is put for whoever reads it there; None: it is
+            written into `memory`.
+    """
+
+    memory: RemoteRegion
+    selection: Selection
+    changes: RemoteRegion | None
+
+
 class _Chunks:
     """Sends new values to the views while the rest of the share is still being worked on."""
 
-    def __init__(
-        self, share: Share, master: Bytes, views: list[tuple[RemoteRegion, Selection]]
-    ) -> None:
+    def __init__(self, share: Share, master: Bytes, views: Sequence[_View], version: int) -> None:
         self._share, self._master, self._views = share, master, views
+        self._version = version
         self._lock = threading.Lock()
         self._ready: list[tuple[int, int]] = []
         self._bytes = 0
         self._sent: list[Transfer] = []
 
-    def placed(self, start: int, stop: int) -> None:
+    def __call__(self, start: int, stop: int) -> None:
+        """See `Placed`."""
         with self._lock:
             self._ready.append((start, stop))
             self._bytes += stop - start
             if self._bytes < _CHUNK_BYTES:
                 return
             ready = self._take()
-        self._write(ready)
+        self._write(ready, self._views)
+
+    def rows(self, table: Table, rows: Rows) -> None:
+        """See `Placed`."""
+        if not len(rows):
+            return
+        base = self._share.start
+        few = len(rows) <= table.capacity
+        whole = [view for view in self._views if not few or view.changes is None]
+        self._write([(base + table.start, base + table.stop)], whole)
+        if not few:
+            return
+        kind = np.dtype((np.void, table.row_bytes))
+        values = self._master[table.start : table.stop].view(kind)[rows].view(np.uint8)
+        head = change(self._version, rows)
+        place = self._share.layout.places[table.tensor]
+        for view in self._views:
+            if view.changes is None or not any(view.selection.of(place.start, place.end)):
+                continue
+            head_at = view.changes[table.changed : table.changed + head.nbytes]
+            values_at = view.changes[table.values_at : table.values_at + values.nbytes]
+            self._sent += [head_at.write(head), values_at.write(values)]
 
     def finish(self) -> list[Transfer]:
         """Sends the rest; all transfers."""
-        self._write(self._take())
+        self._write(self._take(), self._views)
         return self._sent
 
     def _take(self) -> list[tuple[int, int]]:
@@ -666,10 +710,10 @@ class _Chunks:
                 merged.append((start, stop))
         return merged
 
-    def _write(self, ranges: list[tuple[int, int]]) -> None:
+    def _write(self, ranges: Sequence[tuple[int, int]], views: Sequence[_View]) -> None:
         base = self._share.start
-        for view, selection in self._views:
+        for view in views:
             for first, last in ranges:
-                for start, stop, at in selection.of(first, last):
+                for start, stop, at in view.selection.of(first, last):
                     piece = self._master[start - base : stop - base]
-                    self._sent.append(view[at : at + stop - start].write(piece))
+                    self._sent.append(view.memory[at : at + stop - start].write(piece))

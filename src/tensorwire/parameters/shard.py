@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .apply import Apply, Lent, Tile, Weight
+from .apply import Apply, Lent, Lookup, Rows, Tile, Weight
 from .layout import Cell, Piece, Share
 from .messages import (
     APPLY,
@@ -35,8 +35,18 @@ from .messages import (
     Bytes,
     Commit,
 )
+from .rows import Table, read_part, tables_of
 
-Placed = Callable[[int, int], None] | None
+
+class Placed(Protocol):
+    """Is told of new values, while others are still being worked on. Any thread."""
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Of bytes [start, stop) of the store."""
+
+    def rows(self, table: Table, rows: Rows) -> None:
+        """Of some rows of a table."""
+
 
 # A pool costs some tens of microseconds: not for a few cells.
 _MIN_CELLS_PER_THREAD = 2
@@ -54,6 +64,7 @@ class Memory:
             of the same size.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
+        heads: one per slice: which rows of tables it has a gradient of; of `rows.heads_bytes`.
     """
 
     master: Bytes
@@ -62,6 +73,7 @@ class Memory:
     pools: Sequence[Bytes | None] = ()
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    heads: Sequence[Bytes] = ()
 
 
 def threads_for(cells: int, most: int) -> int:
@@ -82,9 +94,6 @@ class Arrivals(Protocol):
 class Shard:
     """Reduces and applies. Methods are called by one thread at a time.
 
-    `placed` is called with byte ranges of the store whose new values are in place, while the rest
-    is still being worked on; by any thread.
-
     Attributes:
         share: its cells.
         memory: theirs.
@@ -94,16 +103,24 @@ class Shard:
     def __init__(self, share: Share, apply: Apply, memory: Memory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
-        self._tiles = [self._bind(apply, cell) for cell in share.cells]
+        self._tiles = [
+            self._bind(apply, cell) if cell.kind != "rows" else None for cell in share.cells
+        ]
         self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
+        # By their first cells, which stand for all of a table's.
+        self._tables = {table.cells.start: table for table in tables_of(share)}
+        self._lookups = {i: self._bind_rows(apply, table) for i, table in self._tables.items()}
+        self._worked_on = [*self._trained, *self._tables]
         self._copied = [
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
         ]
         here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
         self._here = sorted(here)
+        self._counted = [*self._here, *(table.tensor for table in self._tables.values())]
+        self._reduced_rows: dict[int, Rows] = {}
         # As plain integers: for a handful of them numpy's calls cost more than the sums.
         self._counts = memory.counts.data
-        threads = threads_for(len(self._trained), threads)
+        threads = threads_for(len(self._worked_on), threads)
         self.threads = threads
         # The caller works too.
         self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None
@@ -126,6 +143,11 @@ class Shard:
             [slot[begin:end] for slot in (*memory.slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
         )
+
+    def _bind_rows(self, apply: Apply, table: Table) -> Lookup:
+        tensor = self.share.layout.spec.tensors[table.tensor]
+        rows = self.memory.master[table.start : table.stop]
+        return apply.bind_rows(tensor.dtype, tensor.shape[1], rows)
 
     def check(self, commit: Commit, produces: bool) -> None:
         """Raises ValueError for gradients that are said to be where none can be."""
@@ -158,13 +180,46 @@ class Shard:
         """
         runs = self._runs(commits)
 
-        def work(index: int) -> float:
-            cell, tile = self.share.cells[index], self._tiles[index]
+        def work(index: int) -> list[float]:
+            if index in self._tables:
+                rows = self._reduce_rows(index, runs)
+                return self._square_sums(index, rows) if norms else []
+            cell, tile = self.share.cells[index], self._tile(index)
             for run in runs.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-            return square_sum(tile, cell, runs) if norms else 0.0
+            return [square_sum(tile, cell, runs)] if norms else []
 
         return np.array(self._map(work, arrivals), np.float64)
+
+    def _tile(self, index: int) -> Tile:
+        tile = self._tiles[index]
+        assert tile is not None
+        return tile
+
+    def _reduce_rows(self, index: int, runs: _Runs) -> Rows:
+        """The rows of a table that any slice has."""
+        table = self._tables[index]
+        parts = []
+        for slot, weight in runs.weights(table.tensor):
+            number = slot % runs.slices  # however it says that they are there
+            try:
+                rows, values = read_part(
+                    table, self.memory.heads[number], self.memory.slots[number]
+                )
+            except ValueError as error:
+                name = self.share.layout.spec.tensors[table.tensor].name
+                raise ValueError(f"slice {number}, {name!r}: {error}") from None
+            parts.append((rows, values, weight))
+        self._reduced_rows[index] = found = self._lookups[index].reduce(parts)
+        return found
+
+    def _square_sums(self, index: int, rows: Rows) -> list[float]:
+        """Of each cell of a table, so that nothing depends on who has which."""
+        table, cells = self._tables[index], self.share.cells
+        squares = self._lookups[index].square_sums()
+        size = cells[index].stop - cells[index].start
+        sums = np.bincount(rows * table.row_bytes // size, squares, len(table.cells))
+        return sums.tolist()  # type: ignore[no-any-return]
 
     def square_sums(
         self, commits: Sequence[Commit], arrivals: Arrivals | None = None
@@ -172,8 +227,10 @@ class Shard:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
         runs = self._runs(commits)
 
-        def work(index: int) -> float:
-            return square_sum(self._tiles[index], self.share.cells[index], runs)
+        def work(index: int) -> list[float]:
+            if index in self._tables:
+                return self._square_sums(index, self._reduced_rows[index])
+            return [square_sum(self._tile(index), self.share.cells[index], runs)]
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -182,7 +239,7 @@ class Shard:
         commits: Sequence[Commit],
         reduced: bool,
         scale: float = 1.0,
-        placed: Placed = None,
+        placed: Placed | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
         """Makes the next version.
@@ -191,35 +248,42 @@ class Shard:
             commits: one per slice.
             reduced: slot 0 holds the reduced gradient.
             scale: of the reduced gradient, for clipping.
-            placed: see the class.
+            placed: None: nobody asks.
             arrivals: None: all is there.
         """
         counts = self._counts
         runs = self._runs(commits)
         hyper = commits[0].hyper
 
-        def work(index: int) -> float:
-            cell, tile = self.share.cells[index], self._tiles[index]
+        def work(index: int) -> Sequence[float]:
+            cell = self.share.cells[index]
+            if index in self._tables:
+                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, runs)
+                self._lookups[index].step(hyper[cell.group], scale)
+                if placed:
+                    placed.rows(self._tables[index], rows)
+                return ()
+            tile = self._tile(index)
             for run in runs.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
                 tile.step(hyper[cell.group], run.step, run.start, run.stop, reduced, scale)
             if placed:
                 placed(cell.start, cell.stop)
-            return 0.0
+            return ()
 
         self._map(work, arrivals)
         self._copy_buffers(commits, placed, arrivals)
-        for tensor in self._here:
+        for tensor in self._counted:
             counts[tensor] += runs.all_present or bool(runs.weights(tensor))
 
     def _copy_buffers(
-        self, commits: Sequence[Commit], placed: Placed, arrivals: Arrivals | None
+        self, commits: Sequence[Commit], placed: Placed | None, arrivals: Arrivals | None
     ) -> None:
         for index in self._copied:
             if arrivals:
                 arrivals.wait(index)
-            cell, tile = self.share.cells[index], self._tiles[index]
+            cell, tile = self.share.cells[index], self._tile(index)
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
@@ -243,7 +307,7 @@ class Shard:
         self,
         commits: Sequence[Commit],
         exchange: Callable[[NDArray[np.float64]], Sequence[float]],
-        placed: Placed = None,
+        placed: Placed | None = None,
         arrivals: Arrivals | None = None,
     ) -> tuple[bool, float]:
         """Does what the slices' commits ask for.
@@ -252,7 +316,7 @@ class Shard:
             commits: one per slice, agreed.
             exchange: gives the sums of squares of all cells of the store, in order, for this
                 shard's.
-            placed: see the class.
+            placed: None: nobody asks.
             arrivals: None: all is there.
 
         Returns:
@@ -288,13 +352,15 @@ class Shard:
             self.apply(commits, reduced, scale, placed, arrivals)
         return finite, norm
 
-    def _map(self, work: Callable[[int], float], arrivals: Arrivals | None) -> list[float]:
-        """One result for each trained cell, in their order."""
-        indices = self._trained if arrivals is None else arrivals.order(self._trained)
+    def _map(
+        self, work: Callable[[int], Sequence[float]], arrivals: Arrivals | None
+    ) -> list[float]:
+        """The results for each trained cell and each table, in their order."""
+        indices = self._worked_on if arrivals is None else arrivals.order(self._worked_on)
         # Each thread takes the next: one whose core is wanted by others holds up nobody.
         left = deque(indices)
 
-        def work_on() -> dict[int, float]:
+        def work_on() -> dict[int, Sequence[float]]:
             found = {}
             while left:
                 try:
@@ -316,7 +382,7 @@ class Shard:
             wait(helpers)
         for helper in helpers:
             results |= helper.result()
-        return [results[index] for index in self._trained]
+        return [each for index in self._worked_on for each in results[index]]
 
 
 def _root_of_sum(squares: Sequence[float]) -> float:
@@ -370,6 +436,7 @@ class _Runs:
         memory: Memory,
     ) -> None:
         self._commits = commits
+        self.slices = len(commits)
         self._counts = counts
         self._share, self._memory = share, memory
         self._pooled = any(POOLED in commit.present for commit in commits)
@@ -415,7 +482,7 @@ class _Runs:
         if self._all_same:
             yield 0, cell.stop - cell.start
             return
-        slices = len(self._commits)
+        slices = self.slices
         before: tuple[Any, int] = (), 0
         begin = end = 0
         for piece in cell.pieces:

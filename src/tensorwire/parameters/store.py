@@ -19,8 +19,8 @@ from tensorwire.errors import PeerLostError, TensorwireError
 from tensorwire.membership import WorkerMember, called, why_lost
 from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
-from .apply import Apply
-from .arrivals import Outbox
+from .apply import Apply, Rows
+from .arrivals import Outbox, remote_part
 from .layout import Layout, Selection, Spec
 from .messages import (
     POISON,
@@ -32,6 +32,7 @@ from .messages import (
     Commit,
     Result,
 )
+from .rows import changed_starts, heads_bytes, part_of, tables_of, take_change
 from .shard import Memory, Shard
 
 _BUCKET_BYTES = 512 << 10
@@ -112,6 +113,19 @@ class Store(Protocol):
             How many of the bytes this process copies in memory itself.
         """
 
+    def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        """Starts to send a gradient of a tensor of kind "rows"; a commit that names it means this.
+
+        Args:
+            slice_index: of the slice.
+            tensor: its index.
+            rows: rising, each once.
+            values: of these rows, one behind the other. Both as `data` of `push`.
+
+        Returns:
+            As `push`.
+        """
+
     def settle(self) -> None:
         """Waits until every push is in place: sources may change."""
 
@@ -166,6 +180,8 @@ class LocalStore:
         self._states = {name: _zeros(size) for name in apply.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
         (share,) = self.layout.deal(1)
+        self._tables = {table.tensor: table for table in tables_of(share)}
+        self._heads = [_zeros(heads_bytes(share)) for _ in range(spec.slices)]
         end = share.stop
         memory = Memory(
             self._view[:end],
@@ -174,6 +190,7 @@ class LocalStore:
             [pool[:end] for pool in self._pools],
             {name: state[:end] for name, state in self._states.items()},
             self._counts,
+            self._heads,
         )
         self._shard = Shard(share, apply, memory)
         self._commits: dict[int, Commit] = {}
@@ -199,6 +216,15 @@ class LocalStore:
         place = self.layout.places[tensor]
         self._slots[slice_index][place.start : place.end] = data
         return place.end - place.start
+
+    def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        """See `Store`."""
+        table = self._tables[tensor]
+        head, mine = part_of(table, rows, values)
+        heads, slot = self._heads[slice_index], self._slots[slice_index]
+        heads[table.head : table.head + head.nbytes].view(np.int64)[:] = head
+        slot[table.start : table.start + mine.nbytes] = mine
+        return head.nbytes + mine.nbytes
 
     def settle(self) -> None:
         """See `Store`."""
@@ -293,11 +319,20 @@ class RemoteStore:
         own_view = None
         if home < 0:
             own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="w")
+        self._tables = [
+            {table.tensor: table for table in tables_of(share)} for share in self._shares
+        ]
+        self._changed: NDArray[np.uint8] | None = None
+        self._changed_at = starts = changed_starts(self._shares)
+        changes = None
+        if own_view is not None and starts[-1]:
+            changes = node.allocate(starts[-1], name=self._name("changed"), access="w")
+            self._changed = changes.array()
         wants = None if part is None else list(part.wants)
         text = json.dumps({"home": home, "wants": wants, "spec": spec.to_json().decode()}).encode()
         self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
         self._spec.array()[:] = np.frombuffer(text, np.uint8)
-        self._regions = [self._result, self._spec, *filter(None, [own_view])]
+        self._regions = [self._result, self._spec, *filter(None, [own_view, changes])]
         blocks = [
             self._result[RESULT_BYTES * i : RESULT_BYTES * (i + 1)] for i in range(len(servers))
         ]
@@ -366,7 +401,14 @@ class RemoteStore:
             return None
         slot = peer.region(self._name(f"slot/{slice_index}"))
         words = peer.region(self._name(f"arrived/{self._commit_of(slice_index)}"))
-        return Outbox(peer, self._shares[server], slot, words, self._sends)
+        heads = self._heads(slice_index, server)
+        return Outbox(peer, self._shares[server], slot, words, heads, self._sends)
+
+    def _heads(self, slice_index: int, server: int) -> RemoteRegion | None:
+        """Where this slice's row numbers go; None where the server has no rows of tables."""
+        if not self._tables[server]:
+            return None
+        return self._member.servers[server].region(self._name(f"rows/{slice_index}"))
 
     def _find_targets(self, slice_index: int) -> list[list[_Target]]:
         """For every tensor: where its bytes are copied to."""
@@ -443,6 +485,23 @@ class RemoteStore:
         if self._pending_bytes >= _BUCKET_BYTES:
             self._copy()
         return sum(region.size_bytes for _, region, _ in targets)
+
+    def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        """See `Store`."""
+        copied = 0
+        for server, outbox in enumerate(self._outboxes[slice_index]):
+            peer = self._member.servers[server]
+            if outbox is not None:
+                self._do(peer, outbox.push_rows, tensor, rows, values)
+            elif (table := self._tables[server].get(tensor)) is not None:
+                slot = peer.region(self._name(f"slot/{slice_index}"))
+                heads = self._heads(slice_index, server)
+                pieces = remote_part(table, rows, values, heads, slot)
+                locals_, regions = zip(*pieces, strict=True)
+                self._transfers[server].append(self._do(peer, peer.write, locals_, regions))
+                copied += sum(each.nbytes for each in locals_)
+        self._bytes_copied += copied
+        return copied
 
     def _copy(self) -> None:
         """Into servers' mapped memory what is pending."""
@@ -525,7 +584,16 @@ class RemoteStore:
         self._version += 1
         result = self._wait_results(self._version)
         self.settle()
+        self._take_changes(result.version)
         return result
+
+    def _take_changes(self, version: int) -> None:
+        """Where parameters are not seen mapped, what the servers changed of tables."""
+        if self._changed is None:
+            return
+        for tables, start in zip(self._tables, self._changed_at, strict=False):
+            for table in tables.values():
+                take_change(table, version, self._changed[start:], self.value(table.tensor))
 
     def _wait_results(self, version: int) -> Result:
         results = []

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tensorwire.errors import UnavailableError
-from tensorwire.parameters import Bytes, Hyper, Lent, Tile, Weight
+from tensorwire.parameters import Bytes, Hyper, Lent, Lookup, Rows, Tile, Weight
 
 _HYPER = {
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -115,6 +117,17 @@ class TorchApply:
         mine = {name: tensor_over(state, kind) for name, state in states.items()}
         return _Tile(self._kind, tensors[0], tensors[1:], mine)
 
+    def bind_rows(self, dtype: str, columns: int, master: Bytes) -> Lookup:
+        """As `parameters.Apply.bind_rows`."""
+        if not self.changes_rows_alone:
+            raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
+        return _Lookup(tensor_over(master, getattr(torch, dtype)).view(-1, columns))
+
+    @property
+    def changes_rows_alone(self) -> bool:
+        """What has no gradient stays as it is, as long as nothing decays: SGD without momentum."""
+        return self.is_sgd and not self.states
+
 
 def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over bytes; nothing is copied. Its storage has exactly these bytes."""
@@ -197,6 +210,43 @@ class _Tile:
             gradient = torch.mul(gradient, scale, out=scaled)
         on = _Operands(master, gradient, states, divisor, count)
         self._kernel(on, hyper)
+
+
+class _Lookup:
+    """Rows of a table under plain SGD."""
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self._master = master
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._total = master[:0]
+
+    def reduce(self, parts: Sequence[tuple[Rows, Bytes, float]]) -> Rows:
+        columns, dtype = self._master.shape[1], self._master.dtype
+        gradients = [tensor_over(values, dtype).view(-1, columns) for _, values, _ in parts]
+        if len(parts) == 1:
+            rows, _, weight = parts[0]
+            self._total = gradients[0] * weight
+        else:
+            every = [rows for rows, _, _ in parts] or [np.empty(0, np.int64)]
+            rows = np.unique(np.concatenate(every))
+            self._total = torch.zeros((len(rows), columns), dtype=dtype)
+            for gradient, (mine, _, weight) in zip(gradients, parts, strict=True):
+                at = torch.from_numpy(np.searchsorted(rows, mine))
+                self._total.index_add_(0, at, gradient, alpha=weight)
+        self._rows = torch.from_numpy(rows)
+        return rows
+
+    def square_sums(self) -> NDArray[np.float64]:
+        norms = torch.linalg.vector_norm(self._total, dim=1, dtype=torch.float64)
+        found: NDArray[np.float64] = norms.square_().numpy()
+        return found
+
+    def step(self, hyper: Hyper, scale: float) -> None:
+        lr, momentum, _, decay, _, maximize = hyper
+        if momentum or decay:
+            raise ValueError("momentum and weight decay change all rows of a table")
+        total = self._total if scale == 1.0 else self._total * scale
+        self._master.index_add_(0, self._rows, total, alpha=lr if maximize else -lr)
 
 
 class _Operands(NamedTuple):

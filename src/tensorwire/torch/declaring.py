@@ -33,7 +33,10 @@ class Declaration(NamedTuple):
 
 
 def declare_all(
-    model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Exchange]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    others: Sequence[Exchange],
+    rows_alone: bool,
 ) -> Declaration:
     """Every parameter of the model, those of the optimizer first.
 
@@ -41,12 +44,14 @@ def declare_all(
         model: of the optimizer.
         optimizer: whose groups are trained.
         others: of other optimizers, which give up what does not change with them.
+        rows_alone: this optimizer leaves rows without a gradient as they are.
 
     Raises:
         ValueError: a parameter that is not the model's, or cannot be distributed.
         UnavailableError: it is on another device.
     """
     names = _names_of(model)
+    tables = tables_of(model)
     tensors, parameters = [], []
     planned: list[nn.Parameter] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -55,6 +60,14 @@ def declare_all(
             for other in others:
                 other.release(parameter)
             kind = "trained" if parameter.requires_grad else "constant"
+            if parameter.requires_grad and id(parameter) in tables:
+                kind = "rows"
+                if not rows_alone or group["weight_decay"]:
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is a table with sparse gradients, and "
+                        "momentum, weight decay, Adam and AdamW change all of its rows in every "
+                        "step: use torch.optim.SGD without them, or a table with sparse=False"
+                    )
             _check_device(names[id(parameter)], parameter)
             tensors.append(_declare(names[id(parameter)], parameter, kind, index))
             parameters.append(parameter)
@@ -92,6 +105,20 @@ def declare_whole(
     return Declaration(tensors, parameters, planned)
 
 
+def tables_of(model: nn.Module) -> set[int]:
+    """By `id`, the parameters that get sparse gradients: those of such tables, and of nothing else.
+
+    A table that something else uses too gets a dense gradient.
+    """
+    found: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        mine = {id(parameter) for parameter in module.parameters(recurse=False)}
+        (found if is_table else others).update(mine)
+    return found - others
+
+
 def _names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -114,7 +141,9 @@ def _check_device(name: str, parameter: torch.Tensor) -> None:
 
 def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
     dtype = str(parameter.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES or (kind == "trained" and not parameter.is_floating_point()):
+    if dtype not in ITEM_BYTES or (
+        kind in ("trained", "rows") and not parameter.is_floating_point()
+    ):
         raise ValueError(
             f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
             "distributed"

@@ -42,10 +42,10 @@ from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
 from .declaring import declare_all, declare_whole
-from .placing import NO_PLACE, NOT_YET, SLOT, Placed, Placing, try_placing
+from .placing import NO_PLACE, NOT_YET, SLOT, SPARSE, Placed, Placing, try_placing
 from .samples import SampleCount
 from .sharing import Sharing
-from .views import flat_bytes, same_bytes, tensor_at
+from .views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
 from .watch import Watch
 from .whole import Whole, whole_of
 
@@ -61,6 +61,7 @@ class Found(NamedTuple):
         offset: in the store.
         placed: what the gradient did; None if there is none.
         shared: the gradient's place is a server's memory.
+        size_bytes: of the gradient; of a sparse one the rows that it has.
         bytes_copied: of the gradient, by this process; None if none has left.
         inside: the parameter lies in the store's memory.
         held: it belongs there; else another optimizer has it.
@@ -71,6 +72,7 @@ class Found(NamedTuple):
     offset: int
     placed: Placed | None
     shared: bool
+    size_bytes: int
     bytes_copied: int | None
     inside: bool
     held: bool
@@ -123,20 +125,25 @@ class Exchange:
 
     def _open(self) -> None:
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
+        self._apply = TorchApply(path_of(self.optimizer))
         part = None
         sharing = self._sharing
         if sharing is None:
             others = [each._tensorwire for each in self.job.optimizers]
             others = [core for core in others if core is not self]
-            found = declare_all(self.model, self.optimizer, others)
+            rows_alone = self._apply.changes_rows_alone
+            found = declare_all(self.model, self.optimizer, others, rows_alone)
         else:
             found = declare_whole(sharing, self.model, self.optimizer)
         tensors, planned = found.tensors, found.planned
         self.parameters = found.parameters
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
-        if not any(tensor.kind == "trained" for tensor in tensors):
+        kinds = "trained", "rows"
+        if not any(tensor.kind in kinds for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
-        self.trained = [i for i in here if tensors[i].kind == "trained"]
+        self.trained = [i for i in here if tensors[i].kind in kinds]
+        self._groups_of = [tensor.group for tensor in tensors]
+        self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
             self.model,
             self._buffers_kind,
@@ -152,7 +159,6 @@ class Exchange:
         tensors += self.buffers.specs()
         if sharing is not None:
             part = Part([*here, *self.buffers.here], [*self._sends, *self.buffers.mine])
-        self._apply = TorchApply(path_of(self.optimizer))
         groups = len(self.optimizer.param_groups)
         path, hyper = path_of(self.optimizer), self._apply.hyper
         pipeline = self.job.pipeline
@@ -170,6 +176,7 @@ class Exchange:
         self._pooled: dict[int, int] = {}  # of these, what lies in the pool: in whose block
         self._was_in_place: dict[int, bool] = {}  # each one's last gradient, when it left
         self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self._sparse_bytes: dict[int, int] = {}  # of the rows of each one's last gradient
         self.bytes_copied: dict[int, int] = {}  # by this process, of each one's last gradient
         self._synchronized: dict[int, tuple[torch.Tensor, Bytes]] | None = None
         self._scaled = 1.0
@@ -207,7 +214,7 @@ class Exchange:
         places = self.store.places(self.job.my_slices[0])
         wanted: list[Place | str] = [NO_PLACE] * len(self.parameters)
         for i in self.trained:
-            wanted[i] = place = places[i]
+            wanted[i] = place = SPARSE if i in self._tables else places[i]
             self._shared[i] = isinstance(place, Place) and place.shared
         if not any(isinstance(each, Place) for each in wanted):
             return next((str(wanted[i]) for i in self.trained), NO_PLACE)
@@ -364,10 +371,11 @@ class Exchange:
         assert gradient is not None
         if gradient.dtype != self._dtypes[index]:
             self._watch.check()
-        if gradient.layout != torch.strided:
+        if gradient.layout != torch.strided and index not in self._tables:
             raise RuntimeError(
-                f"the gradient of {self._name(index)} is {gradient.layout}; use dense gradients "
-                "(nn.Embedding(sparse=False))"
+                f"the gradient of {self._name(index)} is {gradient.layout}, and it is not the "
+                "weight of an nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True) of this "
+                "model alone; make it dense"
             )
         self.bytes_copied[index] = 0
         if index in self._pushed:
@@ -378,7 +386,9 @@ class Exchange:
                 "first"
             )
         self._pooled.pop(index, None)
-        if where is not None:
+        if index in self._tables:
+            self._push_rows(index, gradient)
+        elif where is not None:
             self._produced.add(index)
             if where != SLOT:
                 self._pooled[index] = where
@@ -392,12 +402,18 @@ class Exchange:
                     copied += self.store.push(self.job.my_slices[self._turn], index, data)
                 self._count_copied(index, copied)
         self._was_in_place[index] = where is not None or self._is_in_place(index, gradient)
-        self._pushed[index] = _Left(gradient, gradient._version, gradient.data_ptr())
+        self._pushed[index] = _Left(gradient, gradient._version, address_of(gradient))
+
+    def _push_rows(self, index: int, gradient: torch.Tensor) -> None:
+        rows, values, copied = rows_of(gradient)
+        self._sparse_bytes[index] = rows.nbytes + values.nbytes
+        copied += self.store.push_rows(self.job.my_slices[self._turn], index, rows, values)
+        self._count_copied(index, copied)
 
     def _is_in_place(self, index: int, gradient: torch.Tensor) -> bool:
         """It is to be sent, from where it was to be produced."""
         placing = self._placing
-        if self._shared[index] or not isinstance(placing, Placing):
+        if self._shared[index] or index in self._tables or not isinstance(placing, Placing):
             return False
         return placing.find(index, gradient) is not None
 
@@ -452,7 +468,7 @@ class Exchange:
         if (
             gradient is not left.gradient
             or gradient._version != left.version
-            or gradient.data_ptr() != left.address
+            or address_of(gradient) != left.address
         ):
             raise RuntimeError(
                 f"the gradient of {self._name(index)} was changed after it had left for the "
@@ -466,7 +482,7 @@ class Exchange:
         if not self._local_slots or not self._pushed:
             return
         views = self._local_slots[self._turn]
-        chosen = [i for i in self._pushed if i not in self._produced]
+        chosen = [i for i in self._pushed if i not in self._produced and i not in self._tables]
         if not chosen:
             return
         with torch.no_grad():
@@ -478,7 +494,8 @@ class Exchange:
 
     def _present_now(self) -> None:
         whole = len(self._pushed) == len(self._left)
-        copied = len(self._pushed) > len(self._produced)
+        rows = len(self._tables & self._pushed.keys())  # whatever is said of these
+        copied = len(self._pushed) - rows > len(self._produced)
         self._blocks = ()
         if whole and not self._produced:
             self._present = self._all_present
@@ -555,6 +572,12 @@ class Exchange:
 
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
+        for i in self._tables:
+            if self.optimizer.param_groups[self._groups_of[i]]["weight_decay"]:
+                raise RuntimeError(
+                    f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
+                    "changes all rows in every step: use a table with sparse=False"
+                )
         if len(self.job.my_slices) == 1:
             return
         hyper = hyper_of(self.optimizer, self._apply.hyper)
@@ -628,6 +651,12 @@ class Exchange:
         """`.grad` of every trained parameter := the average."""
         if self._synchronized is not None:
             return
+        for i in self._tables:
+            raise RuntimeError(
+                f"the gradient of {self._name(i)} is sparse, and averaged gradients can only be "
+                "read and edited where all are dense: to clip use max_norm= or "
+                "tw.clip_grad_norm_, for loss scaling scaler.step without unscale_"
+            )
         self.reduce(scale)
         for i in self._pushed:
             self._check_unchanged(i, self.parameters[i].grad)
@@ -774,7 +803,8 @@ class Exchange:
                 inside = not value.nbytes or parameter.data_ptr() == value.ctypes.data
             yield Found(
                 self._names[id(parameter)], parameter, self.store.layout.places[i].start, placed,
-                self._shared[i], copied, inside, i in self._held,
+                self._shared[i], self._sparse_bytes.get(i, parameter.nbytes), copied, inside,
+                i in self._held,
             )  # fmt: skip
 
     @property

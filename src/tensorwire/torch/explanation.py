@@ -21,7 +21,7 @@ from torch import nn
 from . import job as jobs
 from .exchange import Exchange, Found
 from .optimizer import DistributedOptimizer
-from .placing import Placed
+from .placing import SPARSE, Placed
 
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
@@ -35,7 +35,7 @@ class ExplainRow:
         name: of the parameter.
         role: "parameter" or "gradient".
         shape, dtype: as in torch.
-        bytes: of the tensor.
+        bytes: of the tensor; of a sparse gradient, those of the rows that it had.
         offset: of its slot in the store, bytes.
         in_place: it lies where the servers read and write it, in its slot or in the pool, or, for a
             gradient that has to cross a network, in registered memory.
@@ -154,21 +154,21 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     for found in core.places():
         parameter, placed = found.parameter, found.placed
         dtype = str(parameter.dtype).removeprefix("torch.")
-        tensor = tuple(parameter.shape), dtype, parameter.nbytes, found.offset
+        shape, offset = tuple(parameter.shape), found.offset
         if placed is not None:
             copied = found.bytes_copied or 0
-            copies = -(-copied // parameter.nbytes) if copied else 0
+            copies = -(-copied // found.size_bytes) if copied else 0
             gradients.append(
                 ExplainRow(
-                    found.name, "gradient", *tensor, placed.in_place, _route(found, placed),
-                    copies, copied, placed.reason,
+                    found.name, "gradient", shape, dtype, found.size_bytes, offset,
+                    placed.in_place, _route(found, placed), copies, copied, placed.reason,
                 )
             )  # fmt: skip
         why = "it is being edited" if found.held else "another optimizer has it"
         parameters.append(
             ExplainRow(
-                found.name, "parameter", *tensor, found.inside, "read in place", 0, 0,
-                "" if found.inside else why,
+                found.name, "parameter", shape, dtype, parameter.nbytes, offset, found.inside,
+                "read in place", 0, 0, "" if found.inside else why,
             )
         )  # fmt: skip
     return Explanation(core.model_name, tuple(gradients + parameters), core.planning_s)
@@ -177,6 +177,8 @@ def explain_optimizer(optimizer: Any) -> Explanation:
 def _route(found: Found, placed: Placed) -> str:
     if found.bytes_copied is None or not found.parameter.nbytes:
         return "none"
+    if placed.reason == SPARSE:
+        return "rows sent"
     if not placed.in_place:
         return "copied by the worker" if found.bytes_copied else "sent"
     if not found.shared:

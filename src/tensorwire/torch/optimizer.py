@@ -45,7 +45,9 @@ def DistributedOptimizer(
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
             schedulers, hooks and `isinstance` go on working.
         model: has all parameters of the optimizer; dense, on the CPU, floating. A `Split` where
-            processes share a model, with an optimizer of `split.parameters()`.
+            processes share a model, with an optimizer of `split.parameters()`. Of tables with
+            sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
+            optimizer is then SGD without momentum and weight decay.
         mode: "sync": a version is made of the gradients of all slices.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
@@ -62,7 +64,8 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: a parameter is not the model's, twice there, sparse, or of a dtype that is not
-            supported; an argument makes no sense.
+            supported; the optimizer changes all rows of a table with sparse gradients; an argument
+            makes no sense.
         UnavailableError: another optimizer, or parameters on a device.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).

@@ -24,6 +24,7 @@ from .placer import Placer, load
 
 NOT_YET = "no gradient has arrived yet"
 NO_PLACE = "it gets no gradient"
+SPARSE = "it is sparse: its rows are sent"
 LEARNING = "its allocation is learned from the step before"
 
 SLOT = -1

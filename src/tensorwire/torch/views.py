@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tensorwire.parameters import Bytes
+from tensorwire.parameters import Bytes, Rows
 
 
 def tensor_at(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
@@ -55,3 +55,30 @@ def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
             )
         expected *= size
     return tuple(tensor.stride())
+
+
+def rows_of(gradient: torch.Tensor) -> tuple[Rows, Bytes, int]:
+    """The rows that a gradient of a table has, rising and each once, and their values.
+
+    Returns:
+        Also how many bytes were copied for it.
+    """
+    copied = 0
+    if gradient.layout == torch.strided:
+        # Something else than the table's own module has added to it.
+        rows, values = torch.arange(len(gradient)), gradient.detach()
+    else:
+        single = gradient.detach().coalesce()
+        rows, values = single._indices()[0], single._values()
+        if not gradient.is_coalesced():
+            copied = rows.nbytes + values.nbytes
+    contiguous = values.contiguous()
+    if contiguous.data_ptr() != values.data_ptr():
+        copied += values.nbytes
+    return rows.contiguous().numpy(), flat_bytes(contiguous), copied
+
+
+def address_of(gradient: torch.Tensor) -> int:
+    """Where the elements of a gradient lie, dense or sparse."""
+    dense: torch.Tensor = gradient if gradient.layout == torch.strided else gradient._values()
+    return int(dense.data_ptr())
