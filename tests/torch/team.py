@@ -47,7 +47,8 @@ class Team:
         """What `case(job, *args)` returns in each worker of a job that ends in good order.
 
         Options: workers (2; 0: one process without a server), servers (1), slices, transports
-        (or by rank), pipeline (1), hosts (of `hosts.two_hosts()`: servers and workers take turns on
+        (or by rank), pipeline (1), network (True: servers are reached by tcp, and workers may share
+        memory with each other), hosts (of `hosts.two_hosts()`: servers and workers take turns on
         them).
         """
         outcomes, codes = self._run(case, args, **options)
@@ -112,6 +113,7 @@ class Team:
         slices: int | None = None,
         transports: Sequence[str] | dict[int, Sequence[str]] | None = None,
         pipeline: int = 1,
+        network: bool = False,
         hosts: Sequence[Host] = (),
     ) -> tuple[list[Any], list[int]]:
         options = {"slices": slices, "pipeline": pipeline}
@@ -125,7 +127,7 @@ class Team:
             secret = secrets.token_hex(32)
             for index, server in enumerate(self._servers[:servers]):
                 host = hosts[index % len(hosts)] if hosts else None
-                server.send((index, workers, addresses, secret, host))
+                server.send((index, workers, addresses, secret, network, host))
                 addresses.append(server.recv(PATIENCE_S))
             environment = {
                 "TENSORWIRE_WORKERS": str(workers),
@@ -214,10 +216,11 @@ def _serve(channel: Channel) -> None:
     ServerMember.await_ends = lambda self, timeout_s: None  # type: ignore[method-assign]
     while True:
         try:
-            index, workers, before, secret, host = channel.recv(None)
+            index, workers, before, secret, network, host = channel.recv(None)
         except EOFError:
             return
         os.environ["TENSORWIRE_SECRET"] = secret
+        os.environ["TENSORWIRE_TRANSPORTS"] = "tcp" if network else "shm,tcp"
         reader, writer = os.pipe()
         with open(reader) as lines:
             thread = threading.Thread(target=lambda: channel.send(lines.readline().strip()))

@@ -6,9 +6,10 @@ The processes' side of the environment variables that a launcher sets; docs/laun
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
@@ -151,6 +152,8 @@ class WorkerMember:
         self.place = place
         self.node = node
         self.servers = servers
+        self._introductions: Sequence[tuple[int, int]] = ()
+        self._neighbour: tuple[int, Peer] | None = None
         offset = CONTROL_BYTES * place.rank
         self._control = [peer.region(CONTROL).word(offset) for peer in servers]
 
@@ -178,6 +181,43 @@ class WorkerMember:
             node.close()
             raise
 
+    def introduction(self) -> tuple[int, int]:
+        """What the others have to know to find neighbours: this host, and a port on it.
+
+        Host is 0 where a view cannot or need not be shared: a server is here, or memory must not be
+        shared.
+        """
+        here = any(peer.path.transport == "shm" for peer in self.servers)
+        if here or "shm" not in self.node.transports:
+            return 0, 0
+        return _this_host(), int(self.node.address.rpartition(":")[2])
+
+    def introduce(self, introductions: Sequence[tuple[int, int]]) -> None:
+        """Takes the introductions of all workers, by rank."""
+        self._introductions = introductions
+
+    def neighbour(self) -> tuple[int, Peer] | None:
+        """Rank and Peer of the worker of this host whose view of the parameters this one shares.
+
+        Over a network, what a server sends is then sent once per host. It is the first worker of
+        the host, or with pipelines the first with the same part of the model; None: this one has a
+        view of its own, or a server on this host has. Called when all open a store.
+
+        Raises:
+            UnavailableError, PeerLostError: it cannot be reached.
+        """
+        place, told = self.place, self._introductions
+        if self._neighbour is not None or not told or not told[place.rank][0]:
+            return self._neighbour
+        for rank in range(place.stage, place.rank, place.pipeline):
+            if told[rank][0] == told[place.rank][0]:
+                peer = self.node.connect(f"127.0.0.1:{told[rank][1]}")
+                if peer.path.transport == "shm":
+                    self._neighbour = rank, peer
+                break
+        self._introductions = ()
+        return self._neighbour
+
     def tell(self, value: int) -> None:
         """Raises this worker's control word at every server."""
         for word in self._control:
@@ -193,6 +233,14 @@ class WorkerMember:
             except TensorwireError:
                 pass  # a server that is gone needs no goodbye
         self.node.close()
+
+
+def _this_host() -> int:
+    """The same for all processes that can share memory and a loopback interface; 48 bits."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    text = f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little") or 1
 
 
 def _worker_node(place: Place) -> Node:

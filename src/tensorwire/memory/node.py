@@ -60,6 +60,7 @@ class Node:
     Attributes:
         name: the name that peers see.
         address: "host:port" to connect to, with the real port.
+        transports: which may be used, besides rdma where that is looked for by itself.
         incarnation: 64 random bits that identify this Node among all that ever lived.
 
     Raises:
@@ -79,6 +80,7 @@ class Node:
         "address",
         "incarnation",
         "name",
+        "transports",
     )
 
     def __init__(
@@ -124,6 +126,7 @@ class Node:
             _choose_peer_timeout(peer_timeout_s),
         )
         self.name = self._core.name
+        self.transports = tuple(chosen)
         self.address = join_address(advertised, self._core.port)
         self.incarnation = self._core.incarnation
         self._owner_pid = os.getpid()

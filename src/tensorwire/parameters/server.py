@@ -280,6 +280,7 @@ class StoreServer:
         specs: dict[int, Spec] = {}
         homes: dict[int, int] = {}
         wants: dict[int, list[int] | None] = {}
+        views: dict[int, int] = {}
         for rank, peer in sorted(member.workers.items()):
             region = peer.region(self._name("spec"))
             data = np.empty(region.size_bytes, np.uint8)
@@ -291,6 +292,7 @@ class StoreServer:
                     raise ValueError(f"there is no server {homes[rank]}")
                 specs[rank] = spec = Spec.from_json(raw["spec"].encode())
                 wants[rank] = checked_wants(raw["wants"], spec)
+                views[rank] = int(raw["view"])
             except MALFORMED as error:
                 raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
         for rank, spec in specs.items():
@@ -299,6 +301,7 @@ class StoreServer:
                     f"worker {rank}'s model or optimizer is not worker 0's: {different} "
                     "(here: worker 0, there: the other)"
                 )
+        _check_views(homes, wants, views)
         self._spec = spec = specs[0]
         pipeline = spec.pipeline
         if member.count % pipeline or spec.slices % (member.count // pipeline):
@@ -354,7 +357,7 @@ class StoreServer:
         self._cells = [len(s.cells) for s in shares]
         master = self._make_master(layout, share, set(homes.values()))
         self._tell_servers_opened()
-        self._find_views(master, homes, wants)
+        self._find_views(master, homes, wants, views)
         memory = Memory(
             self._master,
             [slot.array()[:size] for slot in slots],
@@ -415,7 +418,11 @@ class StoreServer:
         raise ClosedError("the job is over")
 
     def _find_views(
-        self, view: Region | None, homes: dict[int, int], wants: dict[int, list[int] | None]
+        self,
+        view: Region | None,
+        homes: dict[int, int],
+        wants: dict[int, list[int] | None],
+        views: dict[int, int],
     ) -> None:
         """Chooses where the parameters lie, and whom to write them to besides."""
         share, member = self._share, self._member
@@ -432,7 +439,7 @@ class StoreServer:
             elif share.size_bytes:
                 self._views.append(_View(region, whole, None))
         for rank, home in sorted(homes.items()):
-            if home == -1 and share.size_bytes:
+            if home == -1 and views[rank] == rank and share.size_bytes:
                 worker, changes = member.workers[rank], None
                 region = worker.region(self._name("view"))
                 if tables_of(share):
@@ -636,6 +643,18 @@ class StoreServer:
 
     def _send(self, region: RemoteRegion, result: Bytes, version: int) -> Transfer:
         return region[WORD_BYTES:].write(result, signal=(region.word(0), version))
+
+
+def _check_views(
+    homes: dict[int, int], wants: dict[int, list[int] | None], views: dict[int, int]
+) -> None:
+    """Raises ValueError unless every view that is shared is there and has what is wanted."""
+    for rank, other in views.items():
+        if other == rank:
+            continue
+        shared = homes.get(other) == -1 == homes[rank] and views[other] == other
+        if not shared or wants[rank] != wants[other]:
+            raise ValueError(f"worker {rank} cannot share a view with worker {other}")
 
 
 class _View(NamedTuple):

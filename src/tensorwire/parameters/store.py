@@ -316,9 +316,11 @@ class RemoteStore:
         self._result = node.allocate(
             RESULT_BYTES * len(servers), name=self._name("result"), access="w"
         )
+        # Without a view at a server there is one on this host, the neighbour's or our own.
+        neighbour = member.neighbour() if home < 0 else None
         own_view = None
-        if home < 0:
-            own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="w")
+        if home < 0 and neighbour is None:
+            own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="rw")
         self._tables = [
             {table.tensor: table for table in tables_of(share)} for share in self._shares
         ]
@@ -326,10 +328,12 @@ class RemoteStore:
         self._changed_at = starts = changed_starts(self._shares)
         changes = None
         if own_view is not None and starts[-1]:
-            changes = node.allocate(starts[-1], name=self._name("changed"), access="w")
+            changes = node.allocate(starts[-1], name=self._name("changed"), access="rw")
             self._changed = changes.array()
         wants = None if part is None else list(part.wants)
-        text = json.dumps({"home": home, "wants": wants, "spec": spec.to_json().decode()}).encode()
+        view = member.place.rank if neighbour is None else neighbour[0]
+        about = {"home": home, "view": view, "wants": wants, "spec": spec.to_json().decode()}
+        text = json.dumps(about).encode()
         self._spec = node.allocate(len(text), name=self._name("spec"), access="r")
         self._spec.array()[:] = np.frombuffer(text, np.uint8)
         self._regions = [self._result, self._spec, *filter(None, [own_view, changes])]
@@ -363,12 +367,17 @@ class RemoteStore:
             ]
             for i in self._mine()
         }
-        if own_view is not None:
-            self._view, self._viewed = own_view.array(), self.own
-        else:
+        if home >= 0:
             self._view = servers[home].region(self._name("view")).array()
             self._viewed = Selection(layout)
-        self._own_view = own_view is not None
+        elif neighbour is None:
+            assert own_view is not None
+            self._view, self._viewed = own_view.array(), self.own
+        else:
+            self._view, self._viewed = self._of(neighbour[1], "view").array(), self.own
+            if starts[-1]:
+                self._changed = self._of(neighbour[1], "changed").array()
+        self._at_server = home >= 0
         self._pending: list[tuple[int, int, Any]] = []
         self._pending_bytes = 0
         self._transfers: list[list[Transfer]] = [[] for _ in servers]
@@ -376,6 +385,9 @@ class RemoteStore:
 
     def _name(self, what: str) -> str:
         return f"{self._number}/{what}"
+
+    def _of(self, neighbour: Peer, what: str) -> RemoteRegion:
+        return self._do(neighbour, neighbour.region, self._name(what))
 
     def _mine(self) -> range:
         return self._member.place.my_slices
@@ -640,7 +652,7 @@ class RemoteStore:
 
     def read_values(self, target: Bytes) -> None:
         """See `Store`. A view at a server has all values; without one each server has its share."""
-        if not self._own_view:
+        if self._at_server:
             target[:] = self._view
             return
         for peer in self._member.servers:

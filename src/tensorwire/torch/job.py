@@ -146,10 +146,7 @@ class Job:
             self._member = WorkerMember.join(place)
             try:
                 self._collective = Collective(self._member)
-                # In halves: a sum is of float64.
-                mine = seed if self.rank == 0 else 0
-                high, low = self.sum([float(mine >> 32), float(mine & 0xFFFFFFFF)])
-                seed = (int(high) << 32) + int(low)
+                seed = self._introduce(self._member, seed)
             except BaseException:
                 self._member.close(goodbye=False)
                 raise
@@ -160,6 +157,17 @@ class Job:
     def __repr__(self) -> str:
         replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
         return f"<Job worker {self.rank} of {self.size}, {self.slices} slices{replicas}>"
+
+    def _introduce(self, member: WorkerMember, seed: int) -> int:
+        """Tells all workers who can share memory with whom; returns worker 0's seed."""
+        mine = seed if self.rank == 0 else 0
+        # In halves: a sum is of float64.
+        told = [float(mine >> 32), float(mine & 0xFFFFFFFF)]
+        told += [0.0] * (2 * self.size)
+        told[2 + 2 * self.rank : 4 + 2 * self.rank] = map(float, member.introduction())
+        high, low, *others = map(int, self.sum(told))
+        member.introduce(list(zip(others[::2], others[1::2], strict=True)))
+        return (high << 32) + low
 
     # ---- stores and optimizers
 
