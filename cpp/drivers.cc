@@ -190,7 +190,7 @@ constexpr std::size_t kTile = 2048;  // elements: all arrays of a tile stay in t
 // One pass over a range. Loops are inlined into a twin per instruction set, below.
 struct Pass {
   float* parameters;
-  float* first;
+  float* first;   // null: SGD without state
   float* second;  // null: momentum SGD
   const float* const* gradients;
   std::size_t workers;
@@ -214,6 +214,11 @@ TENSORWIRE_INLINE void sum_tile(const Pass& pass, std::size_t at, std::size_t co
     for (std::size_t i = 0; i < count; ++i) sum[i] += next[i];
   }
   for (std::size_t i = 0; i < count; ++i) sum[i] *= share;
+}
+
+TENSORWIRE_INLINE void plain_tile(float* __restrict parameters, const float* __restrict gradient,
+                                  std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) parameters[i] -= kRate * gradient[i];
 }
 
 TENSORWIRE_INLINE void sgd_tile(float* __restrict parameters, float* __restrict momentum,
@@ -255,7 +260,9 @@ TENSORWIRE_INLINE void run_tiles(const Pass& pass) {
   for (std::size_t at = pass.begin; at < pass.end; at += kTile) {
     const std::size_t count = std::min(kTile, pass.end - at);
     sum_tile(pass, at, count, sum);
-    if (pass.second == nullptr) {
+    if (pass.first == nullptr) {
+      plain_tile(pass.parameters + at, sum, count);
+    } else if (pass.second == nullptr) {
       sgd_tile(pass.parameters + at, pass.first + at, sum, count);
     } else {
       adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, roots, count);
@@ -285,14 +292,15 @@ std::vector<float> exchange_limit_constants() {
 Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
                        const std::vector<std::uintptr_t>& gradients, std::size_t elements,
                        std::size_t threads, std::size_t repeats) {
-  if (gradients.empty() || threads == 0 || states.empty() || states.size() > 2) {
-    throw Error(Code::kInvalid, "exchange_limit: gradients, threads and 1 or 2 states are needed");
+  if (gradients.empty() || threads == 0 || states.size() > 2) {
+    throw Error(Code::kInvalid,
+                "exchange_limit: gradients, threads and at most 2 states are needed");
   }
   const auto floats_at = [](std::uintptr_t at) { return reinterpret_cast<float*>(at); };
   std::vector<const float*> sources;
   for (const std::uintptr_t at : gradients) sources.push_back(floats_at(at));
   const Pass whole{floats_at(parameters),
-                   floats_at(states[0]),
+                   states.empty() ? nullptr : floats_at(states[0]),
                    states.size() > 1 ? floats_at(states[1]) : nullptr,
                    sources.data(),
                    sources.size(),

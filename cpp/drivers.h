@@ -64,10 +64,11 @@ std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t si
 // What the server of one synchronous step cannot avoid: one pass, tile by tile, that reads the
 // gradients of all workers, parameters and state once and writes parameters and state once. One
 // sample is one pass. All addresses are float32 arrays of `elements` that do not overlap, mapped
-// and touched. One array of state: momentum SGD. Two: an update of AdamW's shape (no correction of
-// the first steps' bias). Constants are those of exchange_limit_constants. With `threads` > 1 each
-// thread takes an equal range, and starting and joining them is part of the sample.
-// Throws Error(kInvalid) without gradients, without threads or with another number of states.
+// and touched. No state: plain SGD. One array of it: momentum SGD. Two: an update of AdamW's shape
+// (no correction of the first steps' bias). Constants are those of exchange_limit_constants. With
+// `threads` > 1 each thread takes an equal range, and starting and joining them is part of the
+// sample.
+// Throws Error(kInvalid) without gradients, without threads or with more states.
 Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
                        const std::vector<std::uintptr_t>& gradients, std::size_t elements,
                        std::size_t threads, std::size_t repeats);
