@@ -128,7 +128,7 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-@pytest.mark.parametrize("states", [1, 2])
+@pytest.mark.parametrize("states", [0, 1, 2])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("elements", [0, 1, 5, 2047, 2048, 2049, 10007])
@@ -148,7 +148,9 @@ def test_the_limit_computes_what_it_says(
     mean = np.mean(np.array(gradients, np.float64), axis=0)[:elements]
     guards = [parameters[-1], *(s[-1] for s in state)]
     for _ in range(3):
-        if states == 1:
+        if states == 0:
+            expected -= rate * mean
+        elif states == 1:
             kept[0] = momentum * kept[0] + mean
             expected -= rate * kept[0]
         else:
@@ -169,7 +171,7 @@ def test_the_limit_computes_what_it_says(
 
 @pytest.mark.parametrize(
     ("states", "gradients", "threads"),
-    [([], [8], 1), ([8] * 3, [8], 1), ([8], [], 1), ([8], [8], 0)],
+    [([8] * 3, [8], 1), ([8], [], 1), ([8], [8], 0)],
 )  # fmt: skip
 def test_the_limit_refuses_what_it_cannot_do(
     states: list[int], gradients: list[int], threads: int
@@ -181,7 +183,7 @@ def test_the_limit_refuses_what_it_cannot_do(
 # --- the gRPC server's arithmetic ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "plain-sgd", "adamw"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [4, 40, 1 << 20])
 def test_the_grpc_server_applies_as_one_process_would(
@@ -190,15 +192,21 @@ def test_the_grpc_server_applies_as_one_process_would(
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
     from tensorwire.bench.training.systems.base import make_optimizer
-    from tensorwire.bench.training.systems.grpc_server import CONFIGURATION, HEADER, Shard, cut
+    from tensorwire.bench.training.systems.grpc_server import (
+        CONFIGURATION,
+        HEADER,
+        Shard,
+        cut,
+        pack_start,
+    )
 
     random = np.random.default_rng(7)
     start = random.standard_normal(33).astype(np.float32)
     alone = torch.nn.Parameter(torch.from_numpy(start.copy()))
     single = make_optimizer(torch, optimizer, [alone], fused=False)
     shard = Shard(torch, workers, optimizer)
-    shard.start(start.tobytes())
-    shard.configure(CONFIGURATION.pack(bucket_bytes, 0, 1))
+    shard.start(pack_start([], [start]))
+    shard.configure(CONFIGURATION.pack(bucket_bytes, 0, 1, 1))
     for _ in range(4):
         gradients = random.standard_normal((workers, 33)).astype(np.float32)
         alone.grad = torch.from_numpy(gradients.mean(axis=0))
@@ -226,10 +234,10 @@ def test_the_grpc_server_applies_as_one_process_would(
 def test_nobody_is_answered_before_the_last_worker_has_sent() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire.bench.training.systems.grpc_server import HEADER, Shard
+    from tensorwire.bench.training.systems.grpc_server import HEADER, Shard, pack_start
 
     shard = Shard(torch, 2, "sgd")
-    shard.start(np.zeros(3, np.float32).tobytes())
+    shard.start(pack_start([], [np.zeros(3, np.float32)]))
     answers: list[bytes] = []
     shard.push(HEADER.pack(0, 0) + bytes(12), answers.append)
     assert answers == []

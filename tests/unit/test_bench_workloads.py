@@ -32,6 +32,7 @@ KNOWN = {
     "gpt2-small": (148, 124_439_808),
     # Tables of Criteo's rows, at most 40,000, by 64; 13-512-256-64; 64 + 27 · 26 / 2-512-256-1.
     "dlrm": (38, 23_512_192 + 154_944 + 345_857),
+    "dlrm-dense": (38, 23_512_192 + 154_944 + 345_857),
     # 4096 words by 512, in and out; attention; two norms; a router; 8 times 512-2048-512.
     "moe": (44, 2 * 4096 * 512 + 4096 + 4 * 512 * 513 + 4 * 512 + 8 * 512 + 8 * 2_099_712),
     # 20,000 words by 300; 4 gates of 512, 2 offsets each, both ways, on 300, then 1024; 45 tags.
@@ -100,12 +101,17 @@ def test_the_others_have_the_tensors_and_bytes_they_are_known_for(name: str) -> 
 
 
 def test_what_is_sparse_is_said() -> None:
-    sparse = {
-        model.name: sum(tensor.sparse for tensor in model.tensors())
+    looked_up = {
+        model.name: sum(tensor.looked_up for tensor in model.tensors())
         for model in WORKLOADS
-        if any(tensor.sparse for tensor in model.tensors())
+        if any(tensor.looked_up for tensor in model.tensors())
     }
-    assert sparse == {"dlrm": 26, "moe": 1, "bilstm": 1}
+    assert looked_up == {"dlrm": 26, "dlrm-dense": 26, "moe": 1, "bilstm": 1}
+    for model in WORKLOADS:
+        sparse = [tensor for tensor in model.tensors() if tensor.sparse]
+        assert len(sparse) == (26 if model.name == "dlrm" else 0)
+        assert all(tensor.looked_up for tensor in sparse)
+        assert model.optimizer == ("plain-sgd" if sparse else None)
 
 
 @pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
@@ -131,9 +137,9 @@ def test_a_step_gives_every_parameter_a_gradient(model: Workload) -> None:
         value = loss(network(inputs), labels)
         assert value.isfinite()
         value.backward()
-        for name, parameter in network.named_parameters():
-            assert parameter.grad is not None, name
-            assert parameter.grad.layout == torch.strided, name
+        for tensor, parameter in zip(tiny.tensors(), network.parameters(), strict=True):
+            assert parameter.grad is not None, tensor.name
+            assert parameter.grad.is_sparse == tensor.sparse, tensor.name
         optimizer.step()
 
 
@@ -228,14 +234,63 @@ def test_sentences_have_lengths_of_their_own_and_padding_counts_for_nothing() ->
         assert loss(network((other, lengths)), labels) == loss(network((words, lengths)), labels)
 
 
-def test_rows_that_no_batch_looks_up_have_no_gradient() -> None:
-    model = workload("dlrm").reduced()
+@pytest.mark.parametrize("name", ["dlrm", "dlrm-dense"])
+def test_rows_that_no_batch_looks_up_have_no_gradient(name: str) -> None:
+    model = workload(name).reduced()
     network, loss = model.build(torch), model.loss(torch)
     (numbers, rows), labels = model.batches(torch, 0)[0]
     loss(network((numbers[:4], rows[:4])), labels[:4]).backward()
     for table, found in zip(network.tables, rows[:4].unbind(1), strict=True):
-        touched = table.weight.grad.abs().sum(1).nonzero().flatten().tolist()
+        touched = table.weight.grad.to_dense().abs().sum(1).nonzero().flatten().tolist()
         assert set(touched) <= set(found.tolist())
+
+
+def test_sparse_and_dense_gradients_are_of_the_same_model() -> None:
+    sparse, dense = (workload(name).reduced() for name in ("dlrm", "dlrm-dense"))
+    networks = sparse.build(torch), dense.build(torch)
+    for model, network in zip((sparse, dense), networks, strict=True):
+        inputs, labels = model.batches(torch, 1)[2]
+        model.loss(torch)(network(inputs), labels).backward()
+    for a, b in zip(*(network.parameters() for network in networks), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a.grad.to_dense(), b.grad)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_step_moves_the_rows_that_its_gradients_have(workers: int) -> None:
+    """Against the gradients themselves, as a worker would send them."""
+    model = workload("dlrm").reduced()
+    network, loss = model.build(torch), model.loss(torch)
+    batches = [model.batches(torch, rank) for rank in range(workers)]
+    up = down = 0
+    applied = [0] * workers
+    for step in range(4):
+        rows: dict[str, list[int]] = {}
+        for mine in batches:
+            network.zero_grad()
+            loss(network(mine[step][0]), mine[step][1]).backward()
+            for name, parameter in network.named_parameters():
+                if parameter.grad.is_sparse:
+                    found = parameter.grad.coalesce()
+                    up += found.indices().nbytes + found.values().nbytes
+                    rows.setdefault(name, []).extend(found.indices()[0].tolist())
+        for each in rows.values():
+            for times in Counter(each).values():
+                applied[times - 1] += 4
+                down += 8 + 4 * 4
+    dense = sum(tensor.size_bytes for tensor in model.tensors() if not tensor.sparse)
+    applied[-1] += dense  # in four steps
+    found = model.traffic(workers)
+    assert found.up_bytes == pytest.approx(dense + up / 4 / workers, abs=1)
+    assert found.down_bytes == pytest.approx(dense + down / 4, abs=1)
+    assert found.applied == pytest.approx([elements / 4 for elements in applied], abs=1)
+    assert found.looked_up
+
+
+def test_a_dense_step_moves_all() -> None:
+    model = workload("dlrm-dense").reduced()
+    size_bytes = model.size_bytes
+    assert model.traffic(2) == (size_bytes, size_bytes, (0, model.elements), False)
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ _WORKLOAD = click.option(
     **_list_of(_Names(_workloads)),
     metavar="A,B",
     help="Only these: alexnet, inception-v3, vgg16, lstm, gru, fcn5, resnet50, gpt2-small, dlrm, "
-    "moe, bilstm.",
+    "dlrm-dense, moe, bilstm.",
 )
 _TINY = click.option(
     "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
@@ -408,7 +408,7 @@ _TINY = click.option(
     type=click.Choice(["sgd", "adamw"]),
     default="sgd",
     show_default=True,
-    help="sgd has momentum 0.9.",
+    help="sgd has momentum 0.9; dlrm is always trained with SGD without momentum.",
 )
 def placement(
     json_path: Path | None,

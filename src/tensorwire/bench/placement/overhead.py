@@ -54,11 +54,12 @@ class First(NamedTuple):
 def run(bench: str, model: Workload, optimizer: str, pairs: int) -> tuple[list[Row], list[Verdict]]:
     """Rows of the steps with placement and without, and what the bars say."""
     alone = f"{model.name}/{ALONE}"
+    size_bytes = model.traffic(1).up_bytes
     step, first = (
-        [Row(bench, f"{alone}/{what}", system.name, model.size_bytes) for system in (PLAN, COPY)]
+        [Row(bench, f"{alone}/{what}", system.name, size_bytes) for system in (PLAN, COPY)]
         for what in ("step", "first")
     )
-    planning = Row(bench, f"{alone}/planning", PLAN.name, model.size_bytes)
+    planning = Row(bench, f"{alone}/planning", PLAN.name, size_bytes)
     try:
         with Pair(__name__, {"model": model, "optimizer": optimizer}) as pair:
             begun: First = pair.call("first", _ROUNDS, timeout_s=300 + 120 * _ROUNDS)
@@ -67,7 +68,7 @@ def run(bench: str, model: Workload, optimizer: str, pairs: int) -> tuple[list[R
         why = str(error)
         rows = [dataclasses.replace(row, note=why) for row in (*step, *first, planning)]
         return rows, [judge_overhead(step[0].case, None, why), judge_planning(alone, None, why)]
-    note = "one process, no server"
+    note = f"one process, no server; optimizer {optimizer}"
     step = [
         dataclasses.replace(_timed(row, wall, note), cpu_seconds_local=median(cpu))
         for row, wall, cpu in zip(step, walls, cpus, strict=True)

@@ -44,6 +44,7 @@ class Settings:
     """What to run. Defaults are the full bench of some hours.
 
     Attributes:
+        optimizer: of workloads that need none of their own.
         steps: per system, None for the workload's own number.
         turns: into how many turns they are cut; six give a first interval.
         server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
@@ -91,7 +92,8 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
                 if progress is not None:
                     progress(done, total, f"{model.name}/{wire}")
                 pairs = settings.steps or OVERHEAD_PAIRS
-                rows, verdicts = overhead.run(BENCH, model, settings.optimizer, pairs)
+                wanted = model.optimizer or settings.optimizer
+                rows, verdicts = overhead.run(BENCH, model, wanted, pairs)
                 report.rows += rows
                 others += verdicts
                 continue

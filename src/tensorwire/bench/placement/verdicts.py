@@ -128,7 +128,7 @@ def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
     name = f"{case} gradient bytes in place"
     end = ends.get(PLAN.name)
     if end is None or end.in_place is None:
-        why = "plan did not run to its end"
+        why = "plan did not run to its end" if end is None else "no gradient of plan has a place"
         return Verdict(name, IN_PLACE_BAR, ">=", "%", detail=why)
     percent = 100 * end.in_place
     return Verdict(name, IN_PLACE_BAR, ">=", "%", percent, None, percent >= IN_PLACE_BAR)

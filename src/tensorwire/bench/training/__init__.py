@@ -2,5 +2,5 @@
 
 `training.py` runs the bench; `team.py` owns the processes of one system and `worker.py` is what
 runs in them; `systems` has one file per system, `limit.py` what the machine allows. Their figures
-become rows in `figures.py`; bars are in `verdicts.py`.
+become rows in `figures.py`; `traffic.py` counts what a step must move; bars are in `verdicts.py`.
 """

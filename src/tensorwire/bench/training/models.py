@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-FLOAT_BYTES = 4
+from tensorwire.bench.training.traffic import FLOAT_BYTES, Traffic
+
 _BATCHES = 4  # that a worker uses in turn
 
 
@@ -29,12 +30,19 @@ class Model(Protocol):
         """Measured by default."""
 
     @property
+    def optimizer(self) -> str | None:
+        """The one that it needs, as in `make_optimizer`; None: whichever is asked for."""
+
+    @property
     def elements(self) -> int:
         """Number of parameters; all are float32, and every step gives each of them a gradient."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the parameters, and of the gradients of one worker."""
+        """Bytes of the parameters."""
+
+    def traffic(self, workers: int) -> Traffic:
+        """What a step of so many workers must move and apply."""
 
     def build(self, torch: Any) -> Any:
         """The module, with the same values in every process."""
@@ -70,6 +78,10 @@ class Network:
     steps: int
 
     @property
+    def optimizer(self) -> None:
+        """Any."""
+
+    @property
     def features(self) -> int:
         """What the first linear layer takes."""
         if not self.channels:
@@ -88,6 +100,10 @@ class Network:
     def size_bytes(self) -> int:
         """Bytes of the parameters, and of the gradients of one worker."""
         return FLOAT_BYTES * self.elements
+
+    def traffic(self, workers: int) -> Traffic:
+        """Whole gradients, whole parameters."""
+        return Traffic.dense(self.elements, workers)
 
     def build(self, torch: Any) -> Any:
         """The module, with the same values in every process."""

@@ -22,6 +22,7 @@ from tensorwire.bench.training.figures import Turns, limit_over_wire, turn_ratio
 from tensorwire.bench.training.models import Model
 from tensorwire.bench.training.systems import LIMIT, LIMIT_COPIES, System
 from tensorwire.bench.training.team import Team
+from tensorwire.bench.training.traffic import FLOAT_BYTES
 from tensorwire.parameters import CELL_BYTES, threads_for
 
 _CHECK_STEPS = 3
@@ -101,6 +102,8 @@ class Stage:
     def __init__(self, course: Course, model: Model, wire: str) -> None:
         self._course = course
         self._model = model
+        self._traffic = model.traffic(course.workers)
+        self._optimizer = model.optimizer or course.optimizer
         self._wire = wire
         self._systems = {system.name: system for system in course.systems}
         self._teams: dict[str, Team] = {}
@@ -198,7 +201,7 @@ class Stage:
                 self._wire,
                 self._model,
                 course.workers,
-                course.optimizer,
+                self._optimizer,
                 course.server_threads,
                 hosts=self._hosts,
             )
@@ -215,7 +218,8 @@ class Stage:
         megabits = self._course.links.get(self._wire)
         carries = system.carries if megabits is None else {self._wire: f"TCP, {megabits} Mbit/s"}
         over = f"over {carries[self._wire]}" if system.carries else ""
-        self._notes[system.name] = "; ".join(filter(None, (team.note, over)))
+        needs = f"optimizer {self._optimizer}" if self._model.optimizer and over else ""
+        self._notes[system.name] = "; ".join(filter(None, (team.note, over, needs)))
         self.turns[system.name] = Turns()
 
     def _digest(self, name: str, digests: list[float]) -> None:
@@ -234,16 +238,16 @@ class Stage:
 
     def _limit_threads(self) -> int:
         """Those that the server uses for so many bytes."""
-        cells = -(-self._model.size_bytes // CELL_BYTES)
+        cells = -(-FLOAT_BYTES * self._traffic.elements // CELL_BYTES)
         return threads_for(cells, self._course.server_threads)
 
     def _start_limit(self) -> None:
         options = {
             "wire": self._wire,
-            "elements": self._model.elements,
+            "traffic": self._traffic,
             "workers": self._course.workers,
             "threads": self._limit_threads(),
-            "optimizer": self._course.optimizer,
+            "optimizer": self._optimizer,
             "hosts": self._hosts,
         }
         try:
@@ -325,7 +329,7 @@ class Stage:
 
     def empty(self, what: str, name: str) -> Row:
         """A row without figures and with the reason for that, if there is one."""
-        row = Row(self._course.bench, self._case(what), name, self._model.size_bytes)
+        row = Row(self._course.bench, self._case(what), name, self._traffic.up_bytes)
         return dataclasses.replace(row, note=self._failed.get(name, "it took no turn"))
 
     def _row(self, what: str, name: str) -> Row:
@@ -346,7 +350,7 @@ class Stage:
             ratio = turn_ratio(self._limit.samples, mine)
             row = dataclasses.replace(
                 row,
-                gb_per_s=self._model.size_bytes / middle / 1e9,
+                gb_per_s=self._traffic.up_bytes / middle / 1e9,
                 ratio_to_limit=ratio.median if ratio else None,
                 ratio_interval=ratio.interval if ratio else None,
             )
@@ -379,12 +383,18 @@ class Stage:
                 f"the larger of {note}, and raw socket: gradients in {format_seconds(into_s)} plus "
                 f"parameters out {format_seconds(out_s)}"
             )
+        if self._traffic.looked_up:
+            note += (
+                "; of tables only the rows that are looked up, one behind the other: "
+                f"{self._traffic.up_bytes / 1e6:.3g} MB of gradients per worker, indices included, "
+                f"{self._traffic.down_bytes / 1e6:.3g} MB of new values"
+            )
         middle = median(samples)
         return dataclasses.replace(
             row,
             seconds_median=middle,
             seconds_p99=percentile(samples, 0.99),
-            gb_per_s=self._model.size_bytes / middle / 1e9,
+            gb_per_s=self._traffic.up_bytes / middle / 1e9,
             cpu_seconds_local=self._limit.cpu_local_s / len(samples),
             cpu_seconds_remote=self._limit.cpu_remote_s / len(samples),
             operations=len(samples),
@@ -406,7 +416,7 @@ class Stage:
                 if ratio is not None:
                     found.append(
                         Comparison(
-                            self._case(what), self._model.size_bytes, name, rival, ratio.median,
+                            self._case(what), self._traffic.up_bytes, name, rival, ratio.median,
                             ratio.interval, ratio.pairs,
                         )
                     )  # fmt: skip

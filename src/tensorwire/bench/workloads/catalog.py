@@ -14,11 +14,11 @@ from functools import cache
 from statistics import median_high
 from typing import Any, NamedTuple
 
+from tensorwire.bench.training.traffic import FLOAT_BYTES, Lookup, Traffic
 from tensorwire.errors import UnavailableError
 
 _PACKAGE = "tensorwire.bench.workloads"
 _BATCHES = 4  # that a worker uses in turn
-FLOAT_BYTES = 4
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
 
 
@@ -26,13 +26,14 @@ class Tensor(NamedTuple):
     """A parameter, and so a gradient.
 
     Attributes:
-        sparse: only the rows that a batch looks up have a gradient that is not zero. torch makes
-            a dense one here all the same.
+        looked_up: only the rows that a batch looks up have a gradient that is not zero.
+        sparse: and its gradient is a sparse tensor: these rows and their indices.
     """
 
     name: str
     shape: tuple[int, ...]
     size_bytes: int
+    looked_up: bool
     sparse: bool
 
 
@@ -48,6 +49,7 @@ class Workload:
         about: architecture and inputs, for people.
         batch: samples per worker and step.
         steps: measured by default.
+        optimizer: the one that it needs, as in `make_optimizer`; None: whichever is asked for.
         tiny: the same structure with narrow layers, for tests.
     """
 
@@ -56,6 +58,7 @@ class Workload:
     about: str
     batch: int
     steps: int
+    optimizer: str | None = None
     tiny: bool = False
 
     def _make_task(self) -> Any:
@@ -73,7 +76,7 @@ class Workload:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the parameters, and of the gradients of one worker."""
+        """Bytes of the parameters."""
         return sum(tensor.size_bytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -83,6 +86,14 @@ class Workload:
             UnavailableError: torch is not installed.
         """
         return _tensors(self)
+
+    def traffic(self, workers: int) -> Traffic:
+        """What a step must move and apply; of sparse gradients by the rows of the batches.
+
+        Raises:
+            UnavailableError: torch is not installed.
+        """
+        return _traffic(self, workers)
 
     def build(self, torch: Any) -> Any:
         """The module, with the same values in every process."""
@@ -109,25 +120,62 @@ class Workload:
             "tiny": self.tiny,
             "batch": self.batch,
             "steps": self.steps,
+            "optimizer": self.optimizer,
+            "bytes_of_gradients": self.traffic(1).up_bytes,
             **summary(self.tensors())._asdict(),
         }
 
 
-@cache
-def _tensors(workload: Workload) -> tuple[Tensor, ...]:
+def _torch() -> Any:
     try:
-        torch: Any = importlib.import_module("torch")
+        return importlib.import_module("torch")
     except ModuleNotFoundError as error:
         raise UnavailableError(
             "the workloads need torch: pip install 'tensorwire[bench]'"
         ) from error
+
+
+@cache
+def _tensors(workload: Workload) -> tuple[Tensor, ...]:
+    torch = _torch()
     task = workload._make_task()
     with torch.device("meta"):
         module = task.build()
+    sparse = {
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding) and part.sparse
+    }
     return tuple(
-        Tensor(name, tuple(p.shape), p.numel() * p.element_size(), name.startswith(task.sparse))
+        Tensor(
+            name,
+            tuple(p.shape),
+            p.numel() * p.element_size(),
+            name.startswith(task.looked_up),
+            name in sparse,
+        )
         for name, p in module.named_parameters()
     )
+
+
+@cache
+def _traffic(workload: Workload, workers: int) -> Traffic:
+    dense = sum(t.size_bytes for t in workload.tensors() if not t.sparse) // FLOAT_BYTES
+    tables = [t for t in workload.tensors() if t.sparse]
+    if not tables:
+        return Traffic.dense(dense, workers)
+    torch = _torch()
+    task = workload._make_task()
+    batches = [workload.batches(torch, rank) for rank in range(workers)]
+    lookups = []
+    for step in zip(*batches, strict=True):  # all workers are at the same of their batches
+        rows = [task.rows(inputs) for inputs, _ in step]
+        for table in tables:
+            unique = [mine[table.name].unique() for mine in rows]
+            counts = torch.cat(unique).unique(return_counts=True)[1]
+            by_workers = counts.bincount(minlength=workers + 1)[1:].tolist()
+            lookups.append(Lookup(table.shape[1], by_workers))
+    return Traffic.of_rows(dense, workers, lookups, len(batches[0]))
 
 
 class Summary(NamedTuple):
@@ -143,6 +191,7 @@ class Summary(NamedTuple):
     medium: int
     large: int
     bytes_in_large: int
+    bytes_looked_up: int
     bytes_sparse: int
 
 
@@ -162,6 +211,7 @@ def summary(tensors: Sequence[Tensor]) -> Summary:
         medium=len(sizes) - small - len(large),
         large=len(large),
         bytes_in_large=sum(large),
+        bytes_looked_up=sum(tensor.size_bytes for tensor in tensors if tensor.looked_up),
         bytes_sparse=sum(tensor.size_bytes for tensor in tensors if tensor.sparse),
     )
 
@@ -175,7 +225,15 @@ WORKLOADS = (
     Workload("fcn5", "plain:Fcn5", "5 dense layers; 784 inputs", 4, 30),
     Workload("resnet50", "resnet:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
     Workload("gpt2-small", "gpt2:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
-    Workload("dlrm", "dlrm:Dlrm", "26 embedding tables, 2 perceptrons", 128, 30),
+    Workload(
+        "dlrm",
+        "dlrm:Dlrm",
+        "26 embedding tables with sparse gradients, 2 perceptrons; SGD without momentum",
+        128,
+        30,
+        "plain-sgd",
+    ),
+    Workload("dlrm-dense", "dlrm:DlrmDense", "the same with dense gradients", 128, 30),
     Workload("moe", "moe:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
     Workload("bilstm", "recurrent:BiLstm", "2 layers, both ways; 5 to 24 words", 4, 20),
 )

@@ -1,8 +1,8 @@
 """DLRM (Naumov et al., 2019): embedding tables and perceptrons that predict a click.
 
 The 26 tables have the rows of Criteo's Kaggle data set, cut at 40,000, of 64 elements. A batch of
-128 looks up at most 128 rows of each; all other rows of their gradients are zeros. torch makes
-these gradients dense here, and dense they are moved.
+128 looks up at most 128 rows of each. Gradients of the tables are sparse: these rows and where they
+are. The dense twin has the same tables, and gradients whose other rows are zeros.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _perceptron(*widths: int) -> nn.Sequential:
 
 
 class _Model(nn.Module):
-    def __init__(self, rows: list[int], wide: int, inner: int) -> None:
+    def __init__(self, rows: list[int], wide: int, inner: int, sparse: bool) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(n, wide) for n in rows)
+        self.tables = nn.ModuleList(nn.Embedding(n, wide, sparse=sparse) for n in rows)
         for table in self.tables:
             nn.init.uniform_(table.weight, -0.05, 0.05)
         self.bottom = _perceptron(_NUMBERS, 2 * inner, inner, wide)
@@ -54,24 +54,37 @@ class _Model(nn.Module):
 class Dlrm(Task):
     """One category per table and sample, uniform over its rows."""
 
-    sparse = ("tables.",)
+    looked_up = ("tables.",)
+    sparse = True  # gradients of the tables
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
-        self.rows = [min(n, 50 if tiny else 40_000) for n in _ROWS]
+        self.sizes = [min(n, 50 if tiny else 40_000) for n in _ROWS]
 
     def build(self) -> nn.Module:
         """As the base class says."""
-        return _Model(self.rows, 4, 8) if self.tiny else _Model(self.rows, 64, 256)
+        wide, inner = (4, 8) if self.tiny else (64, 256)
+        return _Model(self.sizes, wide, inner, self.sparse)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
         """As the base class says."""
-        categories = [torch.randint(n, (size,), generator=random) for n in self.rows]
+        categories = [torch.randint(n, (size,), generator=random) for n in self.sizes]
         return (
             (torch.rand((size, _NUMBERS), generator=random), torch.stack(categories, 1)),
             torch.randint(2, (size,), generator=random).float(),
         )
 
+    def rows(self, inputs: Any) -> dict[str, torch.Tensor]:
+        """As the base class says."""
+        columns = inputs[1].unbind(1) if self.sparse else ()
+        return {f"tables.{index}.weight": column for index, column in enumerate(columns)}
+
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
         """Of clicks."""
         return F.binary_cross_entropy_with_logits(output, labels)
+
+
+class DlrmDense(Dlrm):
+    """The same with gradients of whole tables."""
+
+    sparse = False

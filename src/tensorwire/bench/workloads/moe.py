@@ -71,7 +71,7 @@ class _Block(nn.Module):
 class MixtureOfExperts(Task):
     """Predicts the next word."""
 
-    sparse = ("embedding.",)
+    looked_up = ("embedding.",)
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)

@@ -116,7 +116,7 @@ class _Tagger(nn.Module):
 class BiLstm(Task):
     """Sentences of 5 to 24 words; a batch is as wide as its longest."""
 
-    sparse = ("embedding.",)
+    looked_up = ("embedding.",)
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)

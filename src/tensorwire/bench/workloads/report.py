@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorwire.bench.workloads.catalog import Workload, summary
+from tensorwire.bench.workloads.catalog import Summary, Workload, summary
 
 MIB = 1 << 20
 
@@ -24,14 +24,14 @@ def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="small is below 1 KiB, large 1 MiB or more. sparse: gradients whose rows are zeros "
-        "but for those that a batch looks up; torch makes them dense here",
+        caption="small is below 1 KiB, large 1 MiB or more. looked up: gradients whose rows are "
+        "zeros but for those that a batch looks up; sparse, where torch makes only these",
         caption_justify="left",
     )
     table.add_column("workload", no_wrap=True)
     for heading in (
         "tensors", "MiB", "average", "median", "min", "max", "small", "medium", "large",
-        "in large", "sparse",
+        "in large", "looked up",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
     for model in workloads:
@@ -50,11 +50,18 @@ def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
             str(found.medium),
             str(found.large),
             f"{100 * found.bytes_in_large / found.bytes:.2f} %",
-            f"{100 * found.bytes_sparse / found.bytes:.0f} %" if found.bytes_sparse else "–",
+            _looked_up(found),
         )  # fmt: skip
     console.print(table)
     for model in workloads:
         console.print(f"{model.name:13} {model.about}; batch {model.batch}", highlight=False)
+
+
+def _looked_up(found: Summary) -> str:
+    if not found.bytes_looked_up:
+        return "–"
+    sparse = ", sparse" if found.bytes_sparse else ""
+    return f"{100 * found.bytes_looked_up / found.bytes:.0f} %{sparse}"
 
 
 def size_text(size_bytes: float) -> str:

@@ -15,10 +15,10 @@ class Task(ABC):
 
     Attributes:
         tiny: narrow layers, the same structure.
-        sparse: what the names of parameters begin with that are looked up by row.
+        looked_up: what the names of parameters begin with that are looked up by row.
     """
 
-    sparse: tuple[str, ...] = ()
+    looked_up: tuple[str, ...] = ()
 
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
@@ -33,6 +33,14 @@ class Task(ABC):
     @abstractmethod
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
         """Inputs and labels of `size` samples."""
+
+    def rows(self, inputs: Any) -> dict[str, torch.Tensor]:
+        """Which rows of the parameters with sparse gradients a batch looks up, by their names.
+
+        A row may be there several times.
+        """
+        del inputs
+        return {}
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
         """A scalar; every parameter has a part in it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 LEARNING_RATE = 1e-3
 MOMENTUM = 0.9
+PLAIN_SGD = "plain-sgd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Place:
     Attributes:
         torch: the module.
         rank, workers: this worker and how many there are.
-        optimizer: "sgd" (with momentum) or "adamw".
+        optimizer: "sgd" (with momentum), "plain-sgd" (without) or "adamw".
         folder: a directory of this team, for sockets and rendezvous.
         server: the address that the system's server gave; "" without one.
         barrier: returns when all workers have called it.
@@ -86,7 +87,16 @@ class Trainer(ABC):
 
 
 def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
-    """The optimizer of torch itself, with the same constants for every system."""
+    """The optimizer of torch itself, with the same constants for every system.
+
+    Of these "plain-sgd" alone takes sparse gradients, and not where it is fused.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM, fused=fused)
+    momentum = {"sgd": MOMENTUM, PLAIN_SGD: 0.0}.get(name)
+    if momentum is None:
+        raise ValueError(f"no optimizer {name!r}; known: sgd, {PLAIN_SGD}, adamw")
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, fused=fused)

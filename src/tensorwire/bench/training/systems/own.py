@@ -45,11 +45,10 @@ class OwnTrainer(Trainer):
         per_step: float = self._job.report()["hidden_communication_s"]
         return per_step * self._steps
 
-    def in_place(self) -> float:
-        """By the addresses at which gradients arrived."""
+    def in_place(self) -> float | None:
+        """By the addresses at which gradients arrived; None where none has a place."""
         found = self._tw.explain_optimizer(self._optimizer)
-        share: float = found.bytes_in_place / found.bytes
-        return share
+        return found.bytes_in_place / found.bytes if found.bytes else None
 
     def close(self) -> None:
         """Leaves the job."""

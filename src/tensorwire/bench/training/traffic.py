@@ -1,0 +1,77 @@
+"""What one step must move and apply at least, in bytes and elements.
+
+Pure arithmetic. Of a dense gradient all of it moves, of a sparse one the rows that the batch looked
+up, each once and with its index. New values come back for the rows that any worker changed, with
+their indices: a worker does not know what the others looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FLOAT_BYTES = 4
+INDEX_BYTES = 8
+
+
+class Lookup(NamedTuple):
+    """What all workers looked up in one table in one step.
+
+    Attributes:
+        wide: elements of a row.
+        rows: how many rows exactly one worker looked up, how many exactly two, and so on.
+    """
+
+    wide: int
+    rows: Sequence[int]
+
+
+class Traffic(NamedTuple):
+    """The mean of the steps that workers take in turn.
+
+    Attributes:
+        up_bytes: the gradients of one worker.
+        down_bytes: the new values for one worker.
+        applied: elements that exactly one worker has gradients of, exactly two, and so on: what a
+            server must read of that many gradients, and of the parameters, and write.
+        looked_up: whether there are sparse gradients.
+    """
+
+    up_bytes: int
+    down_bytes: int
+    applied: tuple[int, ...]
+    looked_up: bool = False
+
+    @classmethod
+    def dense(cls, elements: int, workers: int) -> Traffic:
+        """Of gradients that all workers have whole."""
+        size_bytes = FLOAT_BYTES * elements
+        return cls(size_bytes, size_bytes, (*[0] * (workers - 1), elements))
+
+    @classmethod
+    def of_rows(cls, elements: int, workers: int, lookups: Sequence[Lookup], steps: int) -> Traffic:
+        """Of gradients with so many dense elements, and all lookups in so many steps."""
+        rows = [0] * workers
+        row_elements = [0] * workers
+        for wide, counts in lookups:
+            for index, count in enumerate(counts):
+                rows[index] += count
+                row_elements[index] += count * wide
+
+        def size_bytes(weights: Sequence[float]) -> int:
+            indices, values = (
+                sum(w * n for w, n in zip(weights, numbers, strict=True))
+                for numbers in (rows, row_elements)
+            )
+            moved = (INDEX_BYTES * indices + FLOAT_BYTES * values) / steps
+            return FLOAT_BYTES * elements + round(moved)
+
+        applied = [round(count / steps) for count in row_elements]
+        applied[-1] += elements
+        mean = [(index + 1) / workers for index in range(workers)]
+        return cls(size_bytes(mean), size_bytes([1.0] * workers), tuple(applied), True)
+
+    @property
+    def elements(self) -> int:
+        """That a server applies."""
+        return sum(self.applied)
