@@ -23,10 +23,12 @@ class Tables(nn.Module):
         super().__init__()
         self.words = nn.EmbeddingBag(WORDS, 33, mode="sum", sparse=sparse)
         self.places = nn.Embedding(PLACES, 8, sparse=sparse)
-        self.last = nn.Linear(41, 2)
+        self.more = nn.Embedding(40, 8, sparse=sparse)  # with places in one table
+        self.last = nn.Linear(49, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.cat([self.words(x), self.places(x[:, 0] % PLACES)], 1)
+        parts = [self.words(x), self.places(x[:, 0] % PLACES), self.more(x[:, 1] % 40)]
+        found = torch.cat(parts, 1)
         return self.last(found)  # type: ignore[no-any-return]
 
 
@@ -120,6 +122,31 @@ def mixed(job: tw.Job) -> None:
         twin.zero_grad()
         same(model, twin)
         assert torch.equal(before, model.places.weight) == (step == 3)
+
+
+def withdrawing(job: tw.Job) -> None:
+    """A gradient that was withdrawn does not come back with that of another tensor of its table."""
+    model, twin = tables(), tables(sparse=False)
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    for step in range(STEPS):
+        loss(model, 100 * torch.ones(2, 5, dtype=torch.int64)).backward()
+        opt.zero_grad()
+
+        def of(model: Tables, rank: int, step: int = step) -> torch.Tensor:
+            return model.more(batch(step, rank) % 40).square().mean()
+
+        of(model, job.rank).backward()
+        opt.step()
+        opt.zero_grad()
+        for rank in range(2):
+            (of(twin, rank) / 2).backward()
+        sgd(twin).step()
+        twin.zero_grad()
+        same(model, twin)
+
+
+def test_zero_grad_withdraws_rows(team: Team, transports: list[str] | None) -> None:
+    team.run(withdrawing, transports=transports)
 
 
 def test_a_table_that_not_all_use(team: Team, transports: list[str] | None) -> None:
@@ -240,7 +267,7 @@ def told(job: tw.Job) -> dict[str, Any]:
     assert rows["words.weight"].reason == "it is sparse: its rows are sent"
     assert rows["words.weight"].route == "rows sent"
     assert not rows["words.weight"].in_place
-    assert rows["last.weight"].bytes == 41 * 2 * 4
+    assert rows["last.weight"].bytes == 49 * 2 * 4
     now = job._member.node.stats()["bytes_written"] if job._member else 0
     return {
         "written": now - written,
@@ -264,7 +291,7 @@ def test_copies_of_rows_are_told(team: Team) -> None:
     """One for bringing rows in order, and on one host one into the server's memory."""
     for transports, times in (None, 2), (["tcp"], 1):
         for found in team.run(told, transports=transports):
-            copied = found["copied"]["words.weight"] + found["copied"]["places.weight"]
+            copied = sum(size for name, size in found["copied"].items() if "last" not in name)
             # The first copy is of rows that are not summed yet; behind the second is a count.
             assert times * found["rows"] <= copied <= 2 * times * found["rows"] + 16
             assert found["in place"]["last.weight"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Transfer, Word
 
-from .apply import Rows
 from .layout import Share
 from .messages import Bytes
-from .rows import Table, part_of, tables_of
+from .rows import Gradient, Table, part_of, tables_of
 
 UNIT_BYTES = 1 << 20
 """Of one write: large enough to be worth it, small beside what is under way."""
@@ -37,15 +36,19 @@ def units_of(share: Share) -> tuple[range, ...]:
     Of at most UNIT_BYTES, or one cell, or all cells of a table.
     """
     units: list[range] = []
-    table = -1  # whose cells the last unit has
+    tables = {table.cells.start: table.cells for table in tables_of(share)}
     for index, cell in enumerate(share.cells):
-        mine = cell.pieces[0].tensor if cell.kind == "rows" else -1
-        fits = units and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES
-        if units and table == mine and (fits or mine >= 0):
+        if cell.kind == "rows":
+            if index in tables:
+                units.append(tables[index])
+        elif (
+            units
+            and share.cells[units[-1].start].kind != "rows"
+            and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES
+        ):
             units[-1] = range(units[-1].start, index + 1)
         else:
             units.append(range(index, index + 1))
-        table = mine
     return tuple(units)
 
 
@@ -107,7 +110,7 @@ class Outbox:
                     trained = layout.spec.tensors[tensor].kind in ("trained", "rows")
                     self._gradients[number] += trained and tensor in sends
         self._slot, self._heads = slot, heads
-        self._tables = {table.tensor: table for table in tables_of(share)}
+        self._unit_of = {cell: number for number, unit in enumerate(units) for cell in unit}
 
     def push(self, tensor: int, data: Any) -> None:
         """Sends what is complete by it; `data` as in `Store.push`."""
@@ -118,12 +121,12 @@ class Outbox:
         for unit, piece, region in parts:
             self._wait_for_others(unit, tensor, [(flat[piece], region)])
 
-    def push_rows(self, tensor: int, rows: Rows, values: Bytes) -> None:
-        """Sends what this server has of some rows of a table; as in `Store.push_rows`."""
-        if (table := self._tables.get(tensor)) is None:
-            return
-        pieces = remote_part(table, rows, values, self._heads, self._slot)
-        self._wait_for_others(self._parts[tensor][0].unit, tensor, pieces)
+    def push_rows(self, table: Table, gradients: Mapping[int, Gradient]) -> None:
+        """Sends the gradients of a table, all in one."""
+        unit = self._unit_of[table.cells.start]
+        pieces = remote_part(table, gradients, self._heads, self._slot)
+        self._waiting[unit] = {table.tensors[0]: pieces}
+        self._send(unit)
 
     def _wait_for_others(
         self, unit: int, tensor: int, pieces: list[tuple[Any, RemoteRegion]]
@@ -159,14 +162,19 @@ class Outbox:
 
 
 def remote_part(
-    table: Table, rows: Rows, values: Bytes, heads: RemoteRegion | None, slot: RemoteRegion
+    table: Table,
+    gradients: Mapping[int, Gradient],
+    heads: RemoteRegion | None,
+    slot: RemoteRegion,
 ) -> list[tuple[Any, RemoteRegion]]:
-    """What is written of a gradient of rows to one server, and where."""
+    """What is written of the gradients of a table to one server, and where."""
     assert heads is not None
-    head, mine = part_of(table, rows, values)
+    head, values = part_of(table, gradients)
     pieces: list[tuple[Any, RemoteRegion]] = [(head, heads[table.head : table.head + head.nbytes])]
-    if mine.nbytes:
-        pieces.append((mine, slot[table.start : table.start + mine.nbytes]))
+    at = table.start
+    for each in values:
+        pieces.append((each, slot[at : at + each.nbytes]))
+        at += each.nbytes
     return pieces
 
 

@@ -365,18 +365,25 @@ def checked_wants(raw: object, spec: Spec) -> list[int] | None:
 def _segments(
     tensors: Sequence[TensorSpec],
 ) -> Iterable[tuple[tuple[str, int, str], list[int]]]:
-    """Tensors that may share cells, last of the model first: gradients come in that order.
-
-    A table shares cells with nobody.
-    """
-    found: dict[tuple[int, int, str, int], list[int]] = {}
+    """Tensors that may share cells, last of the model first: gradients come in that order."""
+    found: dict[tuple[int, int, str, tuple[int, int]], list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
-        alone = -index if tensor.kind == "rows" else 0
-        key = KINDS.index(tensor.kind), tensor.group, tensor.dtype, alone
+        key = KINDS.index(tensor.kind), tensor.group, tensor.dtype, table_of(tensors, index)
         found.setdefault(key, []).append(index)
     for (kind, group, dtype, _), members in sorted(found.items()):
         yield (KINDS[kind], group, dtype), members
+
+
+def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
+    """Of equal kind, group and dtype, the same for tensors whose rows lie in one table.
+
+    That is where rows are equally long, and the next tensor begins where the last row ends.
+    """
+    tensor = tensors[index]
+    if tensor.kind != "rows":
+        return 0, 0
+    return tensor.row_bytes, 0 if tensor.row_bytes % ALIGN_BYTES == 0 else -index
 
 
 def _whole_rows(row_bytes: int, cell_bytes: int) -> int:

@@ -1,33 +1,53 @@
 """Tables, of which a step touches a few rows: their numbers and values travel, and nothing else.
 
-A slice's gradient of a table is two arrays: the rows that it has, in rising order and each once,
-and their values. At each server that has rows of the table, the numbers lie behind their count in
-a *head*, and the values at the beginning of the table's place in the slice's slot. What a step
-changed goes back in the same form to workers that do not see the parameters mapped.
+Tensors of kind "rows" whose rows are equally long lie behind one another and are one *table*. A
+slice's gradient of what a server has of it is two arrays: the numbers of the rows, in rising order
+and each once, and their values. The numbers lie behind their count in a *head*, the values at the
+beginning of the table's place in the slice's slot. What a step changed goes back in the same form
+to workers that do not see the parameters mapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from .apply import Rows
-from .layout import ALIGN_BYTES, Share
+from .layout import ALIGN_BYTES, Share, table_of
 from .messages import Bytes
+
+Gradient = tuple[Rows, Bytes]
+"""Of one tensor: rows, rising and each once, and their values, one behind the other."""
 
 _NUMBER_BYTES = 8
 _COMPACT = 4  # if more than one row of so many changed, all are sent
 
 
-class Table(NamedTuple):
-    """The rows of one tensor that one server has.
+class Member(NamedTuple):
+    """The rows of one tensor in a table.
 
     Attributes:
         tensor: its index.
-        first: the first of the rows.
-        height: how many.
+        first: the first of its rows that are here.
+        height: how many are.
+        at: which row of the table that one is.
+    """
+
+    tensor: int
+    first: int
+    height: int
+    at: int
+
+
+class Table(NamedTuple):
+    """The rows that one server has of a table.
+
+    Attributes:
+        members: the tensors that they are of.
+        height: how many rows.
         row_bytes: of each.
         start: where the first lies in the share's memory.
         cells: of the share, by their place in it.
@@ -36,8 +56,7 @@ class Table(NamedTuple):
         capacity: how many rows fit there.
     """
 
-    tensor: int
-    first: int
+    members: tuple[Member, ...]
     height: int
     row_bytes: int
     start: int
@@ -45,6 +64,11 @@ class Table(NamedTuple):
     head: int
     changed: int
     capacity: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Their indices."""
+        return tuple([member.tensor for member in self.members])
 
     @property
     def head_bytes(self) -> int:
@@ -61,32 +85,44 @@ class Table(NamedTuple):
         """The byte after the last row in the share's memory."""
         return self.start + self.height * self.row_bytes
 
+    @property
+    def changed_stop(self) -> int:
+        """The byte after what a step can have changed, in the memory of a worker."""
+        return _padded(self.values_at + self.capacity * self.row_bytes)
+
 
 def tables_of(share: Share) -> tuple[Table, ...]:
     """The tables that a server has rows of, in the order of the layout."""
-    layout, found = share.layout, []
-    head = changed = 0
-    numbers: dict[int, list[int]] = {}
-    for index, cell in enumerate(share.cells):
-        if cell.kind == "rows":
-            numbers.setdefault(cell.pieces[0].tensor, []).append(index)
-    for tensor, cells in numbers.items():
-        place, row_bytes = layout.places[tensor], layout.spec.tensors[tensor].row_bytes
-        start, stop = share.clip(place.start, place.end)
-        count = (stop - start) // row_bytes
+    layout, tensors = share.layout, share.layout.spec.tensors
+    indices = [index for index, cell in enumerate(share.cells) if cell.kind == "rows"]
+
+    def key(index: int) -> tuple[int, str, tuple[int, int]]:
+        cell = share.cells[index]
+        return cell.group, cell.dtype, table_of(tensors, cell.pieces[0].tensor)
+
+    found: list[Table] = []
+    for _, group in groupby(indices, key):
+        cells = list(group)
+        begin, end = share.cells[cells[0]].start, share.cells[cells[-1]].stop
+        pieces = [piece.tensor for index in cells for piece in share.cells[index].pieces]
+        row_bytes = tensors[pieces[0]].row_bytes
+        members = []
+        for tensor in dict.fromkeys(pieces):
+            place = layout.places[tensor]
+            start, stop = max(place.start, begin), min(place.end, end)
+            first, at = (start - place.start) // row_bytes, (start - begin) // row_bytes
+            members.append(Member(tensor, first, (stop - start) // row_bytes, at))
+        height = sum(member.height for member in members)
         table = Table(
-            tensor,
-            (start - place.start) // row_bytes,
-            count,
+            tuple(members),
+            height,
             row_bytes,
-            start - share.start,
+            begin - share.start,
             range(cells[0], cells[-1] + 1),
-            head,
-            changed,
-            count // _COMPACT,
+            _padded(found[-1].head + found[-1].head_bytes) if found else 0,
+            found[-1].changed_stop if found else 0,
+            height // _COMPACT,
         )
-        head += _padded(table.head_bytes)
-        changed = _padded(table.values_at + table.capacity * row_bytes)
         found.append(table)
     return tuple(found)
 
@@ -101,28 +137,39 @@ def changed_starts(shares: Sequence[Share]) -> list[int]:
     starts = [0]
     for share in shares:
         tables = tables_of(share)
-        size = max((_padded(t.values_at + t.capacity * t.row_bytes) for t in tables), default=0)
-        starts.append(starts[-1] + size)
+        starts.append(starts[-1] + (tables[-1].changed_stop if tables else 0))
     return starts
 
 
-def part_of(table: Table, rows: Rows, values: Bytes) -> tuple[Rows, Bytes]:
-    """What goes to one server of a gradient: the head, and the values of its rows.
+def rows_here(member: Member, rows: Rows) -> tuple[int, int]:
+    """Which of some rows of its tensor, rising, a table has: from, to."""
+    begin, end = np.searchsorted(rows, (member.first, member.first + member.height)).tolist()
+    return begin, end
+
+
+def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list[Bytes]]:
+    """What goes to one server: the head, and the values that lie behind one another there.
 
     Args:
         table: the rows there.
-        rows: of the whole tensor, rising.
-        values: of all these rows.
+        gradients: by tensor; of all its rows.
     """
-    begin, end = np.searchsorted(rows, [table.first, table.first + table.height]).tolist()
-    head = np.empty(1 + end - begin, np.int64)
-    head[0] = end - begin
-    np.subtract(rows[begin:end], table.first, out=head[1:])
-    return head, values[begin * table.row_bytes : end * table.row_bytes]
+    numbers: list[Rows] = [np.zeros(1, np.int64)]
+    values: list[Bytes] = []
+    for member in table.members:
+        if (gradient := gradients.get(member.tensor)) is None:
+            continue
+        begin, end = rows_here(member, gradient[0])
+        if begin < end:
+            numbers.append(gradient[0][begin:end] + (member.at - member.first))
+            values.append(gradient[1][begin * table.row_bytes : end * table.row_bytes])
+    head = np.concatenate(numbers)
+    head[0] = len(head) - 1
+    return head, values
 
 
-def read_part(table: Table, heads: Bytes, slot: Bytes) -> tuple[Rows, Bytes]:
-    """The other way round, at the server; the numbers are copied, then checked.
+def read_part(table: Table, heads: Bytes, slot: Bytes) -> Gradient:
+    """The other way round, at the server: rows of the table, copied and checked, and values.
 
     Raises:
         ValueError: these are no rows of the table, in rising order and each once.
@@ -145,13 +192,13 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """At the worker: puts what the version changed into its view of the tensor.
+    """At the worker: puts what the version changed into its view of the table.
 
     Args:
         table: the rows of one server.
         version: that is in place.
         memory: what this server has written.
-        view: the whole tensor.
+        view: these rows.
 
     Raises:
         ValueError: what is written there cannot be.
@@ -166,9 +213,7 @@ def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
         raise ValueError("a server changed rows that it does not have")
     values = memory[table.values_at : table.values_at + count * table.row_bytes]
     kind = np.dtype((np.void, table.row_bytes))
-    begin = table.first * table.row_bytes
-    whole = view[begin : begin + table.height * table.row_bytes]
-    whole.view(kind)[rows] = values.view(kind)
+    view.view(kind)[rows] = values.view(kind)
 
 
 def _padded(size: int) -> int:

@@ -706,9 +706,8 @@ class _Chunks:
         kind = np.dtype((np.void, table.row_bytes))
         values = self._master[table.start : table.stop].view(kind)[rows].view(np.uint8)
         head = change(self._version, rows)
-        place = self._share.layout.places[table.tensor]
         for view in self._views:
-            if view.changes is None or not any(view.selection.of(place.start, place.end)):
+            if view.changes is None:
                 continue
             head_at = view.changes[table.changed : table.changed + head.nbytes]
             values_at = view.changes[table.values_at : table.values_at + values.nbytes]

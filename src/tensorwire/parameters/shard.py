@@ -116,7 +116,8 @@ class Shard:
         ]
         here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
         self._here = sorted(here)
-        self._counted = [*self._here, *(table.tensor for table in self._tables.values())]
+        tables = self._tables.values()
+        self._counted = [*self._here, *(tensor for table in tables for tensor in table.tensors)]
         self._reduced_rows: dict[int, Rows] = {}
         # As plain integers: for a handful of them numpy's calls cost more than the sums.
         self._counts = memory.counts.data
@@ -145,7 +146,7 @@ class Shard:
         )
 
     def _bind_rows(self, apply: Apply, table: Table) -> Lookup:
-        tensor = self.share.layout.spec.tensors[table.tensor]
+        tensor = self.share.layout.spec.tensors[table.tensors[0]]
         rows = self.memory.master[table.start : table.stop]
         return apply.bind_rows(tensor.dtype, tensor.shape[1], rows)
 
@@ -200,15 +201,15 @@ class Shard:
         """The rows of a table that any slice has."""
         table = self._tables[index]
         parts = []
-        for slot, weight in runs.weights(table.tensor):
-            number = slot % runs.slices  # however it says that they are there
+        for number, weight in runs.of_any(table.tensors):
             try:
                 rows, values = read_part(
                     table, self.memory.heads[number], self.memory.slots[number]
                 )
             except ValueError as error:
-                name = self.share.layout.spec.tensors[table.tensor].name
-                raise ValueError(f"slice {number}, {name!r}: {error}") from None
+                name = self.share.layout.spec.tensors[table.tensors[0]].name
+                more = f" and {len(table.tensors) - 1} more" if len(table.tensors) > 1 else ""
+                raise ValueError(f"slice {number}, {name!r}{more}: {error}") from None
             parts.append((rows, values, weight))
         self._reduced_rows[index] = found = self._lookups[index].reduce(parts)
         return found
@@ -455,6 +456,13 @@ class _Runs:
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
         """(slot, weight) of the slices that have a gradient for it."""
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
+
+    def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
+        """(slice, weight) of the slices that have a gradient for one of them, wherever."""
+        found = {
+            slot % self.slices: weight for each in tensors for slot, weight in self.weights(each)
+        }
+        return sorted(found.items())
 
     def of(self, cell: Cell) -> Iterator[_Run]:
         if self.all_alike and not self._pooled and self._all_same:

@@ -32,7 +32,16 @@ from .messages import (
     Commit,
     Result,
 )
-from .rows import changed_starts, heads_bytes, part_of, tables_of, take_change
+from .rows import (
+    Gradient,
+    Table,
+    changed_starts,
+    heads_bytes,
+    part_of,
+    rows_here,
+    tables_of,
+    take_change,
+)
 from .shard import Memory, Shard
 
 _BUCKET_BYTES = 512 << 10
@@ -180,7 +189,8 @@ class LocalStore:
         self._states = {name: _zeros(size) for name in apply.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
         (share,) = self.layout.deal(1)
-        self._tables = {table.tensor: table for table in tables_of(share)}
+        self._tables = tables_of(share)
+        self._gradients: list[dict[int, Gradient]] = [{} for _ in range(spec.slices)]
         self._heads = [_zeros(heads_bytes(share)) for _ in range(spec.slices)]
         end = share.stop
         memory = Memory(
@@ -219,18 +229,25 @@ class LocalStore:
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         """See `Store`."""
-        table = self._tables[tensor]
-        head, mine = part_of(table, rows, values)
-        heads, slot = self._heads[slice_index], self._slots[slice_index]
-        heads[table.head : table.head + head.nbytes].view(np.int64)[:] = head
-        slot[table.start : table.start + mine.nbytes] = mine
-        return head.nbytes + mine.nbytes
+        self._gradients[slice_index][tensor] = rows, values
+        return rows.nbytes + values.nbytes
 
     def settle(self) -> None:
         """See `Store`."""
 
     def commit(self, slice_index: int, commit: Commit) -> None:
         """See `Store`."""
+        gradients = _present(self._gradients[slice_index], commit)
+        heads, slot = self._heads[slice_index], self._slots[slice_index]
+        for table in self._tables:
+            if gradients.keys().isdisjoint(table.tensors):
+                continue
+            head, values = part_of(table, gradients)
+            heads[table.head : table.head + head.nbytes].view(np.int64)[:] = head
+            at = table.start
+            for each in values:
+                slot[at : at + each.nbytes] = each
+                at += each.nbytes
         self._commits[slice_index] = commit
 
     def wait(self) -> Result:
@@ -321,9 +338,7 @@ class RemoteStore:
         own_view = None
         if home < 0 and neighbour is None:
             own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="rw")
-        self._tables = [
-            {table.tensor: table for table in tables_of(share)} for share in self._shares
-        ]
+        self._tables = [tables_of(share) for share in self._shares]
         self._changed: NDArray[np.uint8] | None = None
         self._changed_at = starts = changed_starts(self._shares)
         changes = None
@@ -348,6 +363,12 @@ class RemoteStore:
 
         self._outboxes = {
             i: [self._make_outbox(i, s) for s in range(len(servers))] for i in self._mine()
+        }
+        self._row_memory = {
+            (i, s): (self._heads(i, s), servers[s].region(self._name(f"slot/{i}")))
+            for i in self._mine()
+            for s in range(len(servers))
+            if self._tables[s]
         }
         self._targets = {i: self._find_targets(i) for i in self._mine()}
         commits = {
@@ -378,6 +399,10 @@ class RemoteStore:
             if starts[-1]:
                 self._changed = self._of(neighbour[1], "changed").array()
         self._at_server = home >= 0
+        self._viewed_tables = [
+            list(self._view_tables(server)) for server in range(len(servers)) if starts[-1]
+        ]
+        self._gradients: dict[int, dict[int, Gradient]] = {i: {} for i in self._mine()}
         self._pending: list[tuple[int, int, Any]] = []
         self._pending_bytes = 0
         self._transfers: list[list[Transfer]] = [[] for _ in servers]
@@ -421,6 +446,14 @@ class RemoteStore:
         if not self._tables[server]:
             return None
         return self._member.servers[server].region(self._name(f"rows/{slice_index}"))
+
+    def _view_tables(self, server: int) -> Iterator[tuple[Table, Bytes]]:
+        """A server's tables that are wanted here, and where they are seen."""
+        base = self._shares[server].start
+        for table in self._tables[server]:
+            for start, stop, at in self._viewed.of(base + table.start, base + table.stop):
+                if stop - start == table.stop - table.start:
+                    yield table, self._view[at : at + stop - start]
 
     def _find_targets(self, slice_index: int) -> list[list[_Target]]:
         """For every tensor: where its bytes are copied to."""
@@ -500,20 +533,35 @@ class RemoteStore:
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         """See `Store`."""
+        self._gradients[slice_index][tensor] = rows, values
         copied = 0
-        for server, outbox in enumerate(self._outboxes[slice_index]):
-            peer = self._member.servers[server]
-            if outbox is not None:
-                self._do(peer, outbox.push_rows, tensor, rows, values)
-            elif (table := self._tables[server].get(tensor)) is not None:
-                slot = peer.region(self._name(f"slot/{slice_index}"))
-                heads = self._heads(slice_index, server)
-                pieces = remote_part(table, rows, values, heads, slot)
+        for server, tables in enumerate(self._tables):
+            if self._outboxes[slice_index][server] is None:
+                for table in tables:
+                    for member in table.members:
+                        if member.tensor == tensor:
+                            begin, end = rows_here(member, rows)
+                            copied += (end - begin) * (rows.itemsize + table.row_bytes)
+        return copied
+
+    def _send_rows(self, slice_index: int, commit: Commit) -> None:
+        """The gradients of tables that this commit means, to all servers."""
+        gradients = _present(self._gradients[slice_index], commit)
+        for server, tables in enumerate(self._tables):
+            peer, outbox = self._member.servers[server], self._outboxes[slice_index][server]
+            pieces: list[tuple[Any, RemoteRegion]] = []
+            for table in tables:
+                if gradients.keys().isdisjoint(table.tensors):
+                    continue
+                if outbox is not None:
+                    self._do(peer, outbox.push_rows, table, gradients)
+                    continue
+                heads, slot = self._row_memory[slice_index, server]
+                pieces += remote_part(table, gradients, heads, slot)
+            if pieces:
                 locals_, regions = zip(*pieces, strict=True)
                 self._transfers[server].append(self._do(peer, peer.write, locals_, regions))
-                copied += sum(each.nbytes for each in locals_)
-        self._bytes_copied += copied
-        return copied
+                self._bytes_copied += sum(each.nbytes for each in locals_)
 
     def _copy(self) -> None:
         """Into servers' mapped memory what is pending."""
@@ -558,6 +606,7 @@ class RemoteStore:
 
     def commit(self, slice_index: int, commit: Commit) -> None:
         """See `Store`. Over a network it goes ahead of what is still under way."""
+        self._send_rows(slice_index, commit)
         if self._pending:
             self._copy()
         self._flush(slice_index)
@@ -603,9 +652,9 @@ class RemoteStore:
         """Where parameters are not seen mapped, what the servers changed of tables."""
         if self._changed is None:
             return
-        for tables, start in zip(self._tables, self._changed_at, strict=False):
-            for table in tables.values():
-                take_change(table, version, self._changed[start:], self.value(table.tensor))
+        for tables, start in zip(self._viewed_tables, self._changed_at, strict=False):
+            for table, view in tables:
+                take_change(table, version, self._changed[start:], view)
 
     def _wait_results(self, version: int) -> Result:
         results = []
@@ -713,6 +762,13 @@ class RemoteStore:
         """See `Store`."""
         for region in self._regions:
             region.free()
+
+
+def _present(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Gradient]:
+    """Takes the gradients of tables that a commit means; the others were withdrawn."""
+    found = {tensor: each for tensor, each in gradients.items() if commit.present[tensor]}
+    gradients.clear()
+    return found
 
 
 def _zeros(size: int) -> Bytes:

@@ -75,6 +75,9 @@ class Team:
                 address = self._start_server(
                     [sys.executable, "-m", system.server, *arguments], environment, start_timeout_s
                 )
+            if system.in_job and wire != "shm":
+                # A server on another host; these workers are on one, and share memory there.
+                environment["TENSORWIRE_TRANSPORTS"] = "shm,tcp"
             self._start_workers(workers, _for_workers(environment, system, workers, address))
             orders = [
                 Order(system.module, model, rank, workers, optimizer, self._folder.name, address)
