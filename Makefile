@@ -3,6 +3,7 @@
 #
 #   make test ARGS='-k signal'      more arguments for pytest, the benchmark or the example
 #   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
+#   make JOBS=2 test                files of tests by turns in so many processes, as in CI
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 #   make TORCH=2.14.0 test-torch    another torch than the second one of CI
 
@@ -11,6 +12,7 @@ PYTHON ?= python3
 TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000
+JOBS ?= 1
 ARGS ?=
 
 VENV := .venv
@@ -43,7 +45,7 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 
 test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
 	@$(NEED) ?ip ?tc
-	pytest $(ARGS)
+	pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(ARGS)
 
 test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
 	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \
@@ -63,8 +65,11 @@ rig-shell: $(VENV)/bin/python ## a prompt for two such machines
 
 test-cpp: test-cpp-address test-cpp-thread ## run the C++ tests under ASan with UBSan and under TSan
 
-test-cpp-%: $(VENV)/.with-dev FORCE
+.PHONY: test-cpp-needs
+test-cpp-needs:
 	@$(NEED) clang clang-rt doctest ?ucx-headers
+
+test-cpp-%: $(VENV)/.with-dev test-cpp-needs FORCE
 	$(CMAKE) -B build/cpp-$* -DTENSORWIRE_TESTS=ON -DTENSORWIRE_SANITIZE=$* >/dev/null
 	cmake --build build/cpp-$* -- --quiet
 	TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -80,15 +85,18 @@ SLOWER_answers := 50
 
 # New finds go to build/corpus; a crash leaves its input in build/fuzz. Kept is what reaches a new
 # edge, without how often: some hundred small files.
-fuzz-%: $(VENV)/.with-dev FORCE
-	@$(NEED) clang clang-rt
-	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
-	cmake --build build/fuzz --target $*_fuzz -- --quiet
+fuzz-%: fuzz-build FORCE
 	@mkdir -p build/corpus/$* tests/corpus/$*
 	build/fuzz/$*_fuzz -runs=$$(($(RUNS) / $(SLOWER_$*))) -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
 	  -max_len=4000 -print_final_stats=1 -artifact_prefix=build/fuzz/ build/corpus/$* tests/corpus/$*
 	$(if $(KEEP),build/fuzz/$*_fuzz -merge=1 -use_counters=0 -max_len=4000 -verbosity=0 \
 	  tests/corpus/$* build/corpus/$*)
+
+.PHONY: fuzz-build
+fuzz-build: $(VENV)/.with-dev
+	@$(NEED) clang clang-rt
+	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
+	cmake --build build/fuzz --target $(FUZZERS:%=%_fuzz) -- --quiet
 
 model: ## check the models of our protocols exhaustively with spin
 	@$(NEED) cc spin

@@ -65,15 +65,15 @@ class Sharing:
         In which group one is, and whether it is trained, the process says that speaks for it.
 
         Raises:
-            ValueError: another process that has it says something else.
+            ValueError: in all processes, if one that has it says something else.
         """
         # 0: in no group; else 1 + 2 x group, one more if it is trained.
-        codes = {
+        own = {
             id(parameter): 1 + 2 * group + parameter.requires_grad
             for group, each in enumerate(self._optimizer.param_groups)
             for parameter in each["params"]
         }
-        mine = {name: codes.get(id(parameter), 0) for name, parameter in self.own.items()}
+        mine = {name: own.get(id(parameter), 0) for name, parameter in self.own.items()}
         first = self._job.replica == 0
         told = [
             float(mine[name]) if first and self.speaks_for(name) else 0.0
@@ -81,15 +81,20 @@ class Sharing:
         ]
         found = []
         self._groups = [[] for _ in self._optimizer.param_groups]
-        for index, (name, code) in enumerate(
-            zip(self.whole.parameters, map(int, self._job.sum(told)), strict=True)
-        ):
-            group = max(code - 1, 0) // 2
-            if mine.get(name, code) != code or group >= len(self._groups):
+        codes = dict(zip(self.whole.parameters, map(int, self._job.sum(told)), strict=True))
+        # Everybody learns it, also who has it as it is said.
+        differ = [
+            float(mine.get(name, code) != code or max(code - 1, 0) // 2 >= len(self._groups))
+            for name, code in codes.items()
+        ]
+        for name, workers in zip(codes, self._job.sum(differ), strict=True):
+            if workers:
                 raise ValueError(
                     f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
                     "another process of the pipeline: all name the same groups, empty ones too"
                 )
+        for index, (name, code) in enumerate(codes.items()):
+            group = max(code - 1, 0) // 2
             if code:
                 self._groups[group].append(index)
             kind = "trained" if code and code % 2 == 0 else "constant"

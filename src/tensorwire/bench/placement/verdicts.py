@@ -124,7 +124,7 @@ def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
 
 
 def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
-    """How much of its gradients `plan` produced in place, in its last step."""
+    """How much of its dense gradients `plan` produced in place, in its last step."""
     name = f"{case} gradient bytes in place"
     end = ends.get(PLAN.name)
     if end is None or end.in_place is None:

@@ -46,9 +46,11 @@ class OwnTrainer(Trainer):
         return per_step * self._steps
 
     def in_place(self) -> float | None:
-        """By the addresses at which gradients arrived; None where none has a place."""
+        """By the addresses at which dense gradients arrived; None where none has a place."""
         found = self._tw.explain_optimizer(self._optimizer)
-        return found.bytes_in_place / found.bytes if found.bytes else None
+        dense = [row for row in found.gradients if row.route != "rows sent"]
+        size = sum(row.bytes for row in dense)
+        return sum(row.bytes for row in dense if row.in_place) / size if size else None
 
     def close(self) -> None:
         """Leaves the job."""
