@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from .capture import Part, Value
+from .halves import Later, inputs_first
 
 
 class Stage:
@@ -35,6 +36,7 @@ class Stage:
         self._received = self.inputs if index else ()
         self._module = fx.GraphModule(own, part.graph)
         self._kept: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+        self._later: dict[int, tuple[Later, set[int]]] = {}
 
     def forward(
         self, microbatch: int, inputs: Mapping[str, Any], keep: bool
@@ -85,20 +87,71 @@ class Stage:
         Returns:
             The gradient of every input that needs one, by name; zeros where nothing depends on it.
         """
+        leaves, roots, seeds = self._begin(microbatch, gradients, loss)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        lent = self._lent(leaves, gradients)
+        leaving = self._leaving(leaves)
+        _take_own(self._module.parameters(), lent | leaving)
+        return self._back(leaves, lent)
+
+    def backward_inputs(
+        self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The part of `backward` for the inputs; `backward_weights` is the rest.
+
+        Args:
+            microbatch: as in `backward`.
+            gradients: as there, but their memory and that of the inputs is used until the rest.
+            loss: as there.
+
+        Returns:
+            As `backward`.
+        """
+        leaves, roots, seeds = self._begin(microbatch, gradients, loss)
+        needed = [leaves[name] for name in self._received if self._values[name].needs_grad]
+        later = inputs_first(roots, seeds, needed)
+        lent = self._lent(leaves, gradients)
+        leaving = self._leaving(leaves)
+        _take_own(later.done, lent | leaving)
+        # What leaves without being kept may be freed, and its addresses used for something else.
+        self._later[microbatch] = later, lent | leaving & _storages(later.kept())
+        return self._back(leaves, lent)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Adds to the gradients of parameters what `backward_inputs` has left.
+
+        Nothing keeps the memory of gradients and inputs afterwards.
+        """
+        later, lent = self._later.pop(microbatch)
+        for parameters in later.rest():
+            _take_own(parameters, lent)
+
+    def _begin(
+        self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
+    ) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor | None]]:
+        """The leaves of a micro-batch, what its backward begins with, and gradients of that."""
         leaves, made = self._kept.pop(microbatch)
         roots, seeds = _roots(self.outputs, made, gradients)
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             seeds.append(None)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        return leaves, roots, seeds
+
+    def _tensors(self, leaves: Mapping[str, Any]) -> list[torch.Tensor]:
         received = [leaves[name] for name in self._received]
-        received = [each for each in received if isinstance(each, torch.Tensor)]
-        lent = _storages([*gradients.values(), *received])
-        # What leaves must not change either, and the next micro-batch adds to those of parameters.
-        leaving = _storages([each.grad for each in received if each.grad is not None])
-        for parameter in self._module.parameters():
-            parameter.grad = _own(parameter.grad, lent | leaving)
+        return [each for each in received if isinstance(each, torch.Tensor)]
+
+    def _lent(self, leaves: Mapping[str, Any], gradients: Mapping[str, torch.Tensor]) -> set[int]:
+        """Memory that others use again."""
+        return _storages([*gradients.values(), *self._tensors(leaves)])
+
+    def _leaving(self, leaves: Mapping[str, Any]) -> set[int]:
+        """What leaves must not change either, and the next micro-batch adds to parameters'."""
+        found = [each.grad for each in self._tensors(leaves)]
+        return _storages([each for each in found if each is not None])
+
+    def _back(self, leaves: Mapping[str, Any], lent: set[int]) -> dict[str, torch.Tensor]:
         back = {}
         for name in self._received:
             if self._values[name].needs_grad:
@@ -109,11 +162,18 @@ class Stage:
     def forget(self) -> None:
         """After a failure: nothing is kept for `backward`."""
         self._kept.clear()
+        self._later.clear()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     dense = (each for each in tensors if each.layout == torch.strided)
     return {each.untyped_storage().data_ptr() for each in dense}
+
+
+def _take_own(leaves: Iterable[torch.Tensor], lent: set[int]) -> None:
+    """Their gradients lie in memory of their own afterwards."""
+    for leaf in leaves:
+        leaf.grad = _own(leaf.grad, lent)
 
 
 def _own(gradient: torch.Tensor | None, lent: set[int]) -> torch.Tensor | None:

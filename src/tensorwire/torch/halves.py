@@ -1,0 +1,200 @@
+"""A backward in two halves: first the gradients of inputs, later those of everything else.
+
+The method is that of zero-bubble pipelines (Qi et al., arXiv:2401.10241), on autograd's graph. Its
+nodes that lead to an input are the chain; what hangs on it, down to parameters, are branches. The
+first half runs the chain alone and keeps what arrives where a branch leaves it. The second half
+enters each of these nodes again, for the branch alone. Knows no stages, and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+@dataclass
+class _Piece:
+    """What is computed at once: branches that leave the chain at one node, or none that do.
+
+    Attributes:
+        leaves: at the ends of the branches.
+        roots, seeds: of the backward, where they are in the branches.
+        door: the node; None if the branches begin at roots.
+        arrived: there.
+    """
+
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    roots: list[torch.Tensor] = field(default_factory=list)
+    seeds: list[torch.Tensor | None] = field(default_factory=list)
+    door: Node | None = None
+    arrived: tuple[torch.Tensor | None, ...] = ()
+
+    def run(self) -> None:
+        """Adds to `.grad` of the leaves."""
+        kept = [(at, each) for at, each in enumerate(self.arrived) if each is not None]
+        edges = [GradientEdge(self.door, at) for at, _ in kept]
+        if not edges and not self.roots:
+            return
+        arrived, hook = self.arrived, None
+        if self.door is not None:
+            # Hooks of a tensor run again now, on what they have made already.
+            hook = self.door.register_prehook(lambda _: arrived)
+        try:
+            torch.autograd.backward(
+                [*self.roots, *edges],
+                [*self.seeds, *(each for _, each in kept)],
+                inputs=self.leaves,
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+class Later:
+    """What a backward has left for later. Made by `inputs_first`.
+
+    Attributes:
+        done: leaves besides the inputs whose gradient is complete already.
+    """
+
+    def __init__(self, done: list[torch.Tensor], pieces: list[_Piece]) -> None:
+        self.done = done
+        self._pieces = pieces
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Gradients that `rest` begins with."""
+        for piece in self._pieces:
+            yield from (each for each in (*piece.seeds, *piece.arrived) if each is not None)
+
+    def rest(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Computes it, piece by piece. Yields the leaves whose gradient is complete then."""
+        while self._pieces:
+            piece = self._pieces.pop(0)
+            piece.run()
+            yield piece.leaves
+
+
+def inputs_first(
+    roots: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+) -> Later:
+    """Adds to `.grad` of the inputs what `torch.autograd.backward(roots, seeds)` would.
+
+    With what `Later.rest` adds afterwards, `.grad` of all leaves is that of one backward, to the
+    bit, and hooks of each leaf run once. No operator computes a gradient twice. So a leaf does not
+    wait for `rest` if several nodes of the chain use it, of which the upper one would be asked for
+    the chain again; nor if a Function in Python does, which computes all gradients in one call.
+
+    What forward has saved stays until the last of `rest` is computed or forgotten.
+
+    Args:
+        roots: tensors that need gradients.
+        seeds: their gradients; None for a number. They must not change until the end of `rest`.
+        inputs: leaves that need gradients.
+    """
+    starts = [get_gradient_edge(root).node for root in roots]
+    parents = _parents(starts)
+    ends = {get_gradient_edge(each).node: each for each in inputs}
+    reached = [node for node in ends if node in parents]
+    chain = _above(reached, parents)
+    done: list[torch.Tensor] = []
+    at_roots = _Piece()
+    at_doors: dict[Node, _Piece] = {}
+    now = [at for at, start in enumerate(starts) if start in chain]
+    for branch in _branches(parents, chain):
+        leaves = [node.variable for node in branch if node.name() == _LEAF]
+        doors = {parent for node in branch for parent in parents[node]} & chain
+        begun = [at for at, start in enumerate(starts) if start in branch]
+        if not leaves:
+            continue
+        if len(doors) > 1 or any(isinstance(door, BackwardCFunction) for door in doors):
+            done += leaves
+            now += begun
+            continue
+        piece = at_roots
+        for door in doors:
+            piece = at_doors.setdefault(door, _Piece(door=door))
+        piece.leaves += leaves
+        piece.roots += [roots[at] for at in begun]
+        piece.seeds += [seeds[at] for at in begun]
+    targets = [*(ends[node] for node in reached), *done]
+    pieces = [at_roots] if at_roots.leaves else []
+    if targets:
+        hooks = [_keep(piece, pieces) for piece in at_doors.values()]
+        try:
+            torch.autograd.backward(
+                [roots[at] for at in now],
+                [seeds[at] for at in now],
+                retain_graph=bool(at_doors),
+                inputs=targets,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return Later(done, pieces)
+
+
+def _keep(piece: _Piece, pieces: list[_Piece]) -> Any:
+    """Lets a piece keep what arrives at its node, and counts it then: in the order of backward."""
+
+    def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:
+        piece.arrived = arrived
+        pieces.append(piece)
+
+    assert piece.door is not None
+    return piece.door.register_prehook(keep)
+
+
+def _parents(starts: Iterable[Node]) -> dict[Node, list[Node]]:
+    """All nodes that a backward from `starts` can reach, and from where."""
+    found: dict[Node, list[Node]] = {start: [] for start in starts}
+    left = list(found)
+    while left:
+        node = left.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in found:
+                found[below] = []
+                left.append(below)
+            found[below].append(node)
+    return found
+
+
+def _above(nodes: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes and all that lead to them."""
+    found = set(nodes)
+    left = list(found)
+    while left:
+        for parent in parents[left.pop()]:
+            if parent not in found:
+                found.add(parent)
+                left.append(parent)
+    return found
+
+
+def _branches(parents: dict[Node, list[Node]], chain: set[Node]) -> Iterator[set[Node]]:
+    """Nodes beside the chain, those together that are connected there."""
+    seen = set(chain)
+    for start in parents:
+        if start in seen:
+            continue
+        branch = {start}
+        left = [start]
+        while left:
+            node = left.pop()
+            beside: list[Any] = [*parents[node], *(below for below, _ in node.next_functions)]
+            for each in beside:
+                if each is not None and each not in branch and each not in chain:
+                    branch.add(each)
+                    left.append(each)
+        seen |= branch
+        yield branch
