@@ -3,6 +3,7 @@
 A case is a function at the top of this module; each process runs it with its `Machines`.
 """
 
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.export import Dim
 
 import tensorwire.torch as tw
 from tensorwire import Node
+from tensorwire.edges import wait_for_region
 from tensorwire.testing import Channel, Member, PeerGroup
 
 SIZE = 3
@@ -160,6 +162,7 @@ SPECS = {
     ("mlp", 2): {"layers.3": SplitPoint.BEGINNING},
     ("mlp", 3): {"layers.1": SplitPoint.END, "layers.4": SplitPoint.BEGINNING},
     ("mlp", 4): {f"layers.{at}": SplitPoint.BEGINNING for at in (1, 3, 5)},
+    ("mlp", 6): {f"layers.{at}": SplitPoint.BEGINNING for at in range(1, 6)},
     ("transformer", 2): {"blocks.1": SplitPoint.BEGINNING},
     ("transformer", 3): None,
     ("transformer", 4): {f"blocks.{at}": SplitPoint.BEGINNING for at in range(3)},
@@ -306,7 +309,7 @@ def odd_inputs(step: int) -> tuple[Any, Any, Any]:
     return x, torch.rand(6, 8, generator=random) > 0.3, torch.randn(6, 8, generator=random)
 
 
-def train_odd(machines: tw.Machines | None, steps: int) -> Any:
+def train_odd(machines: tw.Machines | None, steps: int, schedule: str = "1F1B") -> Any:
     """With machines split, without whole; gradients are summed over two steps each."""
     torch.manual_seed(3)
     model = Odd()
@@ -317,6 +320,7 @@ def train_odd(machines: tw.Machines | None, steps: int) -> Any:
             example=[each[:3] for each in odd_inputs(0)[:2]],
             loss=odd_loss,
             microbatches=2,
+            schedule=schedule,
             machines=machines,
             timeout_s=30,
         )
@@ -416,7 +420,7 @@ class Broadcast(nn.Module):
         return self.layer(x) + self.late(words)
 
 
-def train_broadcast(machines: tw.Machines | None, sparse: bool) -> Any:
+def train_broadcast(machines: tw.Machines | None, sparse: bool, schedule: str = "1F1B") -> Any:
     """Gradients after steps that are not zeroed, by name."""
     torch.manual_seed(5)
     model = Broadcast(sparse)
@@ -427,7 +431,12 @@ def train_broadcast(machines: tw.Machines | None, sparse: bool) -> Any:
             (sum(mean_square(model(x), target) for x in batches) / 6).backward()
         return {name: each.grad.to_dense().numpy() for name, each in model.named_parameters()}
     with tw.split(
-        model, example=[batches[0]], loss=mean_square, microbatches=6, machines=machines
+        model,
+        example=[batches[0]],
+        loss=mean_square,
+        microbatches=6,
+        schedule=schedule,
+        machines=machines,
     ) as split:
         for _ in range(2):
             split.step(
@@ -475,20 +484,45 @@ def differ(machines: tw.Machines) -> None:
     tw.split(model, spec, example=example, loss=loss, machines=machines, timeout_s=5)
 
 
-def differ_in_schedule(machines: tw.Machines) -> None:
-    """Both orders fit the same edges, but their backwards go through micro-batches differently."""
+def differ_in_schedule(machines: tw.Machines, schedules: list[str], stages: int) -> None:
+    """Both orders fit the same edges, but their backwards go through micro-batches differently; or
+    stages are in other processes."""
     model, loss = make("mlp")
     x, _ = inputs_of("mlp", 0, 1, False)
     tw.split(
         model,
-        SPECS["mlp", 2],
+        SPECS["mlp", stages],
         example=x,
         loss=loss,
-        microbatches=2,
-        schedule=["GPipe", "LoopedBFS"][machines.rank],
+        microbatches=6,
+        schedule=schedules[machines.rank],
         machines=machines,
         timeout_s=5,
     )
+
+
+def wait_for_the_first(machines: tw.Machines, schedule: str) -> int:
+    """The second process does not go on to its weights until the first one has its own gradient."""
+    model, loss = make("mlp")
+    x, y = inputs_of("mlp", 0, 1, False)
+    with tw.split(
+        model, SPECS["mlp", 2], example=x, loss=loss, schedule=schedule, machines=machines
+    ) as split:
+        count = 0
+
+        def arrived(_: Any) -> None:
+            nonlocal count
+            count += 1
+            if machines.rank == 0 and count == 1:
+                machines.node.allocate(64, name="arrived", access="r")
+            elif machines.rank == 1:
+                deadline = time.monotonic() + 20
+                wait_for_region(machines.peers[0], "arrived", deadline, "the gradient")
+
+        for parameter in split.parameters():
+            parameter.register_post_accumulate_grad_hook(arrived)
+        split.step(*([x] if split.has_first else []), target=y if split.has_last else None)
+        return count
 
 
 def train_until_killed(channel: Channel, rank: int, transport: str) -> str:

@@ -18,18 +18,19 @@ SAMPLES = 3 * 2 * BATCH
 POINTS = {
     "mlp": {"layers.3": SplitPoint.BEGINNING},
     "transformer": {"blocks.1": SplitPoint.BEGINNING},
+    "tied": {f"blocks.{at}": SplitPoint.BEGINNING for at in range(3)},
     "four": {f"layers.{at}": SplitPoint.BEGINNING for at in (1, 3, 5)},
 }
 
 
 def make(kind: str) -> nn.Module:
     torch.manual_seed(7)
-    return Transformer() if kind == "transformer" else Mlp()
+    return Transformer() if kind in ("transformer", "tied") else Mlp()
 
 
 def samples(kind: str, count: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(11)
-    if kind == "transformer":
+    if kind in ("transformer", "tied"):
         words = torch.randint(0, 40, (2, count, 9), generator=generator)
         return TensorDataset(*words)
     return TensorDataset(*torch.randn(2, count, 12, generator=generator))

@@ -84,6 +84,32 @@ def test_several_stages_in_a_process_and_two_servers(team: Team, transports: Any
     assert [each["placed"] for each in results] == [(0, 2), (1, 3)] * 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "kind", "tied", "by"),
+    [
+        ("InterleavedZeroBubble", "tied", 2, None),
+        ("ZBVZeroBubble", "tied", 1, None),
+        ("ZBVZeroBubble", "tied", 1, ["tcp"]),
+        ("DualPipeV", "four", 0, None),
+    ],
+)
+def test_backwards_in_two_parts(
+    team: Team, schedule: str, kind: str, tied: int, by: list[str] | None
+) -> None:
+    """Gradients are produced in place all the same. In V shape the first process has both uses of
+    the tied weight."""
+    args = (kind, False, False, schedule, 0.3)
+    results = team.run(train, *args, workers=4, pipeline=2, transports=by)
+    check(results, alone("mlp" if kind == "four" else kind, max_norm=0.3))
+    in_v = schedule != "InterleavedZeroBubble"
+    assert [each["placed"] for each in results] == (
+        [(0, 3), (1, 2)] if in_v else [(0, 2), (1, 3)]
+    ) * 2
+    assert sum("embedding.weight" in each["own"] for each in results[:2]) == tied
+    for each in results:
+        assert not any(each["gradients"].values()), each["gradients"]
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_some_workers_see_the_servers_memory(team: Team, servers: int) -> None:
     """As if the stages of a replica were on two hosts, a server on one of them."""

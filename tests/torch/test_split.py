@@ -60,6 +60,40 @@ def test_equal_to_the_whole_model(
     assert all(each[3] == ({"static"} if size > 1 else set()) for each in results)
 
 
+@pytest.mark.parametrize(
+    ("by", "kind", "schedule", "size", "stages", "microbatches", "bound"),
+    [
+        ("shm", "transformer", "InterleavedZeroBubble", 2, 4, 4, -1),
+        ("tcp", "transformer", "ZBVZeroBubble", 2, 4, 4, None),
+        ("shm", "transformer", "DualPipeV", 2, 4, 6, 64),
+        ("tcp", "mlp", "InterleavedZeroBubble", 3, 3, 6, -1),
+        ("shm", "mlp", "ZBVZeroBubble", 3, 6, 4, -1),
+        ("shm", "mlp", "DualPipeV", 3, 6, 8, -1),
+        ("shm", "mlp", "DualPipeV", 1, 2, 3, -1),
+    ],
+)
+def test_backwards_in_two_parts(
+    crew: Crew,
+    by: str,
+    kind: str,
+    schedule: str,
+    size: int,
+    stages: int,
+    microbatches: int,
+    bound: int | None,
+) -> None:
+    """In V shape the first process has the ends of the model, and so its loss and outputs."""
+    args = (kind, stages, schedule, microbatches, 3, bound)
+    results = crew.run(size, by, cases.train, *args)
+    check_equal(results, alone(kind, microbatches, 3, bound != -1))
+    in_v = schedule != "InterleavedZeroBubble"
+    assert [bool(each[0]) for each in results].index(True) == (0 if in_v else size - 1)
+
+
+def test_gradients_of_inputs_leave_before_weights_are_computed(crew: Crew) -> None:
+    assert all(crew.run(2, "shm", cases.wait_for_the_first, "InterleavedZeroBubble"))
+
+
 @pytest.mark.parametrize(("bound", "protocol"), [(64, "bounded"), (None, "unbounded")])
 def test_sizes_that_vary(crew: Crew, transport: str, bound: int | None, protocol: str) -> None:
     args = ("transformer", 2, "1F1B", 4, STEPS, bound)
@@ -74,9 +108,10 @@ def test_a_model_that_has_its_memory(crew: Crew) -> None:
     check_equal(crew.run(2, "shm", cases.train, *args), alone("mlp", 2, STEPS, False))
 
 
-def test_many_kinds_of_values(crew: Crew, transport: str) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_many_kinds_of_values(crew: Crew, transport: str, schedule: str) -> None:
     losses, state = cases.train_odd(None, 4)
-    (_, first), (last, second) = crew.run(2, transport, cases.train_odd, 4)
+    (_, first), (last, second) = crew.run(2, transport, cases.train_odd, 4, schedule)
     np.testing.assert_allclose(last, losses, rtol=2e-2)
     assert {*first, *second} == {*state}
     assert {*first} & {*second} == {"shared"}
@@ -96,10 +131,13 @@ def test_gradients_of_tied_weights_add_up_over_steps(crew: Crew, transport: str)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_keep_no_memory_of_others(crew: Crew, transport: str, sparse: bool) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_gradients_keep_no_memory_of_others(
+    crew: Crew, transport: str, sparse: bool, schedule: str
+) -> None:
     """What autograd keeps as a view of a received gradient would change with the next one."""
     expected = cases.train_broadcast(None, sparse)
-    first, second = crew.run(2, transport, cases.train_broadcast, sparse)
+    first, second = crew.run(2, transport, cases.train_broadcast, sparse, schedule)
     assert {*first, *second} == {*expected}
     for name, gradient in (first | second).items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-6)
@@ -115,8 +153,12 @@ def test_processes_that_split_differently(crew: Crew) -> None:
     assert "has another plan" in first + second
 
 
-def test_processes_with_different_schedules(crew: Crew) -> None:
-    failures = crew.failures(2, "shm", cases.differ_in_schedule)
+@pytest.mark.parametrize(
+    ("schedules", "stages"),
+    [(["GPipe", "LoopedBFS"], 2), (["DualPipeV", "InterleavedZeroBubble", "DualPipeV"], 6)],
+)
+def test_processes_with_different_schedules(crew: Crew, schedules: Any, stages: int) -> None:
+    failures = crew.failures(len(schedules), "shm", cases.differ_in_schedule, schedules, stages)
     assert any("ValueError: rank" in each and "another schedule" in each for each in failures)
 
 
@@ -245,15 +287,39 @@ class Aliased(nn.Module):
         return torch.relu(made.view(8) + self.offset.view(8))
 
 
-def test_the_gradient_that_leaves_is_not_that_of_a_parameter() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gradient_that_leaves_is_not_that_of_a_parameter(parts: int) -> None:
     model = Aliased()
     with split_alone(model, loss=lambda out, _: out.sum()) as split:
         stage = split._stages[1]
         values = {name: torch.rand(2, 4) for name in stage.inputs}
         (output,) = stage.forward(0, values, True)[1]
-        (leaving,) = stage.backward(0, {}, output.sum()).values()
+        if parts == 1:
+            (leaving,) = stage.backward(0, {}, output.sum()).values()
+        else:
+            (leaving,) = stage.backward_inputs(0, {}, output.sum()).values()
+            assert model.offset.grad is None
+            stage.backward_weights(0)
     assert model.offset.grad is not None
     assert leaving.untyped_storage().data_ptr() != model.offset.grad.untyped_storage().data_ptr()
+
+
+def test_a_failure_between_the_parts_of_a_backward() -> None:
+    """Nothing of the micro-batches that were on their way is kept."""
+    model = Aliased()
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    model.first.weight.register_post_accumulate_grad_hook(fail)
+    options = {"loss": lambda out, _: out.sum(), "microbatches": 3, "schedule": "ZBVZeroBubble"}
+    with split_alone(model, **options) as split:
+        inputs = [torch.ones(2, 4)] * 3
+        with pytest.raises(ZeroDivisionError):
+            split.step(inputs, target=inputs)
+        assert not any(stage._kept or stage._later for stage in split._stages.values())
+        with pytest.raises(RuntimeError, match="an earlier step of this Split failed"):
+            split.step(inputs, target=inputs)
 
 
 def test_what_was_frozen_at_the_split_cannot_be_trained_behind_its_back() -> None:
@@ -346,7 +412,7 @@ BEGIN = {"split_spec": {"1": SplitPoint.BEGINNING}}
         ({"split_spec": {"7": SplitPoint.END}}, "no module '7'"),
         ({"split_spec": {"1": "end"}}, "a SplitPoint, not 'end'"),
         (BEGIN | {"schedule": "none"}, "no schedule 'none'"),
-        (BEGIN | {"schedule": "ZBVZeroBubble"}, r"none that computes a backward in two parts"),
+        (BEGIN | {"schedule": "DualPipeV"}, "as many micro-batches as stages or more, not 1"),
         (BEGIN | {"microbatches": 0}, "at least one micro-batch"),
     ],
 )

@@ -42,6 +42,7 @@ class Crossings:
         self._here: dict[tuple[str, int], Any] = {}
         self._left: dict[tuple[str, int], int] = {}  # stages here that still use it
         self._arrived: dict[tuple[str, int], Arrival] = {}
+        self._gradients: dict[tuple[int, int], list[Arrival]] = {}  # of a stage and micro-batch
         self.edges = edges
 
     def _users_here(self, name: str) -> list[int]:
@@ -51,7 +52,8 @@ class Crossings:
         """A stage here has made a value."""
         crossing = self._values[name]
         if self._users_here(name):
-            self._here[name, at] = value
+            # Its graph is the business of the stage that made it.
+            self._here[name, at] = value if crossing.is_size else value.detach()
             self._left[name, at] = len(self._users_here(name))
         if len(self._users_here(name)) < len(crossing.users):
             if crossing.is_size:
@@ -76,7 +78,7 @@ class Crossings:
         return self._here[key]
 
     def release(self, stage: int, at: int) -> None:
-        """A stage here is done with a micro-batch."""
+        """A stage here is done with a micro-batch, and with gradients that came for it."""
         for name, value in self._values.items():
             key = name, at
             if stage in value.users and key in self._left:
@@ -85,6 +87,8 @@ class Crossings:
                     del self._left[key], self._here[key]
                     if (arrival := self._arrived.pop(key, None)) is not None:
                         arrival.release()
+        for arrival in self._gradients.pop((stage, at), ()):
+            arrival.release()
 
     def put_gradient(self, name: str, stage: int, gradient: torch.Tensor, at: int) -> None:
         """A stage here has the gradient of a value that it used."""
@@ -93,10 +97,10 @@ class Crossings:
         else:
             self.edges.put(_gradient(name, stage), array_of(gradient))
 
-    def gradients(self, stage: Stage, at: int) -> tuple[dict[str, torch.Tensor], list[Arrival]]:
-        """The gradient of everything that a stage here has made for others, and what to release."""
+    def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
+        """The gradient of everything that a stage here has made for others, until `release`."""
         found: dict[str, torch.Tensor] = {}
-        arrivals = []
+        arrivals = self._gradients.setdefault((stage.index, at), [])
         for name in stage.outputs:
             value = self._values[name]
             if not value.needs_grad:
@@ -112,7 +116,7 @@ class Crossings:
             found[name] = parts[0]
             for part in parts[1:]:
                 found[name] = found[name] + part
-        return found, arrivals
+        return found
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies in memory of its own, not in that of an arrival."""
@@ -139,8 +143,13 @@ def _gradient(name: str, user: int) -> str:
     return f"gradient {user} {name}"
 
 
-def graph_of(taken: Capture, size: int) -> Graph:
-    """A micro-batch: forwards in order of the stages, then backwards."""
+def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
+    """A micro-batch: forwards in order of the stages, then backwards.
+
+    Args:
+        taken: the model.
+        homes: the machine of each stage.
+    """
     count = len(taken.parts)
     tensors = [value.tensor for value in taken.values.values()]
     operators = []
@@ -154,7 +163,7 @@ def graph_of(taken: Capture, size: int) -> Graph:
             if taken.values[n].needs_grad
             for user in taken.values[n].users
         ]
-        machine = str(stage % size)
+        machine = str(homes[stage])
         operators += [
             Operator(f"forward {stage}", machine, tuple(uses), tuple(makes), stage),
             Operator(

@@ -6,6 +6,7 @@ edges of a graph (tensorwire.edges); so are the gradients of weights that severa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
+from tensorwire.edges import wait_for_region
 from tensorwire.errors import PeerLostError
 from tensorwire.placement import Graph, Operator, Tensor, plan
 
@@ -23,7 +25,7 @@ from .connecting import Machines
 from .connecting import machines as find_machines
 from .crossings import Crossings, array_of, graph_of, open_edges, tensor_of
 from .job import present_job
-from .schedules import Action, flights, order
+from .schedules import Action, Kind, deal, flights, order
 from .stage import Stage
 from .whole import Whole
 
@@ -52,7 +54,8 @@ def split(
 
     All processes call it with the same arguments, in the same order if there are several models.
     In a job they are those of its pipelines: `tw.init(pipeline=…)`. The model is traced once by
-    `torch.export`; stage s belongs to process s modulo their number.
+    `torch.export`. Stage s belongs to process s modulo their number; with schedules in V shape
+    stages s and 2P - 1 - s of P processes are together.
 
     Args:
         model: on the CPU, or on the meta device, where it takes no memory; its mode (train or eval)
@@ -62,9 +65,10 @@ def split(
         example: positional inputs of one micro-batch; only shapes and dtypes count.
         loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
         microbatches: parts of a step.
-        schedule: "GPipe", "1F1B", "Interleaved1F1B" or "LoopedBFS", as in
-            torch.distributed.pipelining. Only the last two may have several stages in each of
-            several processes.
+        schedule: as in torch.distributed.pipelining, in several processes with one stage in each
+            "GPipe" or "1F1B", with two "ZBVZeroBubble" or "DualPipeV", with any number
+            "Interleaved1F1B", "LoopedBFS" or "InterleavedZeroBubble". Those with a Z and DualPipeV
+            compute gradients of inputs first and those of weights later.
         dynamic_shapes: as for `torch.export.export`: which sizes differ between micro-batches. Give
             a bound (`Dim("t", max=512)`) where there is one.
         weights: of a model on meta: parameters and buffers by name. Only those of this process are
@@ -119,6 +123,7 @@ class Split:
         timeout_s: float | None,
     ) -> None:
         count, size, rank = len(taken.parts), machines.size, machines.rank
+        homes = deal(schedule, size, count)
         self._actions = order(schedule, rank, size, count, microbatches)
         self._taken = taken
         self._loss = loss
@@ -126,17 +131,15 @@ class Split:
         self._owns_machines = False
         self._failed = False
         self.machines = machines
-        self.stages = tuple(range(rank, count, size))
-        self.whole = Whole.of(model, [part.tensors for part in taken.parts], size)
+        self.stages = tuple(stage for stage, home in enumerate(homes) if home == rank)
+        self.whole = Whole.of(model, [part.tensors for part in taken.parts], homes)
         self._core: Exchange | None = None
         self._last = count - 1
-        self.plan = plan(graph_of(taken, size))
+        self.plan = plan(graph_of(taken, homes))
         ties = plan(_ties_graph(self.whole))
         number = next(machines._splits)
-        mine = f"split/{number}/{schedule.lower()}/{microbatches}"
-        if machines.node is not None:
-            machines.node.allocate(64, name=mine, access="r")
-        turns = flights(schedule, count, microbatches)
+        _check_schedules(machines, f"split/{number}", schedule, microbatches, timeout_s)
+        turns = flights(schedule, size, count, microbatches)
         edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
         self._edges = Crossings(taken.values, self.stages, edges)
         try:
@@ -147,7 +150,6 @@ class Split:
         try:
             # All have come here; how long each takes to load its weights is its own business.
             self.module = self._load(model, weights, f"split/{number}/loaded")
-            _check_schedules(machines, mine, f"{schedule} of {microbatches} micro-batches")
         except BaseException:
             self._edges.edges.close()
             self._ties.close()
@@ -260,7 +262,7 @@ class Split:
         Returns:
             On the process of the last stage the outputs of all micro-batches, in a list.
         """
-        forwards = [action for action in self._actions if not action.backward]
+        forwards = [action for action in self._actions if action.kind is Kind.FORWARD]
         return self._run(forwards, inputs, None, False)
 
     def _run(
@@ -303,9 +305,16 @@ class Split:
         """Losses and outputs of the micro-batches, where the last stage is."""
         losses: dict[int, torch.Tensor] = {}
         outputs: list[Any] = []
-        for backward, stage, at in actions:
-            if backward:
-                self._backward(stage, at, losses.get(at) if stage == self._last else None)
+        for kind, stage, at in actions:
+            if kind is Kind.WEIGHT:
+                self._stages[stage].backward_weights(at)
+                self._edges.release(stage, at)
+                continue
+            if kind is not Kind.FORWARD:
+                loss = losses[at] if stage == self._last else None
+                self._backward(kind, stage, at, loss)
+                if loss is not None:
+                    losses[at] = loss.detach()  # without what forward has saved
                 continue
             results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
             if stage != self._last:
@@ -365,14 +374,15 @@ class Split:
             self._edges.release(index, at)
         return outputs
 
-    def _backward(self, index: int, at: int, loss: torch.Tensor | None) -> None:
+    def _backward(self, kind: Kind, index: int, at: int, loss: torch.Tensor | None) -> None:
         stage = self._stages[index]
-        gradients, arrivals = self._edges.gradients(stage, at)
-        back = stage.backward(at, gradients, loss)
-        # First: the sender may be waiting for this memory before it can take gradients.
-        self._edges.release(index, at)
-        for arrival in arrivals:
-            arrival.release()
+        gradients = self._edges.gradients(stage, at)
+        if kind is Kind.INPUT:  # and the rest still needs this memory
+            back = stage.backward_inputs(at, gradients, loss)
+        else:
+            back = stage.backward(at, gradients, loss)
+            # First: the sender may be waiting for this memory before it can take gradients.
+            self._edges.release(index, at)
         for name, gradient in back.items():
             self._edges.put_gradient(name, index, gradient, at)
 
@@ -447,16 +457,28 @@ class Split:
         self.close()
 
 
-def _check_schedules(machines: Machines, mine: str, schedule: str) -> None:
-    """All have made a region that is named by its schedule, before they met.
+def _check_schedules(
+    machines: Machines, label: str, schedule: str, microbatches: int, timeout_s: float | None
+) -> None:
+    """All have made a region that is named by the schedule before one that tells they did.
 
-    Edges count turns: with another order of backwards they would mix up micro-batches.
+    Edges count turns: with another order of backwards they would mix up micro-batches. And where
+    stages lie differently, a process would wait for edges that another does not have.
     """
+    mine, made = f"{label}/{schedule.lower()}/{microbatches}", f"{label}/schedule"
+    if machines.node is not None:
+        for name in (mine, made):
+            machines.node.allocate(64, name=name, access="r")
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for rank, peer in (machines.peers or {}).items():
+        wait_for_region(peer, made, deadline, f"rank {rank} ({peer.name})")
         try:
             peer.region(mine)
         except LookupError:
-            raise ValueError(f"rank {rank} has another schedule than {schedule}, here") from None
+            raise ValueError(
+                f"rank {rank} has another schedule than {schedule} of {microbatches} "
+                "micro-batches, here"
+            ) from None
 
 
 def _is_tied(whole: Whole, name: str) -> bool:

@@ -6,7 +6,7 @@ servers. Moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +33,19 @@ class Whole:
     keys: Mapping[str, str]
 
     @staticmethod
-    def of(model: nn.Module, parts: Iterable[Iterable[str]], size: int) -> Whole:
-        """What stages use; stage s belongs to process s modulo `size`.
+    def of(model: nn.Module, parts: Iterable[Iterable[str]], homes: Sequence[int]) -> Whole:
+        """What stages use.
 
         Args:
             model: all of it; only shapes and names count.
             parts: for each stage the first names of its tensors.
-            size: processes.
+            homes: the process of each stage.
         """
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         ranks: dict[str, set[int]] = {}
-        for stage, names in enumerate(parts):
+        for home, names in zip(homes, parts, strict=True):
             for name in names:
-                ranks.setdefault(name, set()).add(stage % size)
+                ranks.setdefault(name, set()).add(home)
         first = {id(tensor): name for name, tensor in (*parameters.items(), *buffers.items())}
         keys = {}
         for key, value in model.state_dict(keep_vars=True).items():
