@@ -54,8 +54,8 @@ def split(
 
     All processes call it with the same arguments, in the same order if there are several models.
     In a job they are those of its pipelines: `tw.init(pipeline=…)`. The model is traced once by
-    `torch.export`. Stage s belongs to process s modulo their number; with schedules in V shape
-    stages s and 2P - 1 - s of P processes are together.
+    `torch.export`. Stage s belongs to process s modulo their number; with "ZBVZeroBubble" and
+    "DualPipeV" stages s and 2P - 1 - s of P processes are together.
 
     Args:
         model: on the CPU, or on the meta device, where it takes no memory; its mode (train or eval)
@@ -65,10 +65,9 @@ def split(
         example: positional inputs of one micro-batch; only shapes and dtypes count.
         loss: of (output, target) of a micro-batch; the mean over the micro-batches is trained.
         microbatches: parts of a step.
-        schedule: as in torch.distributed.pipelining, in several processes with one stage in each
-            "GPipe" or "1F1B", with two "ZBVZeroBubble" or "DualPipeV", with any number
-            "Interleaved1F1B", "LoopedBFS" or "InterleavedZeroBubble". Those with a Z and DualPipeV
-            compute gradients of inputs first and those of weights later.
+        schedule: as in torch.distributed.pipelining. In several processes "GPipe" and "1F1B" have
+            one stage in each, "ZBVZeroBubble" and "DualPipeV" two, "Interleaved1F1B", "LoopedBFS"
+            and "InterleavedZeroBubble" any number.
         dynamic_shapes: as for `torch.export.export`: which sizes differ between micro-batches. Give
             a bound (`Dim("t", max=512)`) where there is one.
         weights: of a model on meta: parameters and buffers by name. Only those of this process are
