@@ -310,10 +310,9 @@ class Split:
                 self._edges.release(stage, at)
                 continue
             if kind is not Kind.FORWARD:
-                loss = losses[at] if stage == self._last else None
-                self._backward(kind, stage, at, loss)
-                if loss is not None:
-                    losses[at] = loss.detach()  # without what forward has saved
+                self._backward(kind, stage, at, losses[at] if stage == self._last else None)
+                if stage == self._last:
+                    losses[at] = losses[at].detach()  # without what forward has saved
                 continue
             results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
             if stage != self._last:
@@ -324,6 +323,7 @@ class Split:
             else:
                 outputs.append(self._edges.kept(output))
                 self._edges.release(stage, at)
+            del results, output  # they keep what forward has saved
         return losses, outputs
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
