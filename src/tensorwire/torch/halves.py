@@ -20,7 +20,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 @dataclass
-class _Piece:
+class Piece:
     """What is computed at once: branches that leave the chain at one node, or none that do.
 
     Attributes:
@@ -35,6 +35,10 @@ class _Piece:
     seeds: list[torch.Tensor | None] = field(default_factory=list)
     door: Node | None = None
     arrived: tuple[torch.Tensor | None, ...] = ()
+
+    def kept(self) -> list[torch.Tensor]:
+        """Gradients that it begins with."""
+        return [each for each in (*self.seeds, *self.arrived) if each is not None]
 
     def run(self) -> None:
         """Adds to `.grad` of the leaves."""
@@ -64,21 +68,16 @@ class Later:
         done: leaves besides the inputs whose gradient is complete already.
     """
 
-    def __init__(self, done: list[torch.Tensor], pieces: list[_Piece]) -> None:
+    def __init__(self, done: list[torch.Tensor], pieces: list[Piece]) -> None:
         self.done = done
         self._pieces = pieces
 
-    def kept(self) -> Iterator[torch.Tensor]:
-        """Gradients that `rest` begins with."""
-        for piece in self._pieces:
-            yield from (each for each in (*piece.seeds, *piece.arrived) if each is not None)
-
-    def rest(self) -> Iterator[Sequence[torch.Tensor]]:
-        """Computes it, piece by piece. Yields the leaves whose gradient is complete then."""
+    def rest(self) -> Iterator[Piece]:
+        """Computes it. Yields each piece when its leaves have all of `.grad`; then it is freed."""
         while self._pieces:
             piece = self._pieces.pop(0)
             piece.run()
-            yield piece.leaves
+            yield piece
 
 
 def inputs_first(
@@ -106,8 +105,8 @@ def inputs_first(
     reached = [node for node in ends if node in parents]
     chain = _above(reached, parents)
     done: list[torch.Tensor] = []
-    at_roots = _Piece()
-    at_doors: dict[Node, _Piece] = {}
+    at_roots = Piece()
+    at_doors: dict[Node, Piece] = {}
     now = [at for at, start in enumerate(starts) if start in chain]
     for branch in _branches(parents, chain):
         leaves = [node.variable for node in branch if node.name() == _LEAF]
@@ -121,7 +120,7 @@ def inputs_first(
             continue
         piece = at_roots
         for door in doors:
-            piece = at_doors.setdefault(door, _Piece(door=door))
+            piece = at_doors.setdefault(door, Piece(door=door))
         piece.leaves += leaves
         piece.roots += [roots[at] for at in begun]
         piece.seeds += [seeds[at] for at in begun]
@@ -142,7 +141,7 @@ def inputs_first(
     return Later(done, pieces)
 
 
-def _keep(piece: _Piece, pieces: list[_Piece]) -> Any:
+def _keep(piece: Piece, pieces: list[Piece]) -> Any:
     """Lets a piece keep what arrives at its node, and counts it then: in the order of backward."""
 
     def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:

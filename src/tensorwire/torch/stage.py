@@ -36,7 +36,7 @@ class Stage:
         self._received = self.inputs if index else ()
         self._module = fx.GraphModule(own, part.graph)
         self._kept: dict[int, tuple[dict[str, Any], list[Any]]] = {}
-        self._later: dict[int, tuple[Later, set[int]]] = {}
+        self._later: dict[int, tuple[Later, set[int], set[int]]] = {}
 
     def forward(
         self, microbatch: int, inputs: Mapping[str, Any], keep: bool
@@ -114,8 +114,7 @@ class Stage:
         lent = self._lent(leaves, gradients)
         leaving = self._leaving(leaves)
         _take_own(later.done, lent | leaving)
-        # What leaves without being kept may be freed, and its addresses used for something else.
-        self._later[microbatch] = later, lent | leaving & _storages(later.kept())
+        self._later[microbatch] = later, _storages(self._tensors(leaves)), lent | leaving
         return self._back(leaves, lent)
 
     def backward_weights(self, microbatch: int) -> None:
@@ -123,9 +122,10 @@ class Stage:
 
         Nothing keeps the memory of gradients and inputs afterwards.
         """
-        later, lent = self._later.pop(microbatch)
-        for parameters in later.rest():
-            _take_own(parameters, lent)
+        later, received, others = self._later.pop(microbatch)
+        for piece in later.rest():
+            # Gradients that it does not keep may be freed, and their addresses used anew.
+            _take_own(piece.leaves, received | others & _storages(piece.kept()))
 
     def _begin(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
