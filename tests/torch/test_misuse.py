@@ -156,6 +156,19 @@ def sparse_with_decay(job: tw.Job) -> None:
     tw.DistributedOptimizer(opt, model)
 
 
+@case("ValueError", "'weight' is a table with sparse gradients and has strides (1, 4)")
+def sparse_and_transposed(job: tw.Job) -> None:
+    model = nn.Embedding.from_pretrained(torch.ones(3, 4).t(), freeze=False, sparse=True)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@case("RuntimeError", "or it is not sparse by rows; make it dense")
+def sparse_by_elements(job: tw.Job) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.gather(model.weight, 0, torch.tensor([[3, 1, 2]]), sparse_grad=True).sum().backward()
+
+
 def table(job: tw.Job) -> tuple[nn.Embedding, tw.DistributedOptimizer]:
     model = nn.Embedding(10, 3, sparse=True)
     opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

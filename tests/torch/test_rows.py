@@ -317,6 +317,50 @@ def test_only_changed_rows_come_back(team: Team) -> None:
         assert 100 * (8 + 64) <= received <= 100 * (8 + 64) + 2 * MESSAGES < size / 10
 
 
+def published(job: tw.Job, size: int) -> None:
+    """Named for a bug: a gradient that was withdrawn became the parameters' values."""
+    torch.manual_seed(2)
+    model = nn.Embedding(size, 16, sparse=True)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(2):
+        before = digest(model)
+        model(torch.tensor([0, 1])).sum().backward()
+        with tw.edit(model):
+            pass
+        assert digest(model) == before
+        opt.zero_grad()
+        model(torch.tensor([2, 3])).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert digest(model) != before
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_publishing_takes_no_gradients(
+    team: Team, transports: list[str] | None, size: int
+) -> None:
+    team.run(published, size, transports=transports)
+    team.alone(published, size)
+
+
+def converted(job: tw.Job) -> None:
+    """A gradient of another dtype, which torch allows."""
+    model = nn.Embedding(9, 16, sparse=True)
+    model.weight.grad_dtype = torch.float64
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    before = model.weight.detach().clone()
+    rows = torch.tensor([1, 4])
+    values = torch.full((2, 16), 0.5, dtype=torch.float64)
+    model.weight.grad = torch.sparse_coo_tensor(rows[None], values, (9, 16), check_invariants=True)
+    opt.step()
+    before[rows] -= 0.5
+    assert torch.equal(model.weight, before)
+
+
+def test_gradients_are_converted(team: Team, transports: list[str] | None) -> None:
+    team.run(converted, transports=transports)
+
+
 def test_which_parameters_are_tables() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -330,9 +374,17 @@ def test_which_parameters_are_tables() -> None:
             self.twice = nn.Embedding(4, 3, sparse=True)
             self.again = nn.Embedding(4, 3)
             self.again.weight = self.twice.weight
+            self.with_bias = WithBias(4, 3, sparse=True)
+
+    class WithBias(nn.Embedding):
+        def __init__(self, *sizes: int, sparse: bool) -> None:
+            super().__init__(*sizes, sparse=sparse)
+            self.bias = nn.Parameter(torch.zeros(3))
 
     model = Model()
-    assert tables_of(model) == {id(model.sparse.weight), id(model.bag.weight)}
+    assert tables_of(model) == {
+        id(each.weight) for each in (model.sparse, model.bag, model.with_bias)
+    }
 
 
 # ---- state

@@ -146,7 +146,7 @@ def one() -> tuple[Share, Table, Bytes, Bytes]:
 
 @pytest.mark.parametrize(
     "numbers",
-    [[-1], [41], [1 << 62], [2, 3, 3], [2, 3, 1], [1, -1], [1, 40], [3, 0, 39, 40], [2, -1, 4]],
+    [[-1], [41], [1 << 62], [5, 0, (1 << 63) - 1, -(1 << 63), -1, 5], [2, 3, 3], [2, 3, 1], [1, -1], [1, 40], [3, 0, 39, 40], [2, -1, 4]],
     ids=str,
 )
 def test_a_lying_worker_is_found_out(numbers: list[int]) -> None:

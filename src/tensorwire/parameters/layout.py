@@ -22,7 +22,7 @@ ALIGN_BYTES = 64
 CELL_BYTES = 1 << 20
 """The reduced gradient of a cell stays in a core's cache; in smaller ones the calls weigh more."""
 
-FORMAT = 3
+FORMAT = 4
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}

@@ -179,7 +179,7 @@ def read_part(table: Table, heads: Bytes, slot: Bytes) -> Gradient:
     if not 0 <= count <= table.height:
         raise ValueError(f"a gradient of {count} rows; the table has {table.height} here")
     rows = numbers[1 : 1 + count].copy()
-    if count and (rows[0] < 0 or rows[-1] >= table.height or np.any(np.diff(rows) <= 0)):
+    if np.any((rows < 0) | (rows >= table.height)) or np.any(rows[1:] <= rows[:-1]):
         raise ValueError(
             f"rows of a gradient that are not rising numbers from 0 to {table.height - 1}"
         )

@@ -23,8 +23,10 @@ from .apply import Apply, Rows
 from .arrivals import Outbox, remote_part
 from .layout import Layout, Selection, Spec
 from .messages import (
+    APPLY,
     POISON,
     POOLED,
+    REDUCE,
     RELEASE,
     RESULT_BYTES,
     WORD_BYTES,
@@ -452,8 +454,8 @@ class RemoteStore:
         base = self._shares[server].start
         for table in self._tables[server]:
             for start, stop, at in self._viewed.of(base + table.start, base + table.stop):
-                if stop - start == table.stop - table.start:
-                    yield table, self._view[at : at + stop - start]
+                assert stop - start == table.stop - table.start, "a part of a table is wanted"
+                yield table, self._view[at : at + stop - start]
 
     def _find_targets(self, slice_index: int) -> list[list[_Target]]:
         """For every tensor: where its bytes are copied to."""
@@ -766,7 +768,9 @@ class RemoteStore:
 
 def _present(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Gradient]:
     """Takes the gradients of tables that a commit means; the others were withdrawn."""
-    found = {tensor: each for tensor, each in gradients.items() if commit.present[tensor]}
+    found = {}
+    if commit.operation in (APPLY, REDUCE):
+        found = {tensor: each for tensor, each in gradients.items() if commit.present[tensor]}
     gradients.clear()
     return found
 

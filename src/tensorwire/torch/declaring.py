@@ -60,8 +60,13 @@ def declare_all(
             for other in others:
                 other.release(parameter)
             kind = "trained" if parameter.requires_grad else "constant"
-            if parameter.requires_grad and id(parameter) in tables:
+            if parameter.requires_grad and id(parameter) in tables and parameter.numel():
                 kind = "rows"
+                if not parameter.is_contiguous():
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is a table with sparse gradients and "
+                        f"has strides {parameter.stride()}; make it contiguous first"
+                    )
                 if not rows_alone or group["weight_decay"]:
                     raise ValueError(
                         f"parameter {names[id(parameter)]!r} is a table with sparse gradients, and "
@@ -114,8 +119,8 @@ def tables_of(model: nn.Module) -> set[int]:
     others: set[int] = set()
     for module in model.modules():
         is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        mine = {id(parameter) for parameter in module.parameters(recurse=False)}
-        (found if is_table else others).update(mine)
+        for name, parameter in module.named_parameters(recurse=False):
+            (found if is_table and name == "weight" else others).add(id(parameter))
     return found - others
 
 

@@ -371,12 +371,7 @@ class Exchange:
         assert gradient is not None
         if gradient.dtype != self._dtypes[index]:
             self._watch.check()
-        if gradient.layout != torch.strided and index not in self._tables:
-            raise RuntimeError(
-                f"the gradient of {self._name(index)} is {gradient.layout}, and it is not the "
-                "weight of an nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True) of this "
-                "model alone; make it dense"
-            )
+        self._check_layout(index, gradient)
         self.bytes_copied[index] = 0
         if index in self._pushed:
             self.store.settle()  # what left before is being replaced
@@ -404,8 +399,21 @@ class Exchange:
         self._was_in_place[index] = where is not None or self._is_in_place(index, gradient)
         self._pushed[index] = _Left(gradient, gradient._version, address_of(gradient))
 
+    def _check_layout(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.layout == torch.strided:
+            return
+        by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
+        if index not in self._tables or not by_rows:
+            where = "of a model that is split" if self._sharing else "of this model alone"
+            what = "it is" if self._sharing else "it is not"
+            raise RuntimeError(
+                f"the gradient of {self._name(index)} is {gradient.layout}, and {what} the weight "
+                f"of an nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True) {where}, or it "
+                "is not sparse by rows; make it dense"
+            )
+
     def _push_rows(self, index: int, gradient: torch.Tensor) -> None:
-        rows, values, copied = rows_of(gradient)
+        rows, values, copied = rows_of(gradient, self.parameters[index])
         self._sparse_bytes[index] = rows.nbytes + values.nbytes
         copied += self.store.push_rows(self.job.my_slices[self._turn], index, rows, values)
         self._count_copied(index, copied)

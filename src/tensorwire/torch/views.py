@@ -57,8 +57,12 @@ def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def rows_of(gradient: torch.Tensor) -> tuple[Rows, Bytes, int]:
+def rows_of(gradient: torch.Tensor, like: torch.Tensor) -> tuple[Rows, Bytes, int]:
     """The rows that a gradient of a table has, rising and each once, and their values.
+
+    Args:
+        gradient: dense, or sparse by rows.
+        like: the table; values get its dtype.
 
     Returns:
         Also how many bytes were copied for it.
@@ -72,9 +76,9 @@ def rows_of(gradient: torch.Tensor) -> tuple[Rows, Bytes, int]:
         rows, values = single._indices()[0], single._values()
         if not gradient.is_coalesced():
             copied = rows.nbytes + values.nbytes
-    contiguous = values.contiguous()
+    contiguous = values.to(like.dtype).contiguous()
     if contiguous.data_ptr() != values.data_ptr():
-        copied += values.nbytes
+        copied += contiguous.nbytes
     return rows.contiguous().numpy(), flat_bytes(contiguous), copied
 
 
