@@ -336,9 +336,7 @@ def published(job: tw.Job, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 20_000])
-def test_publishing_takes_no_gradients(
-    team: Team, transports: list[str] | None, size: int
-) -> None:
+def test_publishing_takes_no_gradients(team: Team, transports: list[str] | None, size: int) -> None:
     team.run(published, size, transports=transports)
     team.alone(published, size)
 
