@@ -212,12 +212,16 @@ class _Tile:
         self._kernel(on, hyper)
 
 
+# A union by marks looks at every row: only where not many more than that are in it.
+_SPARSE = 64
+
+
 class _Lookup:
     """Rows of a table under plain SGD."""
 
     def __init__(self, master: torch.Tensor) -> None:
         self._master = master
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._rows: Rows = np.empty(0, np.int64)
         self._total = master[:0]
 
     def reduce(self, parts: Sequence[tuple[Rows, Bytes, float]]) -> Rows:
@@ -228,12 +232,11 @@ class _Lookup:
             self._total = gradients[0] * weight
         else:
             every = [rows for rows, _, _ in parts] or [np.empty(0, np.int64)]
-            rows = np.unique(np.concatenate(every))
+            rows = _union(every, len(self._master))
             self._total = torch.zeros((len(rows), columns), dtype=dtype)
             for gradient, (mine, _, weight) in zip(gradients, parts, strict=True):
-                at = torch.from_numpy(np.searchsorted(rows, mine))
-                self._total.index_add_(0, at, gradient, alpha=weight)
-        self._rows = torch.from_numpy(rows)
+                _add_rows(self._total, np.searchsorted(rows, mine), gradient, weight)
+        self._rows = rows
         return rows
 
     def square_sums(self) -> NDArray[np.float64]:
@@ -246,7 +249,26 @@ class _Lookup:
         if momentum or decay:
             raise ValueError("momentum and weight decay change all rows of a table")
         total = self._total if scale == 1.0 else self._total * scale
-        self._master.index_add_(0, self._rows, total, alpha=lr if maximize else -lr)
+        _add_rows(self._master, self._rows, total, lr if maximize else -lr)
+
+
+def _union(every: Sequence[Rows], height: int) -> Rows:
+    """The rows that are in any, rising."""
+    if height > _SPARSE * sum(map(len, every)):
+        return np.unique(np.concatenate(every))
+    found = np.zeros(height, np.bool_)
+    for rows in every:
+        found[rows] = True
+    return np.flatnonzero(found)
+
+
+def _add_rows(target: torch.Tensor, rows: Rows, values: torch.Tensor, factor: float) -> None:
+    """Adds to rows, each once, of a contiguous tensor; index_add_ takes several times as long."""
+    whole = target.view(-1).view(torch.uint8).numpy()
+    items = whole.view(np.dtype((np.void, target.shape[1] * target.element_size())))
+    taken = torch.from_numpy(items[rows].view(np.uint8)).view(target.dtype).view(values.shape)
+    taken.add_(values, alpha=factor)
+    items[rows] = taken.view(-1).view(torch.uint8).numpy().view(items.dtype)
 
 
 class _Operands(NamedTuple):
