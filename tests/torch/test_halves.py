@@ -31,6 +31,18 @@ class Scaled(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum(0)
 
 
+class Added(torch.autograd.Function):
+    """Its gradients are in the same memory, which autograd does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, flat: Any) -> Any:
+        return x + flat.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, gradient.view(-1)
+
+
 class Case(nn.Module):
     """Each kind is a graph of another form. Takes two inputs, returns what a backward starts at."""
 
@@ -43,6 +55,7 @@ class Case(nn.Module):
         self.table = nn.Embedding(5, 6, sparse=kind == "sparse")
         self.weight = nn.Parameter(torch.rand(6))
         self.same = nn.Parameter(torch.rand(4, 6))
+        self.flat = nn.Parameter(torch.rand(24))
         self.recurrent = nn.GRU(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
@@ -68,6 +81,8 @@ class Case(nn.Module):
                 h = self.recurrent(h[:, None])[0][:, 0]
             case "function":
                 h = Scaled.apply(h, self.weight).sin()
+            case "gradient in the same memory":
+                h = Added.apply(self.second(h), self.flat).square()
             case "in place":
                 h = h * self.weight
                 h[:2].mul_(2)
@@ -91,6 +106,7 @@ KINDS = [
     "sparse",
     "recurrent",
     "function",
+    "gradient in the same memory",
     "in place",
     "without inputs",
     "several roots",
@@ -106,7 +122,7 @@ def made(kind: str) -> tuple[Case, Counter[str]]:
 
             def before(gradient: Any, name: str = name) -> Any:
                 calls[f"{name} before"] += 1
-                return gradient * 2
+                return gradient if name == "flat" else gradient * 2
 
             def after(_: Any, name: str = name) -> None:
                 calls[f"{name} after"] += 1

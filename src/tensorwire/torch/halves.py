@@ -8,7 +8,8 @@ enters each of these nodes again, for the branch alone. Knows no stages, and mov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +75,12 @@ class Later:
 
     def rest(self) -> Iterator[Piece]:
         """Computes it. Yields each piece when its leaves have all of `.grad`; then it is freed."""
+        pending = Counter(at for piece in self._pieces for at in storages(piece.kept()))
         while self._pieces:
             piece = self._pieces.pop(0)
+            pending -= Counter(storages(piece.kept()))
             piece.run()
+            take_own(piece.leaves, pending)
             yield piece
 
 
@@ -138,7 +142,33 @@ def inputs_first(
         finally:
             for hook in hooks:
                 hook.remove()
+    # The next backward adds to these in place, and a Function may have returned a view of what
+    # arrived, on which a piece still depends.
+    take_own(targets, storages(each for piece in pieces for each in piece.kept()))
     return Later(done, pieces)
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where memory of dense tensors begins."""
+    dense = (each for each in tensors if each.layout == torch.strided)
+    return {each.untyped_storage().data_ptr() for each in dense}
+
+
+def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
+    """Their gradients lie in memory of their own afterwards."""
+    for leaf in leaves:
+        leaf.grad = own(leaf.grad, lent)
+
+
+def own(gradient: torch.Tensor | None, lent: Collection[int]) -> torch.Tensor | None:
+    """A gradient in memory of its own: autograd may keep a view of what it was given."""
+    if gradient is None:
+        return None
+    parts = [gradient]
+    if gradient.is_sparse:
+        parts = [gradient._values(), gradient._indices()]
+    is_view = any(each.untyped_storage().data_ptr() in lent for each in parts)
+    return gradient.clone() if is_view else gradient
 
 
 def _keep(piece: Piece, pieces: list[Piece]) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .capture import Part, Value
-from .halves import Later, inputs_first
+from .halves import Later, inputs_first, own, storages, take_own
 
 
 class Stage:
@@ -92,7 +92,7 @@ class Stage:
             torch.autograd.backward(roots, seeds)
         lent = self._lent(leaves, gradients)
         leaving = self._leaving(leaves)
-        _take_own(self._module.parameters(), lent | leaving)
+        take_own(self._module.parameters(), lent | leaving)
         return self._back(leaves, lent)
 
     def backward_inputs(
@@ -113,8 +113,8 @@ class Stage:
         later = inputs_first(roots, seeds, needed)
         lent = self._lent(leaves, gradients)
         leaving = self._leaving(leaves)
-        _take_own(later.done, lent | leaving)
-        self._later[microbatch] = later, _storages(self._tensors(leaves)), lent | leaving
+        take_own(later.done, lent | leaving)
+        self._later[microbatch] = later, storages(self._tensors(leaves)), lent | leaving
         return self._back(leaves, lent)
 
     def backward_weights(self, microbatch: int) -> None:
@@ -125,7 +125,7 @@ class Stage:
         later, received, others = self._later.pop(microbatch)
         for piece in later.rest():
             # Gradients that it does not keep may be freed, and their addresses used anew.
-            _take_own(piece.leaves, received | others & _storages(piece.kept()))
+            take_own(piece.leaves, received | others & storages(piece.kept()))
 
     def _begin(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
@@ -144,18 +144,18 @@ class Stage:
 
     def _lent(self, leaves: Mapping[str, Any], gradients: Mapping[str, torch.Tensor]) -> set[int]:
         """Memory that others use again."""
-        return _storages([*gradients.values(), *self._tensors(leaves)])
+        return storages([*gradients.values(), *self._tensors(leaves)])
 
     def _leaving(self, leaves: Mapping[str, Any]) -> set[int]:
         """What leaves must not change either, and the next micro-batch adds to parameters'."""
         found = [each.grad for each in self._tensors(leaves)]
-        return _storages([each for each in found if each is not None])
+        return storages([each for each in found if each is not None])
 
     def _back(self, leaves: Mapping[str, Any], lent: set[int]) -> dict[str, torch.Tensor]:
         back = {}
         for name in self._received:
             if self._values[name].needs_grad:
-                found = _own(leaves[name].grad, lent)
+                found = own(leaves[name].grad, lent)
                 back[name] = torch.zeros_like(leaves[name]) if found is None else found
         return back
 
@@ -163,28 +163,6 @@ class Stage:
         """After a failure: nothing is kept for `backward`."""
         self._kept.clear()
         self._later.clear()
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    dense = (each for each in tensors if each.layout == torch.strided)
-    return {each.untyped_storage().data_ptr() for each in dense}
-
-
-def _take_own(leaves: Iterable[torch.Tensor], lent: set[int]) -> None:
-    """Their gradients lie in memory of their own afterwards."""
-    for leaf in leaves:
-        leaf.grad = _own(leaf.grad, lent)
-
-
-def _own(gradient: torch.Tensor | None, lent: set[int]) -> torch.Tensor | None:
-    """A gradient in memory of its own: autograd may keep a view of what it was given."""
-    if gradient is None:
-        return None
-    parts = [gradient]
-    if gradient.is_sparse:
-        parts = [gradient._values(), gradient._indices()]
-    is_view = any(each.untyped_storage().data_ptr() in lent for each in parts)
-    return gradient.clone() if is_view else gradient
 
 
 def _roots(
