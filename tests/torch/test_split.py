@@ -163,8 +163,11 @@ def test_processes_with_different_schedules(crew: Crew, schedules: Any, stages: 
 
 
 def test_tied_weights_that_were_frozen_at_the_split(crew: Crew) -> None:
-    for failure in crew.failures(2, "shm", cases.thaw):
-        assert failure.startswith("ValueError: 'embedding.weight' is in several processes")
+    """One may learn first that the other one has closed."""
+    failures = crew.failures(2, "shm", cases.thaw)
+    refused = "ValueError: 'embedding.weight' is in several processes"
+    assert any(each.startswith(refused) for each in failures)
+    assert all(each.startswith((refused, "PeerLostError: ")) for each in failures)
 
 
 def test_inputs_are_the_callers_again_after_a_step(crew: Crew, transport: str) -> None:
