@@ -23,7 +23,7 @@ def numbers(name: str, machines: int, local: int, microbatches: int) -> list[lis
 def possible(name: str, machines: int, local: int, microbatches: int) -> bool:
     if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
         return microbatches % max(1, microbatches // machines) == 0
-    return name != "DualPipeV" or microbatches >= machines * local
+    return name != "DualPipeV" or microbatches >= machines * local or machines == 1
 
 
 def actions_of(operations: list[Any]) -> list[Action]:
@@ -55,6 +55,8 @@ def their_schedule(name: str, machines: int, local: int, microbatches: int) -> A
 @pytest.mark.parametrize("machines", [*SIZES, 6])
 def test_schedules_of_several_stages_are_those_of_pytorch(name: str, machines: int) -> None:
     for local, microbatches in itertools.product([2] if name in IN_V else [1, 2, 3], range(1, 15)):
+        if name == "DualPipeV" and machines == 1 and microbatches < local:
+            continue  # which PyTorch refuses
         if not possible(name, machines, local, microbatches):
             with pytest.raises(ValueError, match=r"multiple of|at least as many microbatches"):
                 their_schedule(name, machines, local, microbatches)
@@ -205,9 +207,11 @@ def test_flights(name: str, most: int) -> None:
 
 
 def test_a_machine_that_is_alone_takes_any_schedule() -> None:
-    for name in SCHEDULES:
-        stages = [action.stage for action in order(name, 0, 1, 3, 4)]
-        assert {*stages} == {0, 1, 2}
+    for name, stages, microbatches in itertools.product(SCHEDULES, [1, 2, 3, 5], [1, 2, 3, 4]):
+        actions = order(name, 0, 1, stages, microbatches)
+        done = {each[1:] for each in actions if each.kind in (BACKWARD, WEIGHT)}
+        assert done == {*itertools.product(range(stages), range(microbatches))}
+        check_order(name, 1, stages, microbatches)
 
 
 def test_refused() -> None:

@@ -415,7 +415,6 @@ BEGIN = {"split_spec": {"1": SplitPoint.BEGINNING}}
         ({"split_spec": {"7": SplitPoint.END}}, "no module '7'"),
         ({"split_spec": {"1": "end"}}, "a SplitPoint, not 'end'"),
         (BEGIN | {"schedule": "none"}, "no schedule 'none'"),
-        (BEGIN | {"schedule": "DualPipeV"}, "as many micro-batches as stages or more, not 1"),
         (BEGIN | {"microbatches": 0}, "at least one micro-batch"),
     ],
 )

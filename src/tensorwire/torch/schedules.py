@@ -2,6 +2,10 @@
 
 Pure: numbers in, order out. PyTorch's own classes carry out their orders with two-sided messages of
 a process group and cannot be given another way to send.
+
+InterleavedZeroBubble and ZBVZeroBubble come from Qi et al., "Zero bubble pipeline parallelism"
+(arXiv:2401.10241); DualPipeV from DualPipe in the DeepSeek-V3 technical report
+(arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -81,15 +85,16 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
     Forwards come in the order of micro-batches in every stage, and so do backwards and each of
     their parts; in LoopedBFS backwards come in the opposite order in every stage. What crosses is
     known by its turn alone, so stages that have a value in common have to agree. A machine that is
-    alone with another number of stages than the schedule has on each runs them as Interleaved1F1B,
-    or as InterleavedZeroBubble if the schedule is one in V shape.
+    alone with numbers of stages or micro-batches that the schedule cannot have runs them as
+    Interleaved1F1B, or as InterleavedZeroBubble if the schedule is one in V shape.
 
     Args:
         name: one of SCHEDULES, in any case.
         machine: which.
         machines: how many.
         stages: as for `deal`.
-        microbatches: at least 1; for DualPipeV as many as stages.
+        microbatches: at least 1; for DualPipeV as many as stages; for the interleaved ones a
+            multiple of microbatches // machines, if that is not 0.
 
     Raises:
         ValueError: there is no such schedule, or it cannot have these numbers.
@@ -99,12 +104,13 @@ def order(name: str, machine: int, machines: int, stages: int, microbatches: int
     homes = deal(name, machines, stages)
     own = [stage for stage, home in enumerate(homes) if home == machine]
     name = _NAMES[name.lower()]
-    if name == "DualPipeV" and microbatches < stages:
+    too_few = name == "DualPipeV" and microbatches < stages
+    if too_few and machines > 1:
         raise ValueError(
             f"DualPipeV has as many micro-batches as stages or more, not {microbatches} with "
             f"{stages} stages"
         )
-    if _STAGES.get(name, len(own)) != len(own):
+    if _STAGES.get(name, len(own)) != len(own) or too_few:
         name = "InterleavedZeroBubble" if name in _V else "Interleaved1F1B"
     if name == "LoopedBFS":
         return _looped(own, microbatches)
