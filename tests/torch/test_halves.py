@@ -1,4 +1,4 @@
-"""A backward in two halves gives the bits of one, calls hooks as one, computes nothing twice."""
+"""A backward in two halves gives the bits of one, calls hooks as one, no gradient twice."""
 
 import gc
 import weakref
@@ -56,7 +56,8 @@ class Case(nn.Module):
         self.weight = nn.Parameter(torch.rand(6))
         self.same = nn.Parameter(torch.rand(4, 6))
         self.flat = nn.Parameter(torch.rand(24))
-        self.recurrent = nn.GRU(6, 6)
+        self.recurrent, self.memory = nn.GRU(6, 6), nn.LSTM(6, 6)
+        self.slope = nn.PReLU()
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
     def forward(self, x: Any, y: Any) -> Any:
@@ -79,6 +80,11 @@ class Case(nn.Module):
                 h = h + self.table(torch.tensor([0, 1, 1, 3]))
             case "recurrent":
                 h = self.recurrent(h[:, None])[0][:, 0]
+            case "all at once":
+                h = self.slope(self.second(self.memory(h[:, None])[0][:, 0]))
+            case "keys":
+                a = self.table(torch.arange(5)).view(1, 1, 5, 6)
+                h = nn.functional.scaled_dot_product_attention(h[None, None], a, a)[0, 0]
             case "function":
                 h = Scaled.apply(h, self.weight).sin()
             case "gradient in the same memory":
@@ -105,6 +111,8 @@ KINDS = [
     "table",
     "sparse",
     "recurrent",
+    "all at once",
+    "keys",
     "function",
     "gradient in the same memory",
     "in place",
@@ -209,6 +217,31 @@ def test_nothing_is_computed_twice(kind: str, first: int, second: int) -> None:
     assert products(lambda: found.append(inputs_first(roots, seeds, inputs))) == first
     assert products(lambda: rest(found[0])) == second
     assert one == first + second
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    [
+        ("all at once", ("mkldnn_rnn_layer_backward", "_prelu_kernel_backward")),
+        ("keys", ("_scaled_dot_product_flash_attention_for_cpu_backward",)),
+    ],
+)
+def test_operators_that_compute_all_gradients_run_once(
+    kind: str, operators: tuple[str, ...]
+) -> None:
+    def counts(work: Callable[[], Any]) -> Counter[str]:
+        with Operators() as found:
+            work()
+        return found.counts
+
+    case, _ = made(kind)
+    roots, seeds, _ = begun(case, 0)
+    one = counts(lambda: torch.autograd.backward(roots, seeds))
+    batch = begun(case, 0)
+    two = counts(lambda: rest(inputs_first(*batch)))
+    for each in operators:
+        name = f"aten.{each}.default"
+        assert one[name] == two[name] == 1, (each, one)
 
 
 def test_a_function_in_python_is_called_once() -> None:

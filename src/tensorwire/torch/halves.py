@@ -18,6 +18,24 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _LEAF = "torch::autograd::AccumulateGrad"
+# Operators that compute gradients of all that they use, also when one of them is asked for.
+_AT_ONCE = {
+    f"{name}Backward0"
+    for name in (
+        "ConvTbc",
+        "EuclideanDist",
+        "FakeQuantizeLearnablePerChannelAffine",
+        "FakeQuantizeLearnablePerTensorAffine",
+        "GridSampler2DCpuFallback",
+        "IndexReduce",
+        "LinalgHouseholderProduct",
+        "MkldnnRnnLayer",
+        "Polar",
+        "PreluKernel",
+        "ScaledDotProductFlashAttentionForCpu",
+        "ScatterReduce",
+    )
+}
 
 
 @dataclass
@@ -32,7 +50,7 @@ class Piece:
     """
 
     leaves: list[torch.Tensor] = field(default_factory=list)
-    roots: list[torch.Tensor] = field(default_factory=list)
+    roots: list[torch.Tensor | GradientEdge] = field(default_factory=list)
     seeds: list[torch.Tensor | None] = field(default_factory=list)
     door: Node | None = None
     arrived: tuple[torch.Tensor | None, ...] = ()
@@ -85,25 +103,27 @@ class Later:
 
 
 def inputs_first(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor | None],
     inputs: Sequence[torch.Tensor],
 ) -> Later:
     """Adds to `.grad` of the inputs what `torch.autograd.backward(roots, seeds)` would.
 
     With what `Later.rest` adds afterwards, `.grad` of all leaves is that of one backward, to the
-    bit, and hooks of each leaf run once. No operator computes a gradient twice. So a leaf does not
-    wait for `rest` if several nodes of the chain use it, of which the upper one would be asked for
-    the chain again; nor if a Function in Python does, which computes all gradients in one call.
+    bit, and hooks of each leaf run once. No gradient is computed twice. So a leaf does not wait for
+    `rest` if several nodes of the chain use it, of which the upper one would be asked for the chain
+    again; nor if a node does that computes all gradients in one call: a Function of a user, and the
+    operators in _AT_ONCE. Where leaves are left for `rest`, hooks of the tensor that the node has
+    made run again then, for nothing; after `retain_grad` its `.grad` counts that too.
 
     What forward has saved stays until the last of `rest` is computed or forgotten.
 
     Args:
-        roots: tensors that need gradients.
+        roots: tensors that need gradients, or their edges.
         seeds: their gradients; None for a number. They must not change until the end of `rest`.
         inputs: leaves that need gradients.
     """
-    starts = [get_gradient_edge(root).node for root in roots]
+    starts = [_edge(root).node for root in roots]
     parents = _parents(starts)
     ends = {get_gradient_edge(each).node: each for each in inputs}
     reached = [node for node in ends if node in parents]
@@ -118,7 +138,7 @@ def inputs_first(
         begun = [at for at, start in enumerate(starts) if start in branch]
         if not leaves:
             continue
-        if len(doors) > 1 or any(isinstance(door, BackwardCFunction) for door in doors):
+        if len(doors) > 1 or any(_is_at_once(door) for door in doors):
             done += leaves
             now += begun
             continue
@@ -182,12 +202,24 @@ def _keep(piece: Piece, pieces: list[Piece]) -> Any:
     return piece.door.register_prehook(keep)
 
 
-def _parents(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """All nodes that a backward from `starts` can reach, and from where."""
+def _is_at_once(node: Node) -> bool:
+    """Functions of users are: in Python, and in C++, where they are a CppNode of their class."""
+    name = node.name()
+    return isinstance(node, BackwardCFunction) or name in _AT_ONCE or "CppNode" in name
+
+
+def _edge(root: torch.Tensor | GradientEdge) -> GradientEdge:
+    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+
+
+def _parents(starts: Iterable[Node], ends: Collection[Node] = ()) -> dict[Node, list[Node]]:
+    """All nodes that a backward from `starts` to `ends` can reach, and from where."""
     found: dict[Node, list[Node]] = {start: [] for start in starts}
     left = list(found)
     while left:
         node = left.pop()
+        if node in ends:
+            continue
         for below, _ in node.next_functions:
             if below is None:
                 continue
