@@ -528,6 +528,118 @@ def test_sizes_out_of_range() -> None:
             split.evaluate([torch.ones(6, 4)])
 
 
+class Answers(nn.Module):
+    """Several outputs, one twice and one a number; where asked for, they come from each other, or
+    are views of each other, and one is the stage's input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        pipe_split()
+        z, other = self.second(y), self.third(y)
+        last = (other * y).sin() * 1
+        if "of each other" in self.kind:
+            return z, z, y, z.argmax(1), last * z, (last * z).cos()
+        return z, z, other - 1, z.argmax(1), last, last[:, :1] if "view" in self.kind else y.exp()
+
+
+class Saved(torch.autograd.Function):
+    """Gives two gradients in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Any, flat: Any) -> Any:
+        return output + flat.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        gradient = gradient * 2
+        return gradient, gradient.view(-1)
+
+
+def loss_of(kind: str, module: nn.Module, own: nn.Parameter, seen: list[Any]) -> Any:
+    compiled = torch.compile(lambda z, y: (z.tanh() * y.exp()).sum(), backend="aot_eager")
+
+    def loss(outputs: Any, target: Any) -> Any:
+        z, same, y, most, last, part = outputs
+        match kind:
+            case "hooks":
+                z.register_hook(lambda gradient: seen.append(gradient.clone()))
+                last.retain_grad()
+                last.register_hook(lambda gradient: gradient * 2)
+                seen.append(last)
+            case "hooks, of each other":
+                z.register_hook(lambda gradient: gradient * 3)
+            case "weights of its own":
+                return (last * own.view(2, 4)).sum() + (z * own.view(2, 4)).square().sum()
+            case "weights of the model":
+                weight = module.get_parameter("second.weight")
+                return last.sum() + (z @ weight).sum() + weight.square().sum()
+            case "no outputs":
+                return own.square().sum()
+            case "in place":
+                last += 1
+                last *= own.view(2, 4)
+                return last.square().sum()
+            case "in place in a view":
+                part *= 3
+            case "same memory":
+                return Saved.apply(last, own).square().sum()
+            case "compiled":
+                return compiled(z.detach(), last)
+        index = torch.nn.functional.one_hot(most, 4)
+        return (z * same * index).sum() + (y * z).sum() + (last.square() + part).sum() + z.sum()
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "plain, of each other",
+        "hooks",
+        "hooks, of each other",
+        "weights of its own",
+        "weights of the model",
+        "no outputs",
+        "in place",
+        "in place in a view",
+        "same memory",
+        "compiled",
+    ],
+)
+def test_backward_of_a_loss_is_as_in_one_part(kind: str) -> None:
+    """The bits, and what hooks see."""
+
+    def trained(schedule: str) -> list[Any]:
+        torch.manual_seed(4)
+        model, own = Answers(kind), nn.Parameter(torch.rand(8))
+        seen: list[Any] = []
+        model.second.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        own.register_hook(lambda gradient: seen.append(gradient.clone()))
+        options = {"microbatches": 3, "schedule": schedule}
+        loss = loss_of(kind, model, own, seen)
+        with split_alone(model, loss=loss, **options) as split:
+            seen.append(split.step(torch.rand(6, 4), target=torch.ones(6)))
+        gradients = [each.grad for each in (*model.parameters(), own)]
+        return [*gradients, *(each.grad if each.requires_grad else each for each in seen)]
+
+    one, parts = trained("Interleaved1F1B"), trained("InterleavedZeroBubble")
+    assert len(one) == len(parts)
+
+    def place(each: Any) -> float:  # hooks may run in another order
+        return 0.0 if each is None else float(each.double().sum())
+
+    for mine, their in zip(sorted(parts, key=place), sorted(one, key=place), strict=True):
+        assert (mine is None) == (their is None)
+        assert mine is None or torch.equal(mine, their)
+
+
 def test_after_an_error_a_split_is_not_used() -> None:
     def loss(output: Any, target: Any) -> Any:
         raise ArithmeticError("no loss today")

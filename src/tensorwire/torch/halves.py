@@ -102,6 +102,84 @@ class Later:
             yield piece
 
 
+class _Through(torch.autograd.Function):
+    """The same values on the other side, and notes which gradients come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, arrived: list[torch.Tensor | None], start: torch.Tensor, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in given)
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.arrived[:] = arrived
+        return (None, None, *arrived)
+
+
+class Cut:
+    """Between outputs and a loss of them, so that the loss has a backward of its own.
+
+    That frees what the loss has saved, runs hooks that it sets on the outputs once, and suits what
+    can run backward only once, as compiled functions.
+    """
+
+    def __init__(self) -> None:
+        # Backward is asked for the gradient of this, and so ends behind the node.
+        self._start = torch.zeros(0, requires_grad=True)
+        self._arrived: list[torch.Tensor | None] = []
+        self._node: Node | None = None
+
+    def through(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs as a loss takes them, in the same memory.
+
+        Unless one comes from another: its hooks have to see the gradient from there too. Nor if
+        they share memory: autograd has to know that a change of one changes both.
+        """
+        tensors = {
+            id(each): each
+            for each in outputs
+            if isinstance(each, torch.Tensor) and each.requires_grad
+        }
+        nodes = [get_gradient_edge(each).node for each in tensors.values()]
+        parents = _parents(nodes) if len(nodes) > 1 else {}
+        together = len(storages(tensors.values())) < len(tensors)
+        if not tensors or together or any(parents.get(node) for node in nodes):
+            return list(outputs)
+        with torch.enable_grad():
+            passed = _Through.apply(self._arrived, self._start, *tensors.values())  # type: ignore[no-untyped-call]
+        self._node = passed[0].grad_fn
+        found = dict(zip(tensors, passed, strict=True))
+        return [found.get(id(each), each) for each in outputs]
+
+    def backward(
+        self, loss: torch.Tensor
+    ) -> tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]] | None:
+        """Adds to `.grad` of leaves that the loss has beside the outputs.
+
+        Returns:
+            Roots and seeds of the backward from the outputs, and the leaves. None, and nothing is
+            computed, if the loss has nodes in common with the outputs: one backward of the loss
+            would add their gradients before it accumulates them and runs hooks.
+        """
+        if self._node is None:
+            return None
+        beside = set(_parents([get_gradient_edge(loss).node], {self._node})) - {self._node}
+        edges = [GradientEdge(node, at) for node, at in self._node.next_functions[1:]]
+        if beside & set(_parents(edge.node for edge in edges)):
+            return None
+        leaves = [node.variable for node in beside if node.name() == _LEAF]
+        torch.autograd.backward([loss], inputs=[self._start, *leaves])
+        arrived = zip(edges, self._arrived, strict=False)  # nothing if it depends on no output
+        pairs = [(edge, seed) for edge, seed in arrived if seed is not None]
+        seeds = [seed for _, seed in pairs]
+        self._arrived.clear()
+        take_own(leaves, storages(seeds))
+        return [edge for edge, _ in pairs], seeds, leaves
+
+
 def inputs_first(
     roots: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor | None],

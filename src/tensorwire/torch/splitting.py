@@ -304,6 +304,7 @@ class Split:
         """Losses and outputs of the micro-batches, where the last stage is."""
         losses: dict[int, torch.Tensor] = {}
         outputs: list[Any] = []
+        in_parts = {(stage, at) for kind, stage, at in actions if kind is Kind.INPUT}
         for kind, stage, at in actions:
             if kind is Kind.WEIGHT:
                 self._stages[stage].backward_weights(at)
@@ -314,7 +315,9 @@ class Split:
                 if stage == self._last:
                     losses[at] = losses[at].detach()  # without what forward has saved
                 continue
-            results = self._forward(stage, at, batches[at] if stage == 0 else {}, train)
+            results = self._forward(
+                stage, at, batches[at] if stage == 0 else {}, train, (stage, at) in in_parts
+            )
             if stage != self._last:
                 continue
             output = pytree.tree_unflatten(results, self._taken.output_spec)
@@ -362,11 +365,13 @@ class Split:
                 each.check(batch[each.name], symbols)
         return batches
 
-    def _forward(self, index: int, at: int, inputs: dict[str, Any], train: bool) -> list[Any]:
+    def _forward(
+        self, index: int, at: int, inputs: dict[str, Any], train: bool, parts: bool
+    ) -> list[Any]:
         stage = self._stages[index]
         if index:
             inputs = {name: self._edges.get(name, index, at) for name in stage.inputs}
-        made, outputs = stage.forward(at, inputs, train)
+        made, outputs = stage.forward(at, inputs, train, parts)
         for name, value in made.items():
             self._edges.put(name, value, at)
         if not train and index != self._last:

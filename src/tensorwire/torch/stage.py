@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge
 
 from .capture import Part, Value
-from .halves import Later, inputs_first, own, storages, take_own
+from .halves import Cut, Later, inputs_first, own, storages, take_own
 
 
 class Stage:
@@ -36,10 +37,11 @@ class Stage:
         self._received = self.inputs if index else ()
         self._module = fx.GraphModule(own, part.graph)
         self._kept: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+        self._cuts: dict[int, Cut] = {}
         self._later: dict[int, tuple[Later, set[int], set[int]]] = {}
 
     def forward(
-        self, microbatch: int, inputs: Mapping[str, Any], keep: bool
+        self, microbatch: int, inputs: Mapping[str, Any], keep: bool, parts: bool = False
     ) -> tuple[dict[str, Any], list[Any]]:
         """Runs a micro-batch.
 
@@ -47,6 +49,7 @@ class Stage:
             microbatch: its number.
             inputs: by name; tensors are used where they are.
             keep: for `backward`.
+            parts: for `backward_inputs` instead.
 
         Returns:
             What others use, by name, and in the last stage the model's outputs.
@@ -62,7 +65,11 @@ class Stage:
             for name, value in zip(self.outputs, made, strict=True):
                 self._check_gradient(name, value)
             self._kept[microbatch] = leaves, made
-        return dict(zip(self.outputs, made, strict=True)), list(results[len(made) :])
+        returned = list(results[len(made) :])
+        if keep and parts and returned:
+            cut = self._cuts[microbatch] = Cut()
+            returned = cut.through(returned)
+        return dict(zip(self.outputs, made, strict=True)), returned
 
     def _check_gradient(self, name: str, value: Any) -> None:
         """Nobody sends a gradient that was not planned; what needs it would not be trained."""
@@ -108,12 +115,20 @@ class Stage:
         Returns:
             As `backward`.
         """
-        leaves, roots, seeds = self._begin(microbatch, gradients, loss)
+        cut = self._cuts.pop(microbatch, None)
+        found = None
+        if cut is not None and loss is not None and loss.requires_grad:
+            found = cut.backward(loss)
+        of_loss: list[torch.Tensor] = []
+        leaves, roots, seeds = self._begin(microbatch, gradients, None if found else loss)
+        if found is not None:
+            of_outputs, their_seeds, of_loss = found
+            roots, seeds = [*roots, *of_outputs], [*seeds, *their_seeds]
         needed = [leaves[name] for name in self._received if self._values[name].needs_grad]
         later = inputs_first(roots, seeds, needed)
         lent = self._lent(leaves, gradients)
         leaving = self._leaving(leaves)
-        take_own(later.done, lent | leaving)
+        take_own([*of_loss, *later.done], lent | leaving)
         self._later[microbatch] = later, storages(self._tensors(leaves)), lent | leaving
         return self._back(leaves, lent)
 
@@ -129,7 +144,7 @@ class Stage:
 
     def _begin(
         self, microbatch: int, gradients: Mapping[str, torch.Tensor], loss: torch.Tensor | None
-    ) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor | None]]:
+    ) -> tuple[dict[str, Any], list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
         """The leaves of a micro-batch, what its backward begins with, and gradients of that."""
         leaves, made = self._kept.pop(microbatch)
         roots, seeds = _roots(self.outputs, made, gradients)
@@ -162,14 +177,16 @@ class Stage:
     def forget(self) -> None:
         """After a failure: nothing is kept for `backward`."""
         self._kept.clear()
+        self._cuts.clear()
         self._later.clear()
 
 
 def _roots(
     names: Sequence[str], made: Sequence[Any], gradients: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
     """Outputs that depend on parameters or inputs, and their gradients."""
-    roots, seeds = [], []
+    roots: list[torch.Tensor | GradientEdge] = []
+    seeds: list[torch.Tensor | None] = []
     for name, tensor in zip(names, made, strict=True):
         if name in gradients and tensor.requires_grad:
             roots.append(tensor)
