@@ -23,6 +23,7 @@ NEED := tools/need.sh
 CPP := $(wildcard cpp/*.cc cpp/*.h)
 CPP_ALL := $(CPP) $(wildcard cpp/*/*.cc cpp/*/*.h)
 FUZZERS := $(patsubst cpp/fuzz/%_fuzz.cc,%,$(wildcard cpp/fuzz/*_fuzz.cc))
+# MAKEFLAGS= before a build: ninja looks for the job server of a make that runs recipes side by side.
 CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERROR) \
   -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
@@ -71,7 +72,7 @@ test-cpp-needs:
 
 test-cpp-%: $(VENV)/.with-dev test-cpp-needs FORCE
 	$(CMAKE) -B build/cpp-$* -DTENSORWIRE_TESTS=ON -DTENSORWIRE_SANITIZE=$* >/dev/null
-	cmake --build build/cpp-$* -- --quiet
+	MAKEFLAGS= cmake --build build/cpp-$* -- --quiet
 	TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(NO_ASLR) build/cpp-$*/core_test
 
@@ -96,7 +97,7 @@ fuzz-%: fuzz-build FORCE
 fuzz-build: $(VENV)/.with-dev
 	@$(NEED) clang clang-rt
 	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
-	cmake --build build/fuzz --target $(FUZZERS:%=%_fuzz) -- --quiet
+	MAKEFLAGS= cmake --build build/fuzz --target $(FUZZERS:%=%_fuzz) -- --quiet
 
 model: ## check the models of our protocols exhaustively with spin
 	@$(NEED) cc spin
