@@ -53,7 +53,7 @@ def train(job: tw.Job, max_norm: float | None) -> tuple[float, str]:
 def test_both_ways_are_used(team: Team, pair: Hosts) -> None:
     """The second worker is across the link. One way after the other would take twice as long."""
     far_s = team.run(train, None, transports=["tcp"], hosts=pair)[1][0]
-    assert 0.8 * ONE_WAY_S < far_s < 1.5 * ONE_WAY_S
+    assert 0.8 * ONE_WAY_S < far_s < 1.75 * ONE_WAY_S
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])

@@ -199,7 +199,7 @@ def wait_for_region(peer: Peer, name: str, deadline: float | None, what: str) ->
         left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
         try:
             return peer.region(name, left)
-        except LookupError:
+        except (LookupError, TimeoutError):  # nothing of that name yet, or no time left to look
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{what} has not opened its edges in time") from None
         time.sleep(pause_s)
