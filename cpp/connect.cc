@@ -4,12 +4,10 @@
 #include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -20,9 +18,16 @@
 namespace tensorwire {
 namespace {
 
-// How long a process that dies may hang on to its streams after its unix socket is gone. Waited for
-// only where the alternative is to report that there is no way to reach it.
-constexpr int kDyingMs = 500;
+// Whoever is turned away comes again after a pause between these; a connection that ends before the
+// other side has said a word may be no Node at all, and is tried so often.
+constexpr double kLeastPauseS = 0.005, kMostPauseS = 0.08;
+constexpr int kSilentTries = 6;
+
+// The other side is a Node and has no room for another handshake just now, or seems so.
+struct TurnedAway {
+  bool silent = false;  // it ended the connection without a word
+  Error error;
+};
 
 // One stream in the handshake: blocking reads and writes with a deadline.
 class Line {
@@ -35,12 +40,6 @@ class Line {
         interrupted_(interrupted) {}
 
   Descriptor& socket() { return socket_; }
-  // The other side ended the stream, or does so within this time.
-  bool hangs_up(int patience_ms) const {
-    pollfd entry{socket_.get(), POLLRDHUP, 0};
-    return ::poll(&entry, 1, patience_ms) > 0;
-  }
-
   void wait(short events) {
     for (;;) {
       pollfd entry{socket_.get(), events, 0};
@@ -76,7 +75,7 @@ class Line {
         throw Error(Code::kPeerLost,
                     where_ +
                         " hung up during the handshake; it is not a tensorwire Node, speaks "
-                        "another version, is closing, or has too many strangers");
+                        "another version, or is closing");
       } else if (errno == EAGAIN || errno == EINTR) {
         wait(POLLIN);
       } else {
@@ -130,20 +129,39 @@ Descriptor dial_tcp(const std::string& host, uint16_t port, const std::string& w
   }
 }
 
-struct Trusted {
-  Hello server;
-  uint64_t session;
-  Digest key;
-};
+// Receives a message of the handshake. greeted: the other side has proved to be a Node before.
+template <size_t N>
+std::array<uint8_t, N> receive_message(Line& line, bool greeted) {
+  std::array<uint8_t, N> bytes;
+  try {
+    line.receive(bytes.data(), bytes.size());
+  } catch (const Error& error) {
+    if (error.code() != Code::kPeerLost) throw;
+    throw TurnedAway{!greeted, error};
+  }
+  return bytes;
+}
+
+// A Hello is as long as a Welcome, so that it can stand for either.
+void check_room(std::span<const uint8_t, kHelloBytes> bytes, const std::string& where) {
+  Hello hello;
+  try {
+    hello = Hello::decode(bytes);
+  } catch (const Error&) {
+    return;  // whoever reads it says what is wrong
+  }
+  if (hello.kind != HelloKind::kBusy) return;
+  throw TurnedAway{false, Error(Code::kBusy, where + " has no room for another handshake now")};
+}
 
 // Everything up to the welcome; both sides have proved the secret afterwards.
-Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
-                    const std::string& where) {
+Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string& where) {
+  static_assert(kHelloBytes == kWelcomeBytes);
   me.nonce = random_nonce();
   auto mine = me.encode();
   line.send(mine.data(), mine.size());
-  std::array<uint8_t, kHelloBytes> theirs;
-  line.receive(theirs.data(), theirs.size());
+  auto theirs = receive_message<kHelloBytes>(line, false);
+  check_room(theirs, where);
   Hello server;
   try {
     server = Hello::decode(theirs);
@@ -156,9 +174,14 @@ Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
   Keys keys(secret, mine, theirs);
   std::array<uint8_t, kProofBytes> proof{};
   std::memcpy(proof.data(), keys.client.data(), keys.client.size());
-  line.send(proof.data(), proof.size());
-  std::array<uint8_t, kWelcomeBytes> answer;
-  line.receive(answer.data(), answer.size());
+  try {
+    line.send(proof.data(), proof.size());
+  } catch (const Error& error) {
+    if (error.code() != Code::kPeerLost) throw;
+    throw TurnedAway{false, error};
+  }
+  auto answer = receive_message<kWelcomeBytes>(line, true);
+  check_room(answer, where);
   Welcome welcome = Welcome::decode(answer);
   if (!welcome.status.ok()) {
     std::string advice = welcome.status.code == Code::kPermission
@@ -171,70 +194,64 @@ Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
   if (!same_digest(welcome.proof, keys.server)) {
     throw Error(Code::kPermission, where + " could not prove that it knows the secret");
   }
-  return {server, welcome.session, keys.session};
+  return server;
 }
 
-}  // namespace
+void send_choice(Line& line, const Choice& choice) {
+  auto bytes = choice.encode();
+  line.send(bytes.data(), bytes.size());
+}
 
-Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, std::string no_rdma, double peer_timeout_s,
-                      Deadline deadline, const std::function<void()>& interrupted) {
-  std::string where =
-      (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
-  me.kind = HelloKind::kSession;
-  me.has_secret = !secret.empty();
+// Two sockets for descriptors that have met. Null where they cannot, and why.
+std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std::string& why) {
+  auto mine = DescriptorSocket::offer();
+  send_choice(line, {kShmBit, mine->name()});
+  std::array<uint8_t, kMeetingBytes> bytes;
+  line.receive(bytes.data(), bytes.size());
+  Meeting meeting = Meeting::decode(bytes);
+  if (meeting.code == Code::kBusy) {
+    throw Error(Code::kBusy, where + " has no descriptors left; see ulimit -n there");
+  }
+  if (meeting.code != Code::kOk) {
+    why = "same host, but its shared memory cannot be reached: another network namespace?";
+    return nullptr;
+  }
+  try {
+    mine->join(meeting.socket);
+  } catch (const Error& error) {
+    throw Error(Code::kPeerLost, where + " went away during the handshake: " + error.what());
+  }
+  return mine;
+}
+
+Connection connect_once(const std::string& host, uint16_t port, const std::string& where,
+                        const Hello& me, const Secret& secret, uint32_t require,
+                        const Refused& refused, double peer_timeout_s, Deadline deadline,
+                        const std::function<void()>& interrupted) {
   Line line(dial_tcp(host, port, where, deadline, interrupted), where, deadline, interrupted);
   tune_tcp(line.socket().get(), peer_timeout_s);
-  Trusted trusted = shake_hands(line, me, secret, where);
-
   Connection result;
-  result.server = trusted.server;
+  result.server = shake_hands(line, me, secret, where);
   result.address = where;
-  uint32_t common = me.transports & trusted.server.transports;
+  uint32_t common = me.transports & result.server.transports;
   uint32_t wanted = require != 0 ? require : (kShmBit | kRdmaBit | kTcpBit);
-  std::string no_shm;
+  std::string no_shm = refused.shm, no_rdma = refused.rdma;
   if (!(common & kShmBit)) {
     no_shm = "one side does not offer shm";
-  } else if (me.host != trusted.server.host) {
+  } else if (me.host != result.server.host) {
     no_shm = "the peer is on another host";
-  } else if (wanted & kShmBit) {
-    bool reached = false;
-    try {
-      std::string name = unix_name(trusted.server.incarnation);
-      sockaddr_un address{};
-      address.sun_family = AF_UNIX;
-      std::memcpy(address.sun_path + 1, name.data(), name.size());
-      auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-      Line second(dial(reinterpret_cast<sockaddr*>(&address), size, where, deadline, interrupted),
-                  where, deadline, interrupted);
-      reached = true;
-      ucred who{};
-      socklen_t length = sizeof who;
-      ::getsockopt(second.socket().get(), SOL_SOCKET, SO_PEERCRED, &who, &length);
-      if (who.uid != ::geteuid()) throw Error(Code::kPermission, "it runs as another user");
-      Hello again = me;
-      again.kind = HelloKind::kAttach;
-      again.session = trusted.session;
-      shake_hands(second, again, trusted.key, where);
-      result.socket = std::move(second.socket());
+  } else if (no_shm.empty() && (wanted & kShmBit)) {
+    result.descriptors = meet(line, where, no_shm);
+    if (result.descriptors) {
+      result.socket = std::move(line.socket());
       result.transport = kShmBit;
       result.reason = "the peer is on this host";
       return result;
-    } catch (const Error& error) {
-      // A socket that cannot be reached may be in another network namespace; one that was reached
-      // and then hung up is dead.
-      bool fatal =
-          error.code() == Code::kTimeout || error.code() == Code::kBusy ||
-          (error.code() == Code::kPeerLost &&
-           (reached || line.hangs_up(common & wanted & (kTcpBit | kRdmaBit) ? 0 : kDyingMs)));
-      if (fatal) throw;
-      no_shm = "same host, but its shared memory cannot be reached (" + std::string(error.what()) +
-               "): another network namespace or user?";
     }
   }
   if (no_rdma.empty() && !(common & kRdmaBit)) {
     // Worth a word only where somebody wanted it.
-    if ((me.transports | trusted.server.transports) & kRdmaBit) {
+    if ((me.transports | result.server.transports) & kRdmaBit) {
       no_rdma =
           std::string(me.transports & kRdmaBit ? "the peer" : "this Node") + " does not offer rdma";
     }
@@ -250,10 +267,8 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
             : "no common transport: " + no_shm + and_rdma + ", and one side does not offer tcp";
     throw Error(Code::kUnavailable, where + ": " + which);
   }
-  std::array<uint8_t, kChoiceBytes> choice{};
   result.transport = rdma ? kRdmaBit : kTcpBit;
-  std::memcpy(choice.data(), &result.transport, sizeof result.transport);
-  line.send(choice.data(), choice.size());
+  send_choice(line, {result.transport, 0});
   result.socket = std::move(line.socket());
   if (require != 0) {
     result.reason = std::string(rdma ? "rdma" : "tcp") + " was required";
@@ -261,6 +276,35 @@ Connection connect_to(const std::string& host, uint16_t port, Hello me, const Se
     result.reason = no_shm + (rdma || no_rdma.empty() ? "" : "; " + no_rdma);
   }
   return result;
+}
+
+// Sleeps, but not beyond the deadline.
+void pause(double seconds, Deadline deadline, const std::function<void()>& interrupted) {
+  if (!deadline.never())
+    seconds = std::min(seconds, 1e-9 * static_cast<double>(deadline.left_ns()));
+  if (::poll(nullptr, 0, static_cast<int>(seconds * 1000) + 1) < 0 && interrupted) interrupted();
+}
+
+}  // namespace
+
+Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
+                      uint32_t require, const Refused& refused, double peer_timeout_s,
+                      Deadline deadline, const std::function<void()>& interrupted) {
+  std::string where =
+      (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
+  me.kind = HelloKind::kClient;
+  me.has_secret = !secret.empty();
+  int silent = 0;
+  for (double pause_s = kLeastPauseS;; pause_s = std::min(2 * pause_s, kMostPauseS)) {
+    try {
+      return connect_once(host, port, where, me, secret, require, refused, peer_timeout_s, deadline,
+                          interrupted);
+    } catch (const TurnedAway& away) {
+      if (away.silent && ++silent == kSilentTries) throw away.error;
+      if (deadline.passed()) throw Error(Code::kTimeout, away.error.what());
+      pause(pause_s, deadline, interrupted);
+    }
+  }
 }
 
 }  // namespace tensorwire

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "clock.h"
+#include "descriptors.h"
 #include "fork.h"
 #include "handshake.h"
 
@@ -14,17 +16,23 @@ namespace tensorwire {
 struct Connection {
   Descriptor socket;
   uint32_t transport = kTcpBit;
+  std::shared_ptr<DescriptorSocket> descriptors;  // shm
   Hello server;
   std::string address;
   std::string reason;  // why this path
 };
 
-// `me` offers transports; `require` is 0 or the only bit that will do. `no_rdma` says why rdma is
-// not taken although it may be offered ("" = it may be taken). Throws kPeerLost (cannot reach, hung
-// up), kPermission (secrets differ), kUnavailable (no common or required path), kTimeout, kBusy
-// (the other side is full).
+// Why a transport is not taken although both sides may offer it; "" = it may be taken.
+struct Refused {
+  std::string shm, rdma;
+};
+
+// `me` offers transports; `require` is 0 or the only bit that will do. Comes again until the
+// deadline while the other side has no room for another handshake. Throws kPeerLost (cannot reach,
+// hung up), kPermission (secrets differ), kUnavailable (no common or required path), kTimeout,
+// kBusy (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
-                      uint32_t require, std::string no_rdma, double peer_timeout_s,
+                      uint32_t require, const Refused& refused, double peer_timeout_s,
                       Deadline deadline, const std::function<void()>& interrupted);
 
 }  // namespace tensorwire

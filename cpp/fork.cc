@@ -59,6 +59,11 @@ void close_descriptor(int fd) {
   ::close(fd);
 }
 
+void forget_descriptor(int fd) {
+  std::lock_guard lock(registry().mutex);
+  registry().descriptors.erase(fd);
+}
+
 void add_range(void* address, size_t size) {
   ::madvise(address, size, MADV_DONTFORK);
   std::lock_guard lock(registry().mutex);
@@ -93,6 +98,13 @@ void Descriptor::reset() {
   // In a forked child the number may already belong to somebody else.
   if (fd < 0 || epoch_ != fork::epoch()) return;
   fork::close_descriptor(fd);
+}
+
+int Descriptor::release() {
+  int fd = std::exchange(fd_, -1);
+  if (fd < 0 || epoch_ != fork::epoch()) return -1;
+  fork::forget_descriptor(fd);
+  return fd;
 }
 
 }  // namespace tensorwire

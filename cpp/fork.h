@@ -15,6 +15,7 @@ uint32_t epoch();
 
 void add_descriptor(int fd);
 void close_descriptor(int fd);  // and forgets it, as one step for forks
+void forget_descriptor(int fd);
 // The range must be private to the caller's process until remove_range; it is marked so that the
 // kernel does not copy it into children.
 void add_range(void* address, size_t size);
@@ -33,6 +34,9 @@ class Descriptor {
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
   void reset();
+  // Gives it up without closing it; -1 if there is none, or in a forked child. For what may block
+  // in close(), since reset() closes under a lock that all of them share.
+  int release();
 
  private:
   int fd_ = -1;

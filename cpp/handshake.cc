@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "region.h"
 #include "text.h"
 
 namespace tensorwire {
@@ -44,7 +43,6 @@ std::array<uint8_t, kHelloBytes> Hello::encode() const {
   p[11] = has_secret ? 1 : 0;
   put(p + 12, transports);
   put(p + 16, incarnation);
-  put(p + 24, session);
   std::memcpy(p + 32, nonce.data(), 32);
   std::memcpy(p + 64, host.data(), 16);
   put(p + 80, pid);
@@ -65,7 +63,8 @@ Hello Hello::decode(std::span<const uint8_t, kHelloBytes> bytes) {
                                     "; install the same tensorwire on both sides");
   }
   Hello hello;
-  if (p[10] < 1 || p[10] > 3 || p[11] > 1 || p[86] > kMaxNodeNameBytes || p[87] != 0) {
+  if (p[10] < 1 || p[10] > 3 || p[11] > 1 || p[86] > kMaxNodeNameBytes || p[87] != 0 ||
+      get<uint64_t>(p + 24) != 0) {
     throw Error(Code::kInvalid, "malformed hello");
   }
   if (!std::all_of(p + 88 + p[86], p + kHelloBytes, [](uint8_t b) { return b == 0; })) {
@@ -75,7 +74,6 @@ Hello Hello::decode(std::span<const uint8_t, kHelloBytes> bytes) {
   hello.has_secret = p[11] == 1;
   hello.transports = get<uint32_t>(p + 12);
   hello.incarnation = get<uint64_t>(p + 16);
-  hello.session = get<uint64_t>(p + 24);
   std::memcpy(hello.nonce.data(), p + 32, 32);
   std::memcpy(hello.host.data(), p + 64, 16);
   hello.pid = get<uint32_t>(p + 80);
@@ -92,7 +90,6 @@ std::array<uint8_t, kWelcomeBytes> Welcome::encode() const {
   put(bytes.data(), static_cast<uint16_t>(status.code));
   size_t length = std::min(status.message.size(), kMessageBytes);
   bytes[2] = static_cast<uint8_t>(length);
-  put(bytes.data() + 8, session);
   std::memcpy(bytes.data() + 16, proof.data(), 32);
   std::memcpy(bytes.data() + 48, status.message.data(), length);
   return bytes;
@@ -107,9 +104,41 @@ Welcome Welcome::decode(std::span<const uint8_t, kWelcomeBytes> bytes) {
   welcome.status.code = static_cast<Code>(code);
   welcome.status.message.assign(reinterpret_cast<const char*>(bytes.data() + 48), bytes[2]);
   if (!presentable(welcome.status.message)) welcome.status.message = "(unprintable)";
-  welcome.session = get<uint64_t>(bytes.data() + 8);
   std::memcpy(welcome.proof.data(), bytes.data() + 16, 32);
   return welcome;
+}
+
+std::array<uint8_t, kChoiceBytes> Choice::encode() const {
+  std::array<uint8_t, kChoiceBytes> bytes{};
+  put(bytes.data(), transport);
+  put(bytes.data() + 8, socket);
+  return bytes;
+}
+
+Choice Choice::decode(std::span<const uint8_t, kChoiceBytes> bytes) {
+  Choice choice{get<uint32_t>(bytes.data()), get<uint64_t>(bytes.data() + 8)};
+  if (get<uint32_t>(bytes.data() + 4) != 0 ||
+      (choice.socket != 0) != (choice.transport == kShmBit)) {
+    throw Error(Code::kInvalid, "malformed choice of a transport");
+  }
+  return choice;
+}
+
+std::array<uint8_t, kMeetingBytes> Meeting::encode() const {
+  std::array<uint8_t, kMeetingBytes> bytes{};
+  put(bytes.data(), static_cast<uint16_t>(code));
+  put(bytes.data() + 8, socket);
+  return bytes;
+}
+
+Meeting Meeting::decode(std::span<const uint8_t, kMeetingBytes> bytes) {
+  auto code = get<uint16_t>(bytes.data());
+  Meeting meeting{static_cast<Code>(code), get<uint64_t>(bytes.data() + 8)};
+  bool ok = code == 0;
+  if (code > kLastCode || ok != (meeting.socket != 0)) {
+    throw Error(Code::kPeerLost, "malformed answer in the handshake");
+  }
+  return meeting;
 }
 
 Keys::Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes> client_hello,
@@ -119,7 +148,6 @@ Keys::Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes
   std::copy(server_hello.begin(), server_hello.end(), transcript.begin() + kHelloBytes);
   client = hmac(secret, "tensorwire client proof", transcript);
   server = hmac(secret, "tensorwire server proof", transcript);
-  session = hmac(secret, "tensorwire session key.", transcript);
 }
 
 ServerHandshake::ServerHandshake(Context context) : context_(std::move(context)) {}
@@ -140,20 +168,9 @@ ServerHandshake::State ServerHandshake::feed(std::span<const uint8_t> bytes,
     case Step::kProof:
       state = on_proof(reply);
       break;
-    case Step::kChoice: {
-      chosen_ = get<uint32_t>(received_.data());
-      // shm is chosen by attaching on the unix socket.
-      if ((chosen_ != kTcpBit && chosen_ != kRdmaBit) ||
-          (chosen_ & context_.me.transports & client_.transports) == 0 ||
-          get<uint32_t>(received_.data() + 4) != 0) {
-        failure_ = {Code::kInvalid, "a transport was chosen that was not offered"};
-        state = State::kFailed;
-      } else {
-        state = State::kDone;
-      }
-      step_ = Step::kOver;
+    case Step::kChoice:
+      state = on_choice(reply);
       break;
-    }
     case Step::kOver:
       break;
   }
@@ -181,22 +198,10 @@ ServerHandshake::State ServerHandshake::on_hello(std::vector<uint8_t>& reply) {
     step_ = Step::kOver;
     return State::kFailed;
   }
-  bool attach = client_.kind == HelloKind::kAttach;
-  if (client_.kind == HelloKind::kChallenge || attach != context_.attach_only) {
-    failure_ = {Code::kInvalid, "this kind of stream is not accepted here"};
+  if (client_.kind != HelloKind::kClient) {
+    failure_ = {Code::kInvalid, "only a client may begin"};
     step_ = Step::kOver;
     return State::kFailed;
-  }
-  key_ = context_.secret;
-  if (attach) {
-    auto session = context_.find_session(client_.session);
-    // An unknown session gets a key that nobody has, so that it fails like a wrong proof.
-    bool known = session && session->client.incarnation == client_.incarnation;
-    auto key = known ? session->key : random_nonce();
-    key_.assign(key.begin(), key.end());
-    session_ = client_.session;
-  } else {
-    session_ = random_id();
   }
   Hello me = context_.me;
   me.kind = HelloKind::kChallenge;
@@ -210,38 +215,58 @@ ServerHandshake::State ServerHandshake::on_hello(std::vector<uint8_t>& reply) {
 }
 
 ServerHandshake::State ServerHandshake::on_proof(std::vector<uint8_t>& reply) {
-  bool attach = client_.kind == HelloKind::kAttach;
   bool mine = !context_.secret.empty();
-  if (!attach && mine != client_.has_secret) {
+  if (mine != client_.has_secret) {
     return refuse({Code::kPermission, mine ? "this Node has a secret and the caller has none"
                                            : "this Node has no secret and the caller has one"},
                   reply);
   }
-  Keys keys(key_, client_bytes_, server_bytes_);
+  Keys keys(context_.secret, client_bytes_, server_bytes_);
   Digest offered;
   std::memcpy(offered.data(), received_.data(), offered.size());
   if (!same_digest(offered, keys.client)) {
     return refuse({Code::kPermission, "wrong secret"}, reply);
   }
-  if (!attach) {
-    Session session{keys.session, client_};
-    if (Status status = context_.open_session(session_, session); !status.ok()) {
-      return refuse(std::move(status), reply);
-    }
-  }
+  if (Status status = context_.admit(); !status.ok()) return refuse(std::move(status), reply);
+  proven_ = true;
   Welcome welcome;
-  welcome.session = session_;
   welcome.proof = keys.server;
   auto bytes = welcome.encode();
   reply.insert(reply.end(), bytes.begin(), bytes.end());
-  if (attach) {
-    chosen_ = kShmBit;
-    step_ = Step::kOver;
-    return State::kDone;
-  }
   step_ = Step::kChoice;
   wanted_ = kChoiceBytes;
   return State::kMore;
+}
+
+ServerHandshake::State ServerHandshake::on_choice(std::vector<uint8_t>& reply) {
+  auto fail = [this](const std::string& why) {
+    failure_ = {Code::kInvalid, why};
+    step_ = Step::kOver;
+    return State::kFailed;
+  };
+  Choice choice;
+  try {
+    std::array<uint8_t, kChoiceBytes> bytes;
+    std::copy(received_.begin(), received_.end(), bytes.begin());
+    choice = Choice::decode(bytes);
+  } catch (const Error& error) {
+    return fail(error.what());
+  }
+  chosen_ = choice.transport;
+  bool one = chosen_ == kShmBit || chosen_ == kTcpBit || chosen_ == kRdmaBit;
+  if (!one || (chosen_ & context_.me.transports & client_.transports) == 0) {
+    return fail("a transport was chosen that was not offered");
+  }
+  if (chosen_ == kShmBit) {
+    if (met_) return fail("shm was chosen twice");
+    met_ = true;
+    Meeting meeting = context_.meet(choice.socket);
+    auto bytes = meeting.encode();
+    reply.insert(reply.end(), bytes.begin(), bytes.end());
+    if (meeting.code != Code::kOk) return State::kMore;  // the client chooses another one
+  }
+  step_ = Step::kOver;
+  return State::kDone;
 }
 
 }  // namespace tensorwire

@@ -6,17 +6,17 @@
 //                                    <-  Hello (kind kChallenge, its own nonce, ...)
 //   Proof (HMAC as client)           ->
 //                                    <-  Welcome (status, session, HMAC as server)
-//   Choice (transport of this stream) ->     a session stream only
+//   Choice (transport)               ->
+//                                    <-  Meeting, if shm was chosen: where descriptors go, or why
+//                                        not, and then another Choice follows
 //
 // Both HMACs cover both Hellos, so roles, nonces, incarnations and offered transports cannot be
-// changed, swapped or replayed. A further stream of a session (kind kAttach) does the same with
-// the session's key instead of the job's secret.
+// changed, swapped or replayed.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,21 +27,22 @@
 namespace tensorwire {
 
 enum TransportBit : uint32_t { kShmBit = 1, kTcpBit = 2, kRdmaBit = 4 };
-enum class HelloKind : uint8_t { kSession = 1, kAttach = 2, kChallenge = 3 };
+// kBusy: from a server that takes no more strangers just now; nothing but the kind counts.
+enum class HelloKind : uint8_t { kClient = 1, kBusy = 2, kChallenge = 3 };
 
 inline constexpr size_t kHelloBytes = 160;
 inline constexpr size_t kProofBytes = 40;
 inline constexpr size_t kWelcomeBytes = 160;
-inline constexpr size_t kChoiceBytes = 8;
+inline constexpr size_t kChoiceBytes = 16;
+inline constexpr size_t kMeetingBytes = 16;
 inline constexpr size_t kMaxNodeNameBytes = 63;
-inline constexpr uint16_t kWireVersion = 1;
+inline constexpr uint16_t kWireVersion = 2;
 
 struct Hello {
-  HelloKind kind = HelloKind::kSession;
+  HelloKind kind = HelloKind::kClient;
   bool has_secret = false;
   uint32_t transports = 0;
   uint64_t incarnation = 0;
-  uint64_t session = 0;  // kAttach only
   std::array<uint8_t, 32> nonce{};
   std::array<uint8_t, 16> host{};  // equal on one host (a hash of its boot id)
   uint32_t pid = 0;
@@ -55,18 +56,36 @@ struct Hello {
 
 struct Welcome {
   Status status;
-  uint64_t session = 0;
   Digest proof{};
 
   std::array<uint8_t, kWelcomeBytes> encode() const;
   static Welcome decode(std::span<const uint8_t, kWelcomeBytes> bytes);
 };
 
+struct Choice {
+  uint32_t transport = kTcpBit;
+  uint64_t socket = 0;  // shm: the name of the client's DescriptorSocket
+
+  std::array<uint8_t, kChoiceBytes> encode() const;
+  // Throws kInvalid on bytes that no honest sender makes.
+  static Choice decode(std::span<const uint8_t, kChoiceBytes> bytes);
+};
+
+struct Meeting {
+  Code code =
+      Code::kOk;  // kUnavailable: the client's socket cannot be reached; kBusy: no descriptors
+  uint64_t socket = 0;  // the name of the server's DescriptorSocket
+
+  std::array<uint8_t, kMeetingBytes> encode() const;
+  // Throws kPeerLost on bytes that no honest sender makes.
+  static Meeting decode(std::span<const uint8_t, kMeetingBytes> bytes);
+};
+
 using Secret = std::vector<uint8_t>;
 
 // What both sides derive from a secret and the two Hellos.
 struct Keys {
-  Digest client, server, session;
+  Digest client, server;
   Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes> client_hello,
        std::span<const uint8_t, kHelloBytes> server_hello);
 };
@@ -74,22 +93,16 @@ struct Keys {
 // Fresh random nonce.
 std::array<uint8_t, 32> random_nonce();
 
-// A session that was opened on one stream and may be attached to by another.
-struct Session {
-  Digest key{};
-  Hello client;
-};
-
 // The server's half, fed with whatever arrives.
 class ServerHandshake {
  public:
   struct Context {
     Hello me;  // kind, nonce and session are filled in here
     Secret secret;
-    bool attach_only = false;  // a unix socket takes only further streams of known sessions
-    std::function<std::optional<Session>(uint64_t id)> find_session;
-    // May refuse by returning a status that is not ok. Called after the proof, for new sessions.
-    std::function<Status(uint64_t id, const Session&)> open_session;
+    // Called after the proof; may refuse by returning a status that is not ok.
+    std::function<Status()> admit;
+    // Opens a socket for descriptors that the client's socket of this name can reach.
+    std::function<Meeting(uint64_t name)> meet;
   };
   enum class State { kMore, kDone, kFailed };
 
@@ -101,8 +114,10 @@ class ServerHandshake {
 
   // Valid when done.
   const Hello& client() const { return client_; }
-  uint64_t session() const { return session_; }
   uint32_t chosen() const { return chosen_; }
+  // The client's Hello came; it has proved that it knows the secret, too.
+  bool greeted() const { return step_ != Step::kHello; }
+  bool proven() const { return proven_; }
   // Valid when failed.
   const Status& failure() const { return failure_; }
 
@@ -111,6 +126,7 @@ class ServerHandshake {
   State refuse(Status status, std::vector<uint8_t>& reply);
   State on_hello(std::vector<uint8_t>& reply);
   State on_proof(std::vector<uint8_t>& reply);
+  State on_choice(std::vector<uint8_t>& reply);
 
   Context context_;
   Step step_ = Step::kHello;
@@ -118,8 +134,8 @@ class ServerHandshake {
   std::vector<uint8_t> received_;
   std::array<uint8_t, kHelloBytes> client_bytes_{}, server_bytes_{};
   Hello client_;
-  Secret key_;
-  uint64_t session_ = 0;
+  bool proven_ = false;
+  bool met_ = false;  // shm was tried
   uint32_t chosen_ = 0;
   Status failure_;
 };

@@ -6,7 +6,6 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,18 +13,14 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <optional>
+#include <span>
 
 namespace tensorwire {
 namespace {
 
-sockaddr_un unix_address(uint64_t incarnation, socklen_t& size) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::string name = unix_name(incarnation);
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  return address;
-}
+// Connections that nobody has accepted yet; the kernel cuts it (net.core.somaxconn).
+constexpr int kBacklog = 4096;
 
 Descriptor listen_tcp(const std::string& host, uint16_t port) {
   addrinfo hints{}, *found = nullptr;
@@ -39,7 +34,8 @@ Descriptor listen_tcp(const std::string& host, uint16_t port) {
   if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
   int one = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-  if (::bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd.get(), 512) != 0) {
+  if (::bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 ||
+      ::listen(fd.get(), kBacklog) != 0) {
     throw Error(Code::kUnavailable,
                 system_message("cannot listen at " + host + ":" + std::to_string(port), errno));
   }
@@ -47,13 +43,6 @@ Descriptor listen_tcp(const std::string& host, uint16_t port) {
 }
 
 }  // namespace
-
-std::string unix_name(uint64_t incarnation) {
-  char name[40];
-  std::snprintf(name, sizeof name, "tensorwire-%016llx",
-                static_cast<unsigned long long>(incarnation));
-  return name;
-}
 
 std::string remote_host(int socket) {
   sockaddr_storage address{};
@@ -142,35 +131,33 @@ void tune_tcp(int socket, double peer_timeout_s) {
   // as a process that is stopped.
 }
 
-// A listening socket.
+// The listening socket.
 class Listener::Door : public Handler {
  public:
-  Door(std::weak_ptr<Listener> listener, int fd, bool is_unix)
-      : listener_(std::move(listener)), fd_(fd), is_unix_(is_unix) {}
+  explicit Door(std::weak_ptr<Listener> listener) : listener_(std::move(listener)) {}
   void on_ready(uint32_t) override {
-    if (auto listener = listener_.lock()) listener->accept(fd_, is_unix_);
+    if (auto listener = listener_.lock()) listener->accept();
   }
 
  private:
   std::weak_ptr<Listener> listener_;
-  int fd_;
-  bool is_unix_;
 };
 
 // A connection in the handshake.
 class Listener::Stranger : public Handler, public std::enable_shared_from_this<Stranger> {
  public:
-  Stranger(Listener& listener, Descriptor socket, bool is_unix)
+  Stranger(Listener& listener, Descriptor socket)
       : listener_(listener.shared_from_this()),
         progress_(listener.progress_),
         socket_(std::move(socket)),
-        is_unix_(is_unix),
-        host_(remote_host(socket_.get())),
-        handshake_(listener.context(is_unix, host_)) {}
+        host_(remote_host(socket_.get())) {}
 
+  // Most have sent their Hello when they are accepted: it is read at once.
   void start(Clock::time_point deadline) {
     deadline_ = deadline;
+    handshake_.emplace(listener_.lock()->context(weak_from_this()));
     progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
+    on_ready(EPOLLIN);
   }
   Clock::time_point deadline() const { return deadline_; }
 
@@ -180,18 +167,13 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     std::array<uint8_t, kHelloBytes> bytes;
     while (listener && socket_) {
       ssize_t size = ::recv(socket_.get(), bytes.data(),
-                            std::min(bytes.size(), handshake_.wanted()), MSG_DONTWAIT);
+                            std::min(bytes.size(), handshake_->wanted()), MSG_DONTWAIT);
       if (size < 0 && errno == EINTR) continue;
       if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
       if (size <= 0) return end();
       std::vector<uint8_t> reply;
-      auto state = handshake_.feed({bytes.data(), static_cast<size_t>(size)}, reply);
-      // A few hundred bytes always fit an empty socket; whoever does not read is not served.
-      if (!reply.empty() &&
-          ::send(socket_.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
-              static_cast<ssize_t>(reply.size())) {
-        return end();
-      }
+      auto state = handshake_->feed({bytes.data(), static_cast<size_t>(size)}, reply);
+      if (!reply.empty() && !answer(reply)) return end();
       if (state == ServerHandshake::State::kFailed) return end();
       if (state == ServerHandshake::State::kDone) return arrive(*listener);
     }
@@ -201,41 +183,59 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
     if (!socket_) return;
     progress_->unwatch(socket_.get());
     socket_.reset();
+    descriptors_.reset();
     if (auto listener = listener_.lock()) listener->forget(*this);
   }
 
-  const ServerHandshake& handshake() const { return handshake_; }
-  bool is_unix() const { return is_unix_; }
+  // Ends it with the advice to come again.
+  void turn_away() {
+    if (auto listener = listener_.lock()) {
+      Hello busy = listener->options_.me;
+      busy.kind = HelloKind::kBusy;
+      answer(busy.encode());
+    }
+    end();
+  }
+
+  const ServerHandshake& handshake() const { return *handshake_; }
+
+  Meeting meet(uint64_t name) {
+    try {
+      descriptors_ = DescriptorSocket::answer(name);
+      return {Code::kOk, descriptors_->name()};
+    } catch (const Error& error) {
+      return {error.code(), 0};
+    }
+  }
 
  private:
+  // A few hundred bytes always fit an empty socket; whoever does not read is not served.
+  bool answer(std::span<const uint8_t> bytes) {
+    return ::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+           static_cast<ssize_t>(bytes.size());
+  }
+
   void arrive(Listener& listener) {
     progress_->unwatch(socket_.get());
     Arrival arrival;
     arrival.socket = std::move(socket_);
-    arrival.transport = handshake_.chosen();
-    arrival.client = handshake_.client();
+    arrival.transport = handshake_->chosen();
+    arrival.descriptors = std::move(descriptors_);
+    arrival.client = handshake_->client();
     arrival.address = host_ + ":" + std::to_string(arrival.client.port);
-    auto keep = shared_from_this();
-    // A session makes one peer: it may have been taken over by another stream meanwhile.
-    auto found = listener.sessions_.find(handshake_.session());
-    bool taken = found == listener.sessions_.end();
-    if (!taken) {
-      arrival.client = found->second.session.client;
-      arrival.address = found->second.address;
-      listener.sessions_.erase(found);
-    }
     listener.forget(*this);
-    if (taken || !listener.options_.room_for_peer(0).ok()) return;
+    if (!listener.options_.room_for_peer(0).ok())
+      return;  // this Node connected elsewhere meanwhile
     listener.options_.on_arrival(std::move(arrival));
   }
 
   std::weak_ptr<Listener> listener_;
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;
-  bool is_unix_;
   std::string host_;
   Clock::time_point deadline_;
-  ServerHandshake handshake_;
+  std::optional<ServerHandshake> handshake_;
+  std::shared_ptr<DescriptorSocket> descriptors_;
 };
 
 Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, uint16_t port)
@@ -249,71 +249,45 @@ Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, 
 
 void Listener::start(Options options) {
   options_ = std::move(options);
-  if (options_.me.transports & kShmBit) {
-    unix_ = Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!unix_) throw Error(Code::kBusy, system_message("socket", errno));
-    socklen_t size;
-    sockaddr_un address = unix_address(options_.me.incarnation, size);
-    if (::bind(unix_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-        ::listen(unix_.get(), 512) != 0) {
-      throw Error(Code::kUnavailable, system_message("cannot listen on a unix socket", errno));
-    }
-    progress_->watch(unix_.get(), EPOLLIN,
-                     std::make_shared<Door>(weak_from_this(), unix_.get(), true));
-  }
-  progress_->watch(tcp_.get(), EPOLLIN,
-                   std::make_shared<Door>(weak_from_this(), tcp_.get(), false));
+  progress_->watch(tcp_.get(), EPOLLIN, std::make_shared<Door>(weak_from_this()));
 }
 
-ServerHandshake::Context Listener::context(bool attach_only, const std::string& host) {
+ServerHandshake::Context Listener::context(std::weak_ptr<Stranger> stranger) {
   ServerHandshake::Context context;
   context.me = options_.me;
   context.secret = options_.secret;
-  context.attach_only = attach_only;
-  auto weak = weak_from_this();
-  context.find_session = [weak](uint64_t id) -> std::optional<Session> {
-    auto self = weak.lock();
-    if (!self) return std::nullopt;
-    auto found = self->sessions_.find(id);
-    if (found == self->sessions_.end()) return std::nullopt;
-    return found->second.session;
-  };
-  context.open_session = [weak, host](uint64_t id, const Session& session) -> Status {
+  context.admit = [weak = weak_from_this()]() -> Status {
     auto self = weak.lock();
     if (!self || self->closed_) return {Code::kClosed, "this Node is closing"};
-    if (Status status = self->options_.room_for_peer(self->sessions_.size()); !status.ok())
-      return status;
-    self->sessions_[id] = {session, host + ":" + std::to_string(session.client.port)};
-    return {};
+    Status status = self->options_.room_for_peer(self->proven_);
+    if (status.ok()) ++self->proven_;
+    return status;
+  };
+  context.meet = [stranger](uint64_t name) -> Meeting {
+    auto self = stranger.lock();
+    return self ? self->meet(name) : Meeting{Code::kClosed, 0};
   };
   return context;
 }
 
-void Listener::accept(int door, bool is_unix) {
+void Listener::accept() {
   for (int i = 0; i < 16 && !closed_; ++i) {
-    Descriptor socket(::accept4(door, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Descriptor socket(::accept4(tcp_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
         // Out of descriptors: close the door for a moment instead of turning round it.
-        if (!strangers_.empty()) std::shared_ptr<Stranger>(strangers_.front())->end();
-        progress_->change(door, 0);
-        progress_->after(0.1, [weak = weak_from_this(), door] {
+        make_room();
+        progress_->change(tcp_.get(), 0);
+        progress_->after(0.1, [weak = weak_from_this()] {
           auto self = weak.lock();
-          if (self && !self->closed_) self->progress_->change(door, EPOLLIN);
+          if (self && !self->closed_) self->progress_->change(self->tcp_.get(), EPOLLIN);
         });
       }
       return;
     }
-    if (is_unix) {
-      ucred who{};
-      socklen_t size = sizeof who;
-      ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &size);
-      if (who.uid != ::geteuid()) continue;
-    } else {
-      tune_tcp(socket.get(), options_.peer_timeout_s);
-    }
-    if (strangers_.size() >= kMaxHandshakes) std::shared_ptr<Stranger>(strangers_.front())->end();
-    auto stranger = std::make_shared<Stranger>(*this, std::move(socket), is_unix);
+    tune_tcp(socket.get(), options_.peer_timeout_s);
+    if (strangers_.size() - proven_ >= kMaxHandshakes) make_room();
+    auto stranger = std::make_shared<Stranger>(*this, std::move(socket));
     strangers_.push_back(stranger);
     try {
       stranger->start(Clock::now() +
@@ -324,6 +298,18 @@ void Listener::accept(int door, bool is_unix) {
     }
     if (!timing_) time_out();
   }
+}
+
+void Listener::make_room() {
+  std::shared_ptr<Stranger> oldest;
+  for (const auto& stranger : strangers_) {
+    if (stranger->handshake().proven()) continue;
+    if (!oldest) oldest = stranger;
+    if (stranger->handshake().greeted()) continue;
+    oldest = stranger;
+    break;
+  }
+  if (oldest) oldest->turn_away();
 }
 
 // One timer for all: strangers have equal patience, so the oldest is the first to go.
@@ -341,8 +327,7 @@ void Listener::time_out() {
 }
 
 void Listener::forget(Stranger& stranger) {
-  // A session ends with the tcp stream that opened it, unless another stream took it over before.
-  if (!stranger.is_unix()) sessions_.erase(stranger.handshake().session());
+  if (stranger.handshake().proven()) --proven_;
   strangers_.remove_if([&](const auto& other) { return other.get() == &stranger; });
 }
 
@@ -351,10 +336,7 @@ void Listener::close() {
   closed_ = true;
   progress_->unwatch(tcp_.get());
   tcp_.reset();
-  if (unix_) progress_->unwatch(unix_.get());
-  unix_.reset();
   while (!strangers_.empty()) std::shared_ptr<Stranger>(strangers_.front())->end();
-  sessions_.clear();
 }
 
 }  // namespace tensorwire

@@ -1,16 +1,18 @@
-// The listener: the doors of a Node. Accepts connections on tcp and on an abstract unix socket and
-// takes them through the handshake; whoever passes is handed on as a new peer.
+// The listener: the door of a Node. Accepts connections on tcp and takes them through the
+// handshake; whoever passes is handed on as a new peer.
 //
-// Bounded: at most kMaxHandshakes strangers at a time, the oldest makes room; each has a deadline.
+// Bounded: each connection has a deadline, and at most kMaxHandshakes have not proved the secret
+// yet. The oldest of them makes room, one that has said nothing before one that has sent its Hello,
+// and is told to come again. Who has proved the secret stays: the limit of peers bounds those.
 #pragma once
 
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <string>
 
 #include "clock.h"
+#include "descriptors.h"
 #include "fork.h"
 #include "handshake.h"
 #include "progress.h"
@@ -19,8 +21,6 @@ namespace tensorwire {
 
 inline constexpr size_t kMaxHandshakes = 128;
 
-// The name of the unix socket of a Node, in the abstract name space (no file is left behind).
-std::string unix_name(uint64_t incarnation);
 // "127.0.0.1" or "[::1]" of a connected socket's other end.
 std::string remote_host(int socket);
 // Sets what every tcp stream of ours has: no delay, keep-alive, a limit for silence; within one
@@ -32,6 +32,7 @@ class Listener : public std::enable_shared_from_this<Listener> {
   struct Arrival {
     Descriptor socket;
     uint32_t transport = kTcpBit;
+    std::shared_ptr<DescriptorSocket> descriptors;  // shm
     Hello client;
     std::string address;  // host:port where the client itself listens
   };
@@ -58,23 +59,20 @@ class Listener : public std::enable_shared_from_this<Listener> {
   friend class Door;
   friend class Stranger;
 
-  void accept(int door, bool is_unix);
+  void accept();
+  void make_room();
   void forget(Stranger& stranger);
   void time_out();
-  ServerHandshake::Context context(bool attach_only, const std::string& address);
+  ServerHandshake::Context context(std::weak_ptr<Stranger> stranger);
 
   std::shared_ptr<Progress> progress_;
   Options options_;
   uint16_t port_ = 0;
-  Descriptor tcp_, unix_;
-  bool closed_ = false, timing_ = false;
+  Descriptor tcp_;
   // Driving thread only.
+  bool closed_ = false, timing_ = false;
+  size_t proven_ = 0;                               // of the strangers
   std::list<std::shared_ptr<Stranger>> strangers_;  // oldest first
-  struct OpenSession {
-    Session session;
-    std::string address;
-  };
-  std::map<uint64_t, OpenSession> sessions_;
 };
 
 }  // namespace tensorwire

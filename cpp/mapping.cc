@@ -1,8 +1,10 @@
 #include "mapping.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -67,20 +69,25 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers
   return result;
 }
 
-std::shared_ptr<Mapping> Mapping::import(Descriptor memory, size_t size, bool writable) {
-  int seals = ::fcntl(memory.get(), F_GET_SEALS);
+std::shared_ptr<Mapping> Mapping::import(int memory, size_t size, bool writable) {
+  int seals = ::fcntl(memory, F_GET_SEALS);
   constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
   if (seals < 0 || (seals & kNeeded) != kNeeded) {
     throw Error(Code::kInvalid, "a peer offered memory whose size is not sealed");
   }
+  // Pages of hugetlbfs, which has memfds too, can be missing when they are touched.
+  struct statfs system{};
+  if (::fstatfs(memory, &system) != 0 || system.f_type != TMPFS_MAGIC) {
+    throw Error(Code::kInvalid, "a peer offered memory that is not on tmpfs");
+  }
   struct stat info;
   size_t pages = whole_pages(size);
-  if (::fstat(memory.get(), &info) != 0 || static_cast<uint64_t>(info.st_size) < pages) {
+  if (::fstat(memory, &info) != 0 || static_cast<uint64_t>(info.st_size) < pages) {
     throw Error(Code::kInvalid, "a peer offered memory that is smaller than it claims");
   }
   std::shared_ptr<Mapping> result(new Mapping);
   result->size_ = size;
-  result->map(memory.get(), pages, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED);
+  result->map(memory, pages, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED);
   return result;
 }
 

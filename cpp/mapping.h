@@ -18,9 +18,10 @@ class Mapping {
   // Throws kNoMemory.
   static std::shared_ptr<Mapping> create(size_t size, bool shareable, bool peers_write);
 
-  // Maps memory that a peer made. Verified first: a memfd of at least `size` bytes whose size is
-  // sealed, so that no access can fault later. Throws kInvalid or kNoMemory.
-  static std::shared_ptr<Mapping> import(Descriptor memory, size_t size, bool writable);
+  // Maps memory that a peer made; the descriptor stays the caller's. Verified first: a memfd on
+  // tmpfs of at least `size` bytes whose size is sealed, so that no access can fault later. Looks
+  // at the seals first, which blocks for no kind of file. Throws kInvalid or kNoMemory.
+  static std::shared_ptr<Mapping> import(int memory, size_t size, bool writable);
 
   ~Mapping();
   Mapping(const Mapping&) = delete;

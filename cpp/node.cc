@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "connect.h"
 #include "word.h"
 
 namespace tensorwire {
@@ -127,8 +126,10 @@ void Node::start() {
   };
   doors.on_arrival = [this](Listener::Arrival arrival) {
     try {
-      adopt(std::move(arrival.socket), arrival.transport, std::move(arrival.client),
-            std::move(arrival.address), "the peer connected this way", true);
+      Connection made{std::move(arrival.socket),      arrival.transport,
+                      std::move(arrival.descriptors), std::move(arrival.client),
+                      std::move(arrival.address),     "the peer connected this way"};
+      adopt(std::move(made), true);
     } catch (const Error&) {
       // No descriptors left: the caller sees its connection end.
     }
@@ -198,15 +199,14 @@ void Node::free_here(const std::shared_ptr<Region>& region) {
 
 // ---- peers
 
-PeerPtr Node::adopt(Descriptor socket, uint32_t transport, Hello remote, std::string address,
-                    std::string reason, bool accepted) {
+PeerPtr Node::adopt(Connection made, bool accepted) {
   PeerPtr peer;
   {
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
     uint64_t id = next_peer_++;
-    peer = std::make_shared<Peer>(fabric_, id, std::move(remote), std::move(address), transport,
-                                  std::move(reason));
+    peer = std::make_shared<Peer>(fabric_, id, std::move(made.server), std::move(made.address),
+                                  made.transport, std::move(made.reason));
     peers_[id] = peer;
   }
   auto on_ready = [this, accepted](Peer& ready) {
@@ -217,7 +217,8 @@ PeerPtr Node::adopt(Descriptor socket, uint32_t transport, Hello remote, std::st
     fabric_.progress->changed();
   };
   try {
-    peer->start(std::move(socket), accepted, on_ready, [this](Peer& lost) { forget(lost); });
+    peer->start(std::move(made.socket), std::move(made.descriptors), accepted, on_ready,
+                [this](Peer& lost) { forget(lost); });
   } catch (const Error& error) {
     peer->lose({error.code(), error.what()});
     throw;
@@ -251,24 +252,31 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
                                    std::to_string(options_.max_peers) + " peers (max_peers)");
     }
   }
-  uint32_t transport = 0;
-  try {
-    return connect_once(host, port, deadline, bit, "", interrupted, transport);
-  } catch (const Error& error) {
-    // Both sides offer rdma, but their NICs do not reach each other: another path may do.
-    if (transport != kRdmaBit || bit != 0 || error.code() != Code::kUnavailable ||
-        (options_.transports & kTcpBit) == 0) {
-      throw;
+  // Both sides offer shm or rdma, but they are of different users, or their NICs do not reach each
+  // other: another path may do.
+  Refused refused;
+  for (;;) {
+    uint32_t transport = 0;
+    try {
+      return connect_once(host, port, deadline, bit, refused, interrupted, transport);
+    } catch (const Error& error) {
+      if (bit != 0 || error.code() != Code::kUnavailable) throw;
+      if (transport == kShmBit && refused.shm.empty()) {
+        refused.shm =
+            "same host, but its shared memory is out of reach: " + std::string(error.what());
+      } else if (transport == kRdmaBit && (options_.transports & kTcpBit)) {
+        refused.rdma = "rdma failed: " + std::string(error.what());
+      } else {
+        throw;
+      }
     }
-    return connect_once(host, port, deadline, bit, "rdma failed: " + std::string(error.what()),
-                        interrupted, transport);
   }
 }
 
 PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline deadline,
-                           uint32_t require, const std::string& no_rdma,
+                           uint32_t require, const Refused& refused,
                            const std::function<void()>& interrupted, uint32_t& transport) {
-  Connection made = connect_to(host, port, hello(), options_.secret, require, no_rdma,
+  Connection made = connect_to(host, port, hello(), options_.secret, require, refused,
                                options_.peer_timeout_s, deadline, interrupted);
   transport = made.transport;
   PeerPtr peer;
@@ -277,8 +285,7 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   Code code = Code::kOk;
   fabric_.progress->run([&] {
     try {
-      peer = adopt(std::move(made.socket), made.transport, std::move(made.server),
-                   std::move(made.address), std::move(made.reason), false);
+      peer = adopt(std::move(made), false);
     } catch (const Error& error) {
       code = error.code();
       failure = error.what();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "connect.h"
 #include "handshake.h"
 #include "listener.h"
 #include "peer.h"
@@ -90,10 +91,10 @@ class Node : public std::enable_shared_from_this<Node> {
   explicit Node(NodeOptions options);
   void start();
   Hello hello() const;
-  PeerPtr adopt(Descriptor socket, uint32_t transport, Hello remote, std::string address,
-                std::string reason, bool accepted);
+  // Driving thread.
+  PeerPtr adopt(Connection made, bool accepted);
   PeerPtr connect_once(const std::string& host, uint16_t port, Deadline deadline, uint32_t require,
-                       const std::string& no_rdma, const std::function<void()>& interrupted,
+                       const Refused& refused, const std::function<void()>& interrupted,
                        uint32_t& transport);
   void start_rdma();
   std::vector<PeerPtr> all_peers() const;  // also those that are not ready yet

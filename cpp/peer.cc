@@ -8,9 +8,8 @@
 namespace tensorwire {
 namespace {
 
-Status out_of_descriptors() {
-  return {Code::kBusy, system_message("cannot receive shared memory", EMFILE) + "; see ulimit -n"};
-}
+// Of an honest peer there are only the questions of its first round trip.
+constexpr size_t kMaxEarlyFrames = 1024;
 
 }  // namespace
 
@@ -32,20 +31,18 @@ Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32
 
 Peer::~Peer() = default;
 
-void Peer::start(Descriptor socket, bool accepting, std::function<void(Peer&)> on_ready,
-                 std::function<void(Peer&)> on_lost) {
+void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
+                 std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost) {
   on_ready_ = std::move(on_ready);
   on_lost_ = std::move(on_lost);
   accepting_ = accepting;
-  bool is_unix = transport_ == kShmBit;
   // The stream keeps the peer until lose() closes it.
   stream_ = std::make_shared<Stream>(
-      fabric_.progress, std::move(socket), is_unix, *this,
+      fabric_.progress, std::move(socket), *this,
       [this](Status status) { lose(std::move(status)); }, shared_from_this());
   service_.attach(stream_);
-  if (is_unix) {
-    shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
-    channel_ = shm_;
+  if (transport_ == kShmBit) {
+    start_shm(std::move(descriptors));
   } else if (transport_ == kRdmaBit) {
     start_rdma();
   } else {
@@ -55,12 +52,8 @@ void Peer::start(Descriptor socket, bool accepting, std::function<void(Peer&)> o
     ready_ = true;
   }
   stream_->start();
-  if (is_unix) {
-    Header header;
-    header.type = FrameType::kAttach;
-    header.generation = fabric_.incarnation;
-    int descriptors[] = {fabric_.page->descriptor(), fabric_.doorbell};
-    stream_->send(header, {}, true, descriptors, fabric_.progress);
+  if (shm_ && !accepting) {
+    offer_memory();
   } else if (rdma_) {
     Header header;
     header.type = FrameType::kAttach;
@@ -356,7 +349,7 @@ void Peer::give_back(const RemoteRegion& region) {
   stream_->send(header);
 }
 
-bool Peer::granted(const Header& header, std::string_view body) {
+bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
   AskedPtr asked;
   {
     std::lock_guard lock(mutex_);
@@ -378,22 +371,16 @@ bool Peer::granted(const Header& header, std::string_view body) {
     region->name = body;
     status.message.clear();
     if (shm_ && (region->access.read || region->access.write)) {
-      Descriptor memory = stream_->take_descriptor();
-      bool had_memory = static_cast<bool>(memory);
       auto found = known_.find(region->generation);
       auto known = found == known_.end() ? nullptr : found->second.lock();
       if (known && known->id == region->id && known->size == region->size &&
           known->access.write == region->access.write) {
         region->mapping = known->mapping;  // one mapping, however often it is looked up
       } else {
-        try {
-          region->mapping = Mapping::import(std::move(memory), region->size, region->access.write);
-        } catch (const Error& error) {
-          status = {error.code(), error.what()};
-          if (!had_memory && stream_->dropped_descriptors()) status = out_of_descriptors();
-          // Out of address space or descriptors is our trouble; anything else is a lie.
-          well_formed = status.code == Code::kNoMemory || status.code == Code::kBusy;
-        }
+        region->mapping = std::move(passed.mapping);
+        status = passed.status;
+        // Out of address space or descriptors is our trouble; anything else is a lie.
+        well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
       }
       if (status.ok()) known_[region->generation] = region;
       std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
@@ -426,6 +413,7 @@ bool Peer::granted(const Header& header, std::string_view body) {
 // ---- frames
 
 bool Peer::begin_payload(const Header& header, std::byte** target) {
+  if (shm_ && !ready_) return false;
   if (header.type == FrameType::kWrite) return service_.begin_write(header, target);
   return tcp_ && tcp_->begin_data(header, target);
 }
@@ -435,21 +423,130 @@ bool Peer::end_payload(const Header& header) {
   return tcp_ && tcp_->end_data(header);
 }
 
-bool Peer::attached() {
-  Descriptor page = stream_->take_descriptor();
-  Descriptor doorbell = stream_->take_descriptor();
-  if ((!page || !doorbell) && stream_->dropped_descriptors()) {
-    lose(out_of_descriptors());
+// ---- shm
+
+// What the other side sends once it has our memory, while we still examine its. Nothing is served
+// before we know whose it is.
+bool Peer::wait_for_memory(const Header& header, std::string_view body) {
+  if (early_.size() == kMaxEarlyFrames) return false;
+  early_.push_back({header, std::string(body)});
+  return true;
+}
+
+void Peer::start_shm(std::shared_ptr<DescriptorSocket> descriptors) {
+  shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
+  channel_ = shm_;
+  descriptors_ = std::move(descriptors);
+  auto weak = weak_from_this();
+  descriptors_->start(fabric_.progress, [weak](Status status) {
+    if (auto self = weak.lock()) self->lose(std::move(status));
+  });
+  // The frame follows its message, so whoever reads the frame finds the message there.
+  service_.attach(
+      [weak](const Header& answer, const std::shared_ptr<Region>& region) {
+        auto self = weak.lock();
+        if (!self) return;
+        int memory = region->mapping->descriptor();
+        self->descriptors_->send(answer, {&memory, 1}, region, [weak, answer, region] {
+          if (auto self = weak.lock()) self->stream_->send(answer, region->name, false);
+        });
+      },
+      [weak] {
+        auto self = weak.lock();
+        return self && self->descriptors_ ? self->descriptors_->queued() : 0;
+      });
+}
+
+void Peer::offer_memory() {
+  Header header;
+  header.type = FrameType::kAttach;
+  header.generation = fabric_.incarnation;
+  int memory[] = {fabric_.page->descriptor(), fabric_.doorbell};
+  descriptors_->send(header, memory, fabric_.progress, [weak = weak_from_this(), header] {
+    if (auto self = weak.lock()) self->stream_->send(header);
+  });
+}
+
+bool Peer::receive_memory(const Header& frame,
+                          std::function<void(const DescriptorMessage&, Passed&)> examine,
+                          std::function<bool(Passed&)> then) {
+  auto weak = weak_from_this();
+  auto go_on = [weak, then = std::move(then)](const std::shared_ptr<Passed>& passed) {
+    auto self = weak.lock();
+    if (!self || self->lost() || then(*passed)) return;
+    self->lose({Code::kPeerLost, "the peer broke the protocol: memory that was not as announced"});
+  };
+  try {
+    descriptors_->receive([frame, progress = fabric_.progress, examine = std::move(examine),
+                           go_on = std::move(go_on)](const DescriptorMessage& message) {
+      auto passed = std::make_shared<Passed>();
+      passed->status = message.status();
+      bool same = message.header().type == frame.type &&
+                  message.header().generation == frame.generation &&
+                  message.header().transfer == frame.transfer;
+      if (passed->status.ok() && !same) {
+        passed->status = {Code::kInvalid, "the memory of another frame"};
+      }
+      try {
+        if (passed->status.ok()) examine(message, *passed);
+      } catch (const Error& error) {
+        passed->status = {error.code(), error.what()};
+      }
+      progress->post([passed, go_on] {
+        go_on(passed);
+        return false;
+      });
+    });
+  } catch (const Error& error) {
+    lose({error.code(), error.what()});
+  }
+  return true;
+}
+
+// The page and the doorbell of the other side, the client's first. A server that sees another user
+// says so instead of sending its own.
+bool Peer::attached_shm(const Header& header, std::string_view body) {
+  if (std::exchange(attaching_, true)) return false;
+  if (header.status != 0) {
+    if (accepting_) return false;
+    std::string why = presentable(body) ? std::string(body) : "(unprintable)";
+    lose({static_cast<Code>(header.status), why});
     return true;
   }
-  if (!shm_ || ready_ || !page || !doorbell) return false;
-  try {
-    shm_->attach(std::move(page), std::move(doorbell), remote_.incarnation);
-  } catch (const Error&) {
-    return false;
-  }
-  became_ready();
-  return true;
+  auto examine = [](const DescriptorMessage& message, Passed& passed) {
+    if (message.count() != 2) throw Error(Code::kInvalid, "two descriptors were expected");
+    passed.mapping = message.map(0, sizeof(NodePage), false);
+    passed.doorbell = message.doorbell(1);
+  };
+  return receive_memory(header, examine, [this](Passed& passed) {
+    Status status = passed.status;
+    try {
+      if (status.ok()) {
+        shm_->attach(std::move(passed.mapping), std::move(passed.doorbell), remote_.incarnation);
+      }
+    } catch (const Error& error) {
+      status = {error.code(), error.what()};
+    }
+    if (status.code == Code::kInvalid) return false;
+    if (!status.ok()) {
+      if (accepting_) {
+        Header answer;
+        answer.type = FrameType::kAttach;
+        answer.status = static_cast<uint16_t>(status.code);
+        answer.length = status.message.size();
+        stream_->send(answer, status.message);
+      }
+      lose(std::move(status));
+      return true;
+    }
+    if (accepting_) offer_memory();
+    became_ready();
+    for (const auto& [early, text] : std::exchange(early_, {})) {
+      if (lost()) return true;
+      if (!control(early, text)) return false;
+    }
+    return true;
+  });
 }
 
 void Peer::became_ready() {
@@ -556,6 +653,8 @@ bool Peer::revoked(const Header& header) {
 }
 
 bool Peer::control(const Header& header, std::string_view body) {
+  bool may_come = header.type == FrameType::kAttach || header.type == FrameType::kGoodbye;
+  if (shm_ && !ready_ && !may_come) return wait_for_memory(header, body);
   switch (header.type) {
     case FrameType::kDone: {
       bool mine;
@@ -565,7 +664,7 @@ bool Peer::control(const Header& header, std::string_view body) {
         mine = found != asked_.end();
         if (mine && found->second->wants_region) return false;
       }
-      if (mine) return granted(header, body);
+      if (mine) return granted(header, body, {});
       return tcp_ ? tcp_->done(header, body) : rdma_ && rdma_->done(header, body);
     }
     case FrameType::kGrant: {
@@ -574,10 +673,19 @@ bool Peer::control(const Header& header, std::string_view body) {
         auto found = asked_.find(header.transfer);
         if (found == asked_.end() || !found->second->wants_region) return false;
       }
-      return granted(header, body);
+      bool memory = header.status == 0 && (header.flags & (kReadable | kWritable)) != 0;
+      if (!shm_ || !memory) return granted(header, body, {});
+      auto examine = [header](const DescriptorMessage& message, Passed& passed) {
+        if (message.count() != 1) throw Error(Code::kInvalid, "one descriptor was expected");
+        passed.mapping = message.map(0, header.total, (header.flags & kWritable) != 0);
+      };
+      return receive_memory(header, examine,
+                            [this, header, name = std::string(body)](Passed& passed) {
+                              return granted(header, name, std::move(passed));
+                            });
     }
     case FrameType::kAttach:
-      return rdma_ ? attached_rdma(header, body) : attached();
+      return rdma_ ? attached_rdma(header, body) : shm_ && attached_shm(header, body);
     case FrameType::kKey:
       if (!rdma_) return false;
       key_header_ = header;
@@ -619,6 +727,8 @@ void Peer::lose(Status status, bool say_goodbye) {
   }
   // First the stream: afterwards nothing touches the memory of transfers.
   stream_->close();
+  if (descriptors_) descriptors_->close();
+  descriptors_.reset();
   service_.close();
   channel_->shutdown(status);
   {

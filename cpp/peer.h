@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "descriptors.h"
 #include "fault.h"
 #include "handshake.h"
 #include "rdma.h"
@@ -55,10 +56,10 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
        std::string reason);
   ~Peer() override;
 
-  // Takes over the connected socket; the peer works once it is ready(), on tcp at once. accepting:
-  // the other side connected.
-  void start(Descriptor socket, bool accepting, std::function<void(Peer&)> on_ready,
-             std::function<void(Peer&)> on_lost);
+  // Takes over the connected socket, and on shm the one for descriptors; the peer works once it is
+  // ready(), on tcp at once. accepting: the other side connected.
+  void start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
+             std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost);
 
   const std::string& name() const { return remote_.name; }
   const std::string& address() const { return address_; }
@@ -110,9 +111,23 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
   AskedPtr ask(Header header, std::string_view body, bool wants_region, bool leases = false);
-  bool granted(const Header& header, std::string_view body);
+  // What came with a frame on the socket for descriptors.
+  struct Passed {
+    Status status;
+    std::shared_ptr<Mapping> mapping;
+    Descriptor doorbell;
+  };
+  bool granted(const Header& header, std::string_view body, Passed passed);
   void give_back(const RemoteRegion& region);
-  bool attached();
+  void start_shm(std::shared_ptr<DescriptorSocket> descriptors);
+  void offer_memory();
+  // Has the message that belongs to this frame examined, and goes on with it in the driving thread;
+  // what returns false there is a breach.
+  bool receive_memory(const Header& frame,
+                      std::function<void(const DescriptorMessage&, Passed&)> examine,
+                      std::function<bool(Passed&)> then);
+  bool attached_shm(const Header& header, std::string_view body);
+  bool wait_for_memory(const Header& header, std::string_view body);
   bool attached_rdma(const Header& header, std::string_view body);
   void became_ready();
   void start_rdma();
@@ -128,11 +143,12 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   const Hello remote_;
   const std::string address_, reason_;
   const uint32_t transport_;
-  bool accepting_ = false;
+  bool accepting_ = false, attaching_ = false;
   const uint32_t epoch_;
   std::atomic<uint64_t> next_id_{1};
   std::shared_ptr<Stream> stream_;
   std::shared_ptr<ShmChannel> shm_;
+  std::shared_ptr<DescriptorSocket> descriptors_;  // shm
   std::shared_ptr<TcpChannel> tcp_;
   std::shared_ptr<RdmaChannel> rdma_;
   std::shared_ptr<Channel> channel_;
@@ -140,7 +156,12 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::function<void(Peer&)> on_ready_, on_lost_;
   // By generation. Driving thread only.
   std::unordered_map<uint64_t, std::weak_ptr<const RemoteRegion>> known_;
-  Header key_header_;  // of the kGrant that follows it
+  struct Early {
+    Header header;
+    std::string body;
+  };
+  std::vector<Early> early_;  // shm: what came before ready(), in order
+  Header key_header_;         // of the kGrant that follows it
   std::string key_;
   std::atomic<bool> ready_{false}, lost_{false};
 

@@ -57,6 +57,14 @@ void drain(int event) {
   }
 }
 
+void drain_doorbell(int pipe) {
+  char bytes[4096];
+  ssize_t size;
+  do {
+    size = ::read(pipe, bytes, sizeof bytes);
+  } while (size == sizeof bytes || (size < 0 && errno == EINTR));
+}
+
 int cores() {
   cpu_set_t set;
   return ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -114,6 +122,12 @@ inline void relax() {
 
 }  // namespace
 
+void ring_doorbell(int pipe) {
+  char byte = 1;
+  while (::write(pipe, &byte, 1) < 0 && errno == EINTR) {
+  }
+}
+
 thread_local bool Progress::interruptible_ = false;
 thread_local bool Progress::interrupted_ = false;
 
@@ -127,16 +141,20 @@ Progress::Progress()
     : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
       page_(new (page_mapping_->data()) NodePage),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      doorbell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoch_(fork::epoch()) {
+  int ends[2] = {-1, -1};
+  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0) {
+    doorbell_out_ = Descriptor(ends[0]);
+    doorbell_ = Descriptor(ends[1]);
+  }
   if (!epoll_ || !doorbell_) {
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
   }
   spin_bound_ns();
   epoll_event event{};
   event.events = EPOLLIN;
-  event.data.fd = doorbell_.get();
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &event);
+  event.data.fd = doorbell_out_.get();
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_out_.get(), &event);
   // Signals belong to the user's threads.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -340,7 +358,7 @@ int Progress::bounded(int timeout_ms) {
 
 // ---- waking
 
-void Progress::kick() { ring(doorbell_.get()); }
+void Progress::kick() { ring_doorbell(doorbell_.get()); }
 
 void Progress::notify() {
   wake();
@@ -442,8 +460,8 @@ void Progress::drive_once(int timeout_ms) {
   if (count < 0 && errno == EINTR) interrupted_ = true;
   for (int i = 0; i < count; ++i) {
     int fd = events[i].data.fd;
-    if (fd == doorbell_.get()) {
-      drain(fd);
+    if (fd == doorbell_out_.get()) {
+      drain_doorbell(fd);
       counters_.rings.fetch_add(1, std::memory_order_relaxed);
       changed_ = true;
       continue;

@@ -63,6 +63,10 @@ class Notifier {
   std::atomic<bool> armed_{false};
 };
 
+// Wakes the Node whose doorbell this is: a byte into a pipe that is open without blocking. A full
+// pipe needs no more ringing.
+void ring_doorbell(int pipe);
+
 class Progress {
  public:
   Progress();
@@ -71,6 +75,7 @@ class Progress {
 
   NodePage* page() const { return page_; }
   const std::shared_ptr<Mapping>& page_mapping() const { return page_mapping_; }
+  // The end of the pipe into which peers of this host write.
   int doorbell() const { return doorbell_.get(); }
 
   // Handlers. Any thread. unwatch() returns at once; on_ready is not called again once a handler
@@ -148,7 +153,7 @@ class Progress {
 
   std::shared_ptr<Mapping> page_mapping_;
   NodePage* page_ = nullptr;
-  Descriptor epoll_, doorbell_;
+  Descriptor epoll_, doorbell_, doorbell_out_;
   uint32_t epoch_ = 0;
 
   std::atomic<int> driver_{kNobody};

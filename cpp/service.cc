@@ -111,7 +111,8 @@ void Service::done(const Header& header, const Status& status, bool now, uint64_
 
 // The peer asks for more than an honest one may without taking the answers.
 bool Service::overrun() const {
-  return stream_->queued() + answering_->load(std::memory_order_relaxed) > kMaxAnswers;
+  size_t waiting = waiting_ ? waiting_() : 0;
+  return waiting + stream_->queued() + answering_->load(std::memory_order_relaxed) > kMaxAnswers;
 }
 
 bool Service::begin_write(const Header& header, std::byte** target) {
@@ -220,11 +221,10 @@ void Service::grant(const Header& header, const std::shared_ptr<Region>& region)
   answer.generation = region->generation;
   answer.total = region->size;
   answer.length = region->name.size();
-  int memory = region->mapping->descriptor();
   // Whoever gets the memory can read it, so it is not handed out with a grant of nothing.
   bool usable = region->access.read || region->access.write;
-  bool send_memory = stream_->is_unix() && memory >= 0 && usable;
-  stream_->send(answer, region->name, false, {&memory, send_memory ? 1u : 0u}, region);
+  if (pass_ && usable) return pass_(answer, region);
+  stream_->send(answer, region->name, false);
 }
 
 void Service::refuse(const Header& header, const Status& status) {

@@ -43,6 +43,13 @@ class Service {
     answer_ = std::move(answer);
     expose_ = std::move(expose);
   }
+  // For a transport on which a grant goes together with the memory itself: pass sends both. waiting
+  // counts those that are not sent yet.
+  void attach(std::function<void(const Header&, const std::shared_ptr<Region>&)> pass,
+              std::function<size_t()> waiting) {
+    pass_ = std::move(pass);
+    waiting_ = std::move(waiting);
+  }
 
   // For kWrite. False is a breach.
   bool begin_write(const Header& header, std::byte** target);
@@ -84,7 +91,8 @@ class Service {
   std::function<void(const std::shared_ptr<Region>&)> free_region_;
   std::shared_ptr<Stream> stream_;
   std::function<void(const Header&, std::string_view)> answer_;
-  std::function<void(const Header&, const std::shared_ptr<Region>&)> expose_;
+  std::function<void(const Header&, const std::shared_ptr<Region>&)> expose_, pass_;
+  std::function<size_t()> waiting_;
 
   std::unordered_map<uint32_t, std::shared_ptr<Region>> grants_;
   std::unordered_map<uint64_t, OpenWrite> open_;    // transfers of several frames

@@ -21,7 +21,7 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
 
   // The peer's page and doorbell, when they arrived. Before that no region is known, so nothing
   // can be written. Throws kInvalid if the page is not what it should be.
-  void attach(Descriptor page, Descriptor doorbell, uint64_t incarnation);
+  void attach(std::shared_ptr<Mapping> page, Descriptor doorbell, uint64_t incarnation);
 
   const char* transport() const override { return "shm"; }
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,

@@ -19,7 +19,6 @@ constexpr uint64_t kRoundBudget = 8u << 20;     // bytes per direction and round
 constexpr uint64_t kFillBytes = 4u << 20;       // generated ahead of the socket
 constexpr uint64_t kTurnBytes = 2u << 20;       // of a large transfer, before it is another's turn
 constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
-constexpr size_t kMaxUnclaimedDescriptors = 4;
 // While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for all
 // of a full chunk. There one wake-up costs more than copying while the rest arrives would save.
 constexpr uint64_t kBatchAboveBytes = 16 << 10;
@@ -28,18 +27,17 @@ constexpr uint64_t kFullChunkBytes = 768 << 10;
 
 }  // namespace
 
-Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, bool is_unix, FrameSink& sink,
+Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, FrameSink& sink,
                std::function<void(Status)> on_lost, std::shared_ptr<void> owner)
     : progress_(std::move(progress)),
       socket_(std::move(socket)),
-      is_unix_(is_unix),
       on_lost_(std::move(on_lost)),
       owner_(std::move(owner)),
       parser_(sink) {}
 
 void Stream::start() {
   progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
-  if (!is_unix_) watch_silence();
+  watch_silence();
 }
 
 // The link is lost when nothing was heard for all but one period of the timeout and then, for half
@@ -79,13 +77,10 @@ void Stream::look(double pause_s, double limit_s, bool suspected) {
 
 // ---- sending
 
-void Stream::send(const Header& header, std::string_view body, bool now,
-                  std::span<const int> descriptors, std::shared_ptr<void> keep) {
+void Stream::send(const Header& header, std::string_view body, bool now) {
   std::lock_guard lock(mutex_);
   if (failed_ || closed_) return;
-  Segment& segment = queue(header, body);
-  segment.keep = std::move(keep);
-  for (int fd : descriptors) segment.descriptors[segment.descriptor_count++] = fd;
+  queue(header, body);
   if (waiting_for_room_) return;
   if (now) {
     push(kInlineBudget);
@@ -103,7 +98,7 @@ void Stream::send(std::span<const Frame> frames) {
 }
 
 // Behind other small frames and before chunks of which nothing is on its way.
-Stream::Segment& Stream::queue(const Header& header, std::string_view body) {
+void Stream::queue(const Header& header, std::string_view body) {
   auto after = std::find_if(wire_.begin(), wire_.end(), [](const Segment& segment) {
     return segment.source != nullptr && segment.sent == 0;
   });
@@ -111,7 +106,6 @@ Stream::Segment& Stream::queue(const Header& header, std::string_view body) {
   segment.header = header;
   segment.body = body;
   queued_.fetch_add(1, std::memory_order_relaxed);
-  return segment;
 }
 
 void Stream::send(std::shared_ptr<FrameSource> source) {
@@ -162,21 +156,10 @@ void Stream::fill() {
 ssize_t Stream::send_some() {
   std::array<iovec, 3 * kMaxSegments> parts;
   size_t count = 0;
-  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))];
   msghdr message{};
   size_t segments = 0;
   for (auto& segment : wire_) {
     if (segments == kMaxSegments) break;
-    if (segment.descriptor_count > 0 && segment.sent == 0) {
-      if (segments > 0) break;  // descriptors go with the first byte of their frame, alone
-      message.msg_control = control;
-      message.msg_controllen = CMSG_SPACE(segment.descriptor_count * sizeof(int));
-      cmsghdr* header = CMSG_FIRSTHDR(&message);
-      header->cmsg_level = SOL_SOCKET;
-      header->cmsg_type = SCM_RIGHTS;
-      header->cmsg_len = CMSG_LEN(segment.descriptor_count * sizeof(int));
-      std::memcpy(CMSG_DATA(header), segment.descriptors, segment.descriptor_count * sizeof(int));
-    }
     uint64_t skip = segment.sent;
     auto add = [&](const void* data, uint64_t size) {
       if (skip >= size) {
@@ -191,7 +174,6 @@ ssize_t Stream::send_some() {
     add(segment.body.data(), segment.body.size());
     add(segment.payload.data(), segment.payload.size());
     ++segments;
-    if (message.msg_control != nullptr) break;
   }
   message.msg_iov = parts.data();
   message.msg_iovlen = count;
@@ -270,7 +252,7 @@ void Stream::on_ready(uint32_t events) {
 }
 
 void Stream::batch_wakeups() {
-  if (is_unix_ || closed_) return;
+  if (closed_) return;
   uint64_t left = parser_.payload_left();
   uint64_t batch = parser_.payload_bytes() >= kFullChunkBytes ? kMaxChunkBytes : kWakeBytes;
   int want = left >= kBatchAboveBytes ? static_cast<int>(std::min(left, batch)) : 1;
@@ -282,28 +264,10 @@ void Stream::batch_wakeups() {
 ssize_t Stream::receive_some(std::span<std::span<std::byte>> spans) {
   std::array<iovec, 2> parts;
   for (size_t i = 0; i < spans.size(); ++i) parts[i] = {spans[i].data(), spans[i].size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(kMaxUnclaimedDescriptors * sizeof(int))];
   msghdr message{};
   message.msg_iov = parts.data();
   message.msg_iovlen = spans.size();
-  if (is_unix_) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-  }
-  ssize_t size = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  if (size >= 0 && is_unix_) {
-    if (message.msg_flags & MSG_CTRUNC) dropped_descriptors_ = true;
-    for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
-      if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-      size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-      for (size_t i = 0; i < count; ++i) {
-        int fd;
-        std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
-        received_.emplace_back(fd);
-      }
-    }
-  }
-  return size;
+  return ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
 }
 
 bool Stream::receive() {
@@ -328,10 +292,6 @@ bool Stream::receive() {
       }
       return false;
     }
-    if (received_.size() > kMaxUnclaimedDescriptors) {
-      lose({Code::kPeerLost, "the peer broke the protocol: descriptors that nobody asked for"});
-      return false;
-    }
     budget -= std::min(budget, std::max(static_cast<uint64_t>(size), kReadCostBytes));
     // A short read emptied the socket: the next one would only say so.
     size_t room = 0;
@@ -339,13 +299,6 @@ bool Stream::receive() {
     if (static_cast<size_t>(size) < room) return true;
   }
   return true;
-}
-
-Descriptor Stream::take_descriptor() {
-  if (received_.empty()) return {};
-  Descriptor fd = std::move(received_.front());
-  received_.pop_front();
-  return fd;
 }
 
 bool Stream::discard_payload_in(const std::byte* begin, const std::byte* end) {
@@ -376,7 +329,6 @@ void Stream::close() {
   wire_.clear();
   sources_.clear();
   queued_ = 0;
-  received_.clear();
   socket_.reset();
   owner_.reset();
 }

@@ -1,6 +1,5 @@
-// A Stream: one connected socket (tcp or unix) that carries frames both ways. Sends without
-// copying payload, lets large transfers take turns and small frames overtake them, receives payload
-// in place.
+// A Stream: one connected tcp socket that carries frames both ways. Sends without copying payload,
+// lets large transfers take turns and small frames overtake them, receives payload in place.
 #pragma once
 
 #include <sys/socket.h>
@@ -39,17 +38,14 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
  public:
   // on_lost is called once, by the driving thread, when the stream fails or ends. owner (of sink
   // and on_lost) is kept until close().
-  Stream(std::shared_ptr<Progress> progress, Descriptor socket, bool is_unix, FrameSink& sink,
+  Stream(std::shared_ptr<Progress> progress, Descriptor socket, FrameSink& sink,
          std::function<void(Status)> on_lost, std::shared_ptr<void> owner);
 
   void start();
-  bool is_unix() const { return is_unix_; }
 
   // Queues a small frame. `now`: hand it to the kernel before returning if it has room; otherwise
-  // it goes with the next frame or before the driver sleeps (driving thread only). Descriptors are
-  // borrowed until sent; keep holds their owner. Any thread.
-  void send(const Header& header, std::string_view body = {}, bool now = true,
-            std::span<const int> descriptors = {}, std::shared_ptr<void> keep = {});
+  // it goes with the next frame or before the driver sleeps (driving thread only). Any thread.
+  void send(const Header& header, std::string_view body = {}, bool now = true);
   // Queues several small frames as one. Any thread.
   struct Frame {
     Header header;
@@ -61,10 +57,6 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   // Everything of the source was handed to the kernel: its payload is not looked at any more.
   bool has_sent(const FrameSource& source);
 
-  // Takes a descriptor that came with the current frame; empty if none did. Driving thread only.
-  Descriptor take_descriptor();
-  // This process had no descriptor left for one that came. Driving thread only.
-  bool dropped_descriptors() const { return dropped_descriptors_; }
   // The payload of a write being received must not go to memory inside [begin, end) any more.
   // Driving thread only.
   bool discard_payload_in(const std::byte* begin, const std::byte* end);
@@ -86,18 +78,15 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
     std::span<const std::byte> payload;
     std::shared_ptr<FrameSource> source;
     bool last = false;  // of the source
-    std::shared_ptr<void> keep;
-    int descriptors[2] = {-1, -1};
-    int descriptor_count = 0;
     uint64_t sent = 0;
     uint64_t size() const { return sizeof(Header) + body.size() + payload.size(); }
   };
 
-  Segment& queue(const Header& header, std::string_view body);  // locked
-  void fill();                                                  // locked
-  bool push(uint64_t budget);   // locked; false if the socket failed
-  ssize_t send_some();          // locked
-  void want_output(bool want);  // locked
+  void queue(const Header& header, std::string_view body);  // locked
+  void fill();                                              // locked
+  bool push(uint64_t budget);                               // locked; false if the socket failed
+  ssize_t send_some();                                      // locked
+  void want_output(bool want);                              // locked
   void batch_wakeups();
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
@@ -107,14 +96,10 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
 
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;
-  const bool is_unix_;
   std::function<void(Status)> on_lost_;
   std::shared_ptr<void> owner_;  // driving thread only
   FrameParser parser_;
-  std::deque<Descriptor> received_;  // driving thread only
-  int wake_bytes_ = 1;               // driving thread only
-
-  bool dropped_descriptors_ = false;  // driving thread only
+  int wake_bytes_ = 1;  // driving thread only
 
   std::mutex mutex_;
   std::deque<Segment> wire_;                          // generated, in order

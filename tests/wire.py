@@ -28,30 +28,30 @@ Fields = dict[str, tuple[int, int, Any]]  # name: (offset, size, what is there b
 
 HELLO: Fields = {
     "magic": (0, 8, b"TWIREv01"),
-    "version": (8, 2, 1),
+    "version": (8, 2, 2),
     "kind": (10, 1, 1),
     "has_secret": (11, 1, 0),
     "transports": (12, 4, 3),
     "incarnation": (16, 8, 0x7177),
-    "session": (24, 8, 0),
+    "reserved": (24, 8, 0),
     "nonce": (32, 32, b""),
     "host": (64, 16, b""),
     "pid": (80, 4, 0),
     "port": (84, 2, 0),
     "name_bytes": (86, 1, 0),
-    "reserved": (87, 1, 0),
+    "reserved2": (87, 1, 0),
     "name": (88, 72, b""),
 }
 PROOF: Fields = {"proof": (0, 32, b""), "reserved": (32, 8, 0)}
 WELCOME: Fields = {
     "status": (0, 2, 0),
     "message_bytes": (2, 1, 0),
-    "reserved": (3, 5, b""),
-    "session": (8, 8, 0),
+    "reserved": (3, 13, b""),
     "proof": (16, 32, b""),
     "message": (48, 112, b""),
 }
-CHOICE: Fields = {"transport": (0, 4, 2), "reserved": (4, 4, 0)}
+CHOICE: Fields = {"transport": (0, 4, 2), "reserved": (4, 4, 0), "socket": (8, 8, 0)}
+MEETING: Fields = {"status": (0, 2, 0), "reserved": (2, 6, b""), "socket": (8, 8, 0)}
 HEADER: Fields = {
     "magic": (0, 1, 0x54),
     "type": (1, 1, 0),
@@ -76,17 +76,20 @@ PAGE: Fields = {
     "reserved2": (68, 60, b""),
     "generations": (128, 131072, b""),
 }
-SIZES = {"Hello": 160, "Proof": 40, "Welcome": 160, "Choice": 8, "Header": 64, "Page": 131200}
+SIZES = {
+    "Hello": 160, "Proof": 40, "Welcome": 160, "Choice": 16, "Meeting": 16, "Header": 64,
+    "Page": 131200,
+}  # fmt: skip
 LAYOUTS = {
-    "Hello": HELLO, "Proof": PROOF, "Welcome": WELCOME, "Choice": CHOICE, "Header": HEADER,
-    "Page": PAGE,
+    "Hello": HELLO, "Proof": PROOF, "Welcome": WELCOME, "Choice": CHOICE,
+    "Meeting": MEETING, "Header": HEADER, "Page": PAGE,
 }  # fmt: skip
 
 WRITE, READ, DATA, SIGNAL, FETCH_ADD, DONE = 1, 2, 3, 4, 5, 6
 ALLOCATE, LOOKUP, FREE, GRANT, ATTACH, GOODBYE = 7, 8, 9, 10, 11, 12
 LAST, READABLE, WRITABLE = 1, 2, 4
-OK, CLOSED, STALE, BUSY, INVALID, PERMISSION, NOT_FOUND = 0, 1, 3, 4, 7, 8, 9
-SESSION, ATTACH_KIND, CHALLENGE = 1, 2, 3
+OK, CLOSED, STALE, BUSY, UNAVAILABLE, INVALID, PERMISSION, NOT_FOUND = 0, 1, 3, 4, 6, 7, 8, 9
+CLIENT, BUSY_KIND, CHALLENGE = 1, 2, 3
 SHM_BIT, TCP_BIT = 1, 2
 MAX_CHUNK_BYTES, MAX_BODY_BYTES = 1 << 20, 1024
 U64 = (1 << 64) - 1
@@ -136,7 +139,6 @@ class Keys:
 
     client: bytes
     server: bytes
-    session: bytes
 
     @classmethod
     def derive(cls, key: bytes, client_hello: bytes, server_hello: bytes) -> Keys:
@@ -146,7 +148,6 @@ class Keys:
         return cls(
             mac(b"tensorwire client proof"),
             mac(b"tensorwire server proof"),
-            mac(b"tensorwire session key."),
         )
 
 
@@ -167,7 +168,10 @@ class Frame:
 
 
 class Wire:
-    """One connected stream. Every wait has a limit; `close` closes also what came with frames."""
+    """One connected stream, on shm with a socket for descriptors beside it.
+
+    Every wait has a limit; `close` closes also what came with frames.
+    """
 
     MAX_DESCRIPTORS: ClassVar = 16
 
@@ -175,8 +179,8 @@ class Wire:
         self.stream = stream
         stream.settimeout(PATIENCE_S)
         self.incarnation = 0  # of the other side, after the handshake
+        self.beside: socket.socket | None = None  # on shm
         self._descriptors: list[int] = []
-        self._of_this_frame: list[int] = []
 
     def __enter__(self) -> Wire:
         return self
@@ -186,31 +190,25 @@ class Wire:
 
     def close(self) -> None:
         self.stream.close()
+        if self.beside is not None:
+            self.beside.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
 
-    @property
-    def is_unix(self) -> bool:
-        return self.stream.family == socket.AF_UNIX
-
-    def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    def send(self, data: bytes) -> None:
         """Sends all of it.
 
         Raises:
             HungUp: the other side does not take it any more.
         """
         try:
-            if descriptors:
-                sent = socket.send_fds(self.stream, [data], list(descriptors))
-                data = data[sent:]
-            if data:
-                self.stream.sendall(data)
+            self.stream.sendall(data)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise HungUp from error
 
     def receive(self, size: int) -> bytes:
-        """Receives exactly so many bytes; descriptors are kept for the frame they belong to.
+        """Receives exactly so many bytes.
 
         Raises:
             HungUp: the stream ended.
@@ -225,24 +223,47 @@ class Wire:
 
     def _receive_some(self, size: int) -> bytes:
         try:
-            if not self.is_unix:
-                return self.stream.recv(size)
-            data, came, _, _ = socket.recv_fds(self.stream, size, self.MAX_DESCRIPTORS)
+            return self.stream.recv(size)
         except ConnectionResetError:
             return b""
+
+    def pass_descriptors(self, message: bytes, descriptors: Sequence[int]) -> None:
+        """Sends a message with descriptors; the frame that announces it is another matter.
+
+        Raises:
+            HungUp: the other side has closed its socket.
+        """
+        assert self.beside is not None
+        try:
+            socket.send_fds(self.beside, [message], list(descriptors))
+        except (ConnectionRefusedError, BrokenPipeError, ConnectionResetError) as error:
+            raise HungUp from error
+
+    def _take_descriptors(self) -> list[int]:
+        assert self.beside is not None
+        _, came, _, _ = socket.recv_fds(self.beside, 64, self.MAX_DESCRIPTORS)
         self._descriptors += came
-        self._of_this_frame += came
-        return data
+        return came
 
     def frame(self, type_: int, body: bytes = b"", fds: Sequence[int] = (), **values: Any) -> None:
         """Sends a frame; its length is that of the body unless it is given."""
-        self.send(encode("Header", **{"type": type_, "length": len(body)} | values) + body, fds)
+        header = encode("Header", **{"type": type_, "length": len(body)} | values)
+        if fds:
+            self.pass_descriptors(header, fds)
+        self.send(header + body)
+
+    def attach(self, page_fd: int, bell: int, **values: Any) -> None:
+        """Sends the page and the doorbell of a Node."""
+        incarnation = values.get("incarnation", HELLO["incarnation"][2])
+        self.frame(ATTACH, fds=[page_fd, bell], generation=incarnation)
 
     def next_frame(self) -> Frame:
-        self._of_this_frame = []
         header = decode("Header", self.receive(SIZES["Header"]))
         size = 0 if header["type"] == READ else header["length"]
-        return Frame(header, self.receive(size), self._of_this_frame)
+        usable = header["type"] == ATTACH or header["flags"] & (READABLE | WRITABLE)
+        brings = header["type"] in (ATTACH, GRANT) and header["status"] == OK and usable
+        descriptors = self._take_descriptors() if brings and self.beside is not None else []
+        return Frame(header, self.receive(size), descriptors)
 
     def answer(self, type_: int | None = None) -> Frame:
         """The next frame that is not the other side's kAttach."""
@@ -287,15 +308,22 @@ class Wire:
         welcome["message"] = welcome["message"][: welcome["message_bytes"]].decode()
         return welcome
 
-    def handshake(self, key: bytes, hello_bytes: bytes) -> tuple[int, bytes]:
-        """Everything up to the Welcome; returns the session and its key."""
+    def handshake(self, key: bytes, hello_bytes: bytes) -> None:
+        """Everything up to the Welcome."""
         server_hello = self.greet(hello_bytes)
         self.incarnation = decode("Hello", server_hello)["incarnation"]
         keys = Keys.derive(key, hello_bytes, server_hello)
         welcome = self.prove(keys.client)
         assert welcome["status"] == OK, welcome
         assert welcome["proof"] == keys.server, "the server does not know the secret"
-        return welcome["session"], keys.session
+
+    def meet(self) -> None:
+        """Chooses shm, and makes two sockets for descriptors meet."""
+        self.beside, name = unix_socket()
+        self.send(encode("Choice", transport=SHM_BIT, socket=name))
+        meeting = decode("Meeting", self.receive(SIZES["Meeting"]))
+        assert meeting["status"] == OK, meeting
+        self.beside.connect(unix_name(meeting["socket"]))
 
 
 def dial(address: str) -> Wire:
@@ -306,10 +334,19 @@ def dial(address: str) -> Wire:
     return Wire(stream)
 
 
-def dial_unix(incarnation: int) -> Wire:
-    stream = socket.socket(socket.AF_UNIX)
-    stream.connect(f"\0tensorwire-{incarnation:016x}")
-    return Wire(stream)
+def unix_name(name: int) -> str:
+    return f"\0tensorwire-{name:016x}"
+
+
+def unix_socket(connect_to: int | None = None) -> tuple[socket.socket, int]:
+    """A socket for descriptors, and its name."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.settimeout(PATIENCE_S)
+    if connect_to is not None:
+        made.connect(unix_name(connect_to))
+    name = int.from_bytes(os.urandom(8), "little") | 1
+    made.bind(unix_name(name))
+    return made, name
 
 
 def connect_tcp(address: str, secret: bytes = b"", **values: Any) -> Wire:
@@ -320,24 +357,22 @@ def connect_tcp(address: str, secret: bytes = b"", **values: Any) -> Wire:
     return wire
 
 
-def connect_unix(address: str, secret: bytes = b"", attach: bool = True, **values: Any) -> Wire:
-    """A stream that carries frames over a unix socket; `attach` also sends a good kAttach."""
-    with dial(address) as first:
-        session, key = first.handshake(secret, hello(secret, **values))
-        wire = dial_unix(first.incarnation)
-        again = {"kind": ATTACH_KIND, "session": session, **values}
-        wire.handshake(key, hello(secret, **again))
+def connect_shm(address: str, secret: bytes = b"", attach: bool = True, **values: Any) -> Wire:
+    """A stream with a socket for descriptors beside it; `attach` also sends a good kAttach."""
+    wire = dial(address)
+    wire.handshake(secret, hello(secret, **values))
+    wire.meet()
     if attach:
         with (
             page(values.get("incarnation", HELLO["incarnation"][2])) as page_fd,
             doorbell() as bell,
         ):
-            wire.frame(ATTACH, fds=[page_fd, bell])
+            wire.attach(page_fd, bell, **values)
     return wire
 
 
 def connect(transport: str, address: str, secret: bytes = b"", **values: Any) -> Wire:
-    return {"tcp": connect_tcp, "shm": connect_unix}[transport](address, secret, **values)
+    return {"tcp": connect_tcp, "shm": connect_shm}[transport](address, secret, **values)
 
 
 # ---- descriptors
@@ -371,11 +406,12 @@ def page(
 
 @contextlib.contextmanager
 def doorbell() -> Iterator[int]:
-    descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        yield descriptor
+        yield writer
     finally:
-        os.close(descriptor)
+        os.close(reader)
+        os.close(writer)
 
 
 # ---- the server's half
@@ -401,10 +437,6 @@ class FakeNode:
         self._values = {"transports": TCP_BIT, "incarnation": incarnation, **values}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(PATIENCE_S)
-        self._unix = socket.socket(socket.AF_UNIX)
-        self._unix.bind(f"\0tensorwire-{incarnation:016x}")
-        self._unix.listen()
-        self._unix.settimeout(PATIENCE_S)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> FakeNode:
@@ -412,7 +444,6 @@ class FakeNode:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        self._unix.close()
 
     def accept(self) -> Wire:
         """A connection, before the handshake."""
@@ -421,8 +452,8 @@ class FakeNode:
     def challenge(self, client_hello: bytes) -> bytes:
         return hello(self.secret, **{"kind": CHALLENGE, "name": b"fake", **self._values})
 
-    def welcome(self, wire: Wire, key: bytes) -> tuple[int, bytes]:
-        """Takes a client through; returns the session and its key."""
+    def welcome(self, wire: Wire, key: bytes) -> None:
+        """Takes a client through, up to the Welcome."""
         client_hello = wire.receive(SIZES["Hello"])
         wire.incarnation = decode("Hello", client_hello)["incarnation"]
         server_hello = self.challenge(client_hello)
@@ -430,9 +461,7 @@ class FakeNode:
         keys = Keys.derive(key, client_hello, server_hello)
         proof = decode("Proof", wire.receive(SIZES["Proof"]))["proof"]
         assert proof == keys.client
-        session = 0x5E55
-        wire.send(encode("Welcome", session=session, proof=keys.server))
-        return session, keys.session
+        wire.send(encode("Welcome", proof=keys.server))
 
     def accept_tcp(self) -> Wire:
         """A client that chose TCP; frames follow."""
@@ -441,10 +470,12 @@ class FakeNode:
         assert decode("Choice", wire.receive(SIZES["Choice"]))["transport"] == TCP_BIT
         return wire
 
-    def accept_unix(self) -> Wire:
-        """A client that attached on the unix socket; frames follow. Needs `transports` with shm."""
-        with self.accept() as first:
-            _, key = self.welcome(first, self.secret)
-            wire = Wire(self._unix.accept()[0])
-            self.welcome(wire, key)
+    def accept_shm(self) -> Wire:
+        """A client that chose shm; frames follow. Needs `transports` with shm."""
+        wire = self.accept()
+        self.welcome(wire, self.secret)
+        choice = decode("Choice", wire.receive(SIZES["Choice"]))
+        assert choice["transport"] == SHM_BIT
+        wire.beside, name = unix_socket(choice["socket"])
+        wire.send(encode("Meeting", socket=name))
         return wire

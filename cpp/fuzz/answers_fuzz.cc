@@ -17,7 +17,7 @@ Rig& rig() {
 
 class Liar {
  public:
-  explicit Liar(Input input) : input_(input), is_unix_(input_.byte() & 1), line_(rig(), is_unix_) {}
+  explicit Liar(Input input) : input_(input), is_shm_(input_.byte() & 1), line_(rig(), is_shm_) {}
 
   ~Liar() {
     // Before the line ends, which completes everything.
@@ -26,10 +26,10 @@ class Liar {
   }
 
   void run() {
-    if (is_unix_ && input_.byte() % 8 != 0) attach();
-    if (!is_unix_) tcp_region();
+    if (is_shm_ && input_.byte() % 8 != 0) attach();
+    if (!is_shm_) tcp_region();
     for (int turn = 0; turn < 64 && !input_.empty() && !line_.peer().lost(); ++turn) {
-      if (line_.ready || !is_unix_) {
+      if (line_.ready || !is_shm_) {
         step();
       } else {
         answer();
@@ -192,14 +192,10 @@ class Liar {
     header.generation = 101;
     header.total = size;
     int memory = rig().descriptor(Rig::kMemory);
-    line_.send(header, {}, {&memory, is_unix_ ? 1u : 0u});
+    line_.send(header, {}, {&memory, is_shm_ ? 1u : 0u});
   }
   void attach() {
-    Header header;
-    header.type = FrameType::kAttach;
-    header.generation = kTheirIncarnation;
-    int pair[] = {rig().descriptor(Rig::kPage), rig().descriptor(Rig::kDoorbell)};
-    line_.send(header, {}, pair);
+    line_.attach();
     line_.pump();
   }
 
@@ -241,10 +237,10 @@ class Liar {
     header.value = input_.byte();
     bool follows = header.type != FrameType::kRead && header.length <= 1 << 20;
     std::vector<int> descriptors;
-    if (is_unix_ && header.type == FrameType::kGrant && !(wrong & 32)) {
+    if (is_shm_ && header.type == FrameType::kGrant && !(wrong & 32)) {
       descriptors.push_back(rig().descriptor(Rig::kMemory));
     }
-    if (is_unix_ && wrong & 64) {
+    if (is_shm_ && wrong & 64) {
       for (int i = input_.byte() % 6; i > 0; --i) {
         descriptors.push_back(rig().descriptor(input_.byte()));
       }
@@ -269,7 +265,7 @@ class Liar {
   }
 
   Input input_;
-  const bool is_unix_;
+  const bool is_shm_;
   std::vector<RemoteRegionPtr> regions_;
   std::vector<AskedPtr> asked_;
   std::list<InFlight> in_flight_;

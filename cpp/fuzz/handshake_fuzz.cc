@@ -1,7 +1,6 @@
 // The handshake. Raw bytes go into the decoders and the server; a second client knows the secrets
 // and does to an honest exchange what the input asks for: flips, swaps, replays, lies. Nobody may
 // pass who does not hold the key, and whoever does everything right must.
-#include <map>
 #include <vector>
 
 #include "error.h"
@@ -15,7 +14,7 @@ using State = ServerHandshake::State;
 using HelloBytes = std::array<uint8_t, kHelloBytes>;
 
 const Secret kSecret = {'n', 'o', 'b', 'o', 'd', 'y', ' ', 'g', 'u', 'e', 's', 's', 'e', 's'};
-constexpr uint64_t kKnownSession = 77, kClientIncarnation = 0x1122334455667788;
+constexpr uint64_t kClientIncarnation = 0x1122334455667788;
 
 template <size_t N>
 std::array<uint8_t, N> fill(std::span<const uint8_t> bytes) {
@@ -24,16 +23,8 @@ std::array<uint8_t, N> fill(std::span<const uint8_t> bytes) {
   return result;
 }
 
-Digest session_key() {
-  Digest key;
-  key.fill(0x5a);
-  return key;
-}
-
-Hello client_hello(bool attach, bool has_secret) {
+Hello client_hello(bool has_secret) {
   Hello hello;
-  hello.kind = attach ? HelloKind::kAttach : HelloKind::kSession;
-  hello.session = attach ? kKnownSession : 0;
   hello.has_secret = has_secret;
   hello.transports = kShmBit | kTcpBit;
   hello.incarnation = kClientIncarnation;
@@ -56,7 +47,20 @@ void decoders(Input input) {
     Welcome decoded = Welcome::decode(welcome), again = Welcome::decode(decoded.encode());
     EXPECT(again.status.code == decoded.status.code);
     EXPECT(again.status.message == decoded.status.message);
-    EXPECT(again.session == decoded.session && again.proof == decoded.proof);
+    EXPECT(again.proof == decoded.proof);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::kPeerLost);
+  }
+  auto choice = fill<kChoiceBytes>(input.take(kChoiceBytes));
+  try {
+    EXPECT(Choice::decode(choice).encode() == choice);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::kInvalid);
+  }
+  auto meeting = fill<kMeetingBytes>(input.take(kMeetingBytes));
+  try {
+    Meeting decoded = Meeting::decode(meeting);
+    EXPECT((decoded.code == Code::kOk) == (decoded.socket != 0));
   } catch (const Error& error) {
     EXPECT(error.code() == Code::kPeerLost);
   }
@@ -65,24 +69,23 @@ void decoders(Input input) {
 // A server, with what its Node would know.
 class Server {
  public:
-  Server(uint8_t options) : attach(options & 1), secret(options & 2 ? kSecret : Secret{}) {
+  explicit Server(uint8_t options) : secret(options & 2 ? kSecret : Secret{}) {
     ServerHandshake::Context context;
     context.me.incarnation = 0x99;
     context.me.transports = options & 4 ? kTcpBit : kShmBit | kTcpBit;
     context.me.name = "server";
     context.secret = secret;
-    context.attach_only = attach;
-    context.find_session = [](uint64_t id) -> std::optional<Session> {
-      if (id != kKnownSession) return std::nullopt;
-      return Session{session_key(), client_hello(false, true)};
-    };
-    bool full = options & 8;
-    context.open_session = [this, full](uint64_t id, const Session& session) -> Status {
-      EXPECT(id != 0 && opened == 0);
+    bool full = options & 8, apart = options & 1;
+    context.admit = [this, full]() -> Status {
+      EXPECT(!admitted);
       if (full) return {Code::kBusy, "full"};
-      opened = id;
-      opened_key = session.key;
+      admitted = true;
       return {};
+    };
+    context.meet = [this, apart](uint64_t name) -> Meeting {
+      EXPECT(admitted && met == 0 && name != 0);
+      met = name;
+      return apart ? Meeting{Code::kUnavailable, 0} : Meeting{Code::kOk, 5};
     };
     full_ = full;
     handshake.emplace(std::move(context));
@@ -97,7 +100,7 @@ class Server {
       size_t step = std::min({bytes.size(), wanted, cut + size_t{1}});
       state = handshake->feed(bytes.first(step), reply);
       bytes = bytes.subspan(step);
-      EXPECT(reply.size() <= kHelloBytes + kWelcomeBytes);
+      EXPECT(reply.size() <= kHelloBytes + kWelcomeBytes + kMeetingBytes);
     }
     if (state == State::kFailed) {
       EXPECT(!handshake->failure().ok());
@@ -108,10 +111,9 @@ class Server {
   }
   bool full() const { return full_; }
 
-  bool attach;
   Secret secret;
-  uint64_t opened = 0;
-  Digest opened_key{};
+  bool admitted = false;
+  uint64_t met = 0;
   std::optional<ServerHandshake> handshake;
 
  private:
@@ -129,7 +131,7 @@ void stranger(Input input) {
     EXPECT(state != State::kDone);
     if (state == State::kFailed) break;
   }
-  EXPECT(server.opened == 0);
+  EXPECT(!server.admitted);
   // A challenge at the most, and a refusal: never a welcome.
   EXPECT(reply.size() <= kHelloBytes ||
          Welcome::decode(fill<kWelcomeBytes>(std::span(reply).subspan(kHelloBytes))).status.code ==
@@ -141,7 +143,6 @@ enum Trick : uint8_t {
   kHonest,
   kFlipProof,
   kServerProof,     // the server's words, reflected
-  kSessionKey,      // the key itself as proof
   kFlipTranscript,  // a proof over other hellos
   kWrongKey,
   kReplay,       // a proof that another server accepted
@@ -153,10 +154,10 @@ void insider(Input input) {
   const uint8_t options = input.byte(), cut = input.byte();
   const auto trick = static_cast<Trick>(input.byte() % kTricks);
   const uint8_t where = input.byte(), how = input.byte();
-  const auto choice = input.number<uint64_t>();
+  auto choices = input;
   Server server(options);
 
-  HelloBytes mine = client_hello(server.attach, !server.secret.empty()).encode();
+  HelloBytes mine = client_hello(!server.secret.empty()).encode();
   bool changed = trick == kChangeHello && how != 0;
   if (changed) mine[where % kHelloBytes] ^= how;
 
@@ -171,15 +172,12 @@ void insider(Input input) {
   EXPECT(Hello::decode(theirs).kind == HelloKind::kChallenge);
   reply.clear();
 
-  Digest attach_key = session_key();
-  Secret key = server.attach ? Secret(attach_key.begin(), attach_key.end()) : server.secret;
+  Secret key = server.secret;
   if (trick == kWrongKey) key.push_back(how | 1);  // HMAC does not see zeros at the end of a key
   HelloBytes proved = mine;
   if (trick == kFlipTranscript) proved[where % kHelloBytes] ^= how;
   Keys keys(key, proved, theirs);
-  auto proof = fill<kProofBytes>(trick == kServerProof  ? keys.server
-                                 : trick == kSessionKey ? keys.session
-                                                        : keys.client);
+  auto proof = fill<kProofBytes>(trick == kServerProof ? keys.server : keys.client);
   if (trick == kFlipProof) proof[where % 32] ^= how;
   if (trick == kReplay) {
     Server other(options);
@@ -190,33 +188,40 @@ void insider(Input input) {
 
   bool honest = trick == kHonest || trick == kChangeHello ||
                 ((trick == kFlipProof || trick == kFlipTranscript) && how == 0);
-  bool known = true, secrets_agree = true;
-  if (changed) {
-    // The hello was accepted with a byte changed: what it says now decides.
-    Hello sent = Hello::decode(mine);
-    secrets_agree = server.attach || sent.has_secret == !server.secret.empty();
-    known =
-        !server.attach || (sent.session == kKnownSession && sent.incarnation == kClientIncarnation);
-  }
+  // A hello that was accepted with a byte changed: what it says now decides.
+  Hello sent = Hello::decode(mine);
+  bool secrets_agree = sent.has_secret == !server.secret.empty();
   state = server.feed(proof, cut, reply);
   EXPECT(reply.size() == kWelcomeBytes);
   Welcome welcome = Welcome::decode(fill<kWelcomeBytes>(reply));
-  if (!honest || !known || !secrets_agree || (server.full() && !server.attach)) {
+  if (!honest || !secrets_agree || server.full()) {
     EXPECT(state == State::kFailed && !welcome.status.ok());
-    EXPECT(welcome.proof == Digest{} && server.opened == 0);
+    EXPECT(welcome.proof == Digest{} && !server.admitted);
     return;
   }
   EXPECT(welcome.status.ok() && same_digest(welcome.proof, keys.server));
-  if (server.attach) {
-    EXPECT(state == State::kDone && server.opened == 0 && welcome.session == kKnownSession);
-    return;
+  EXPECT(state == State::kMore && server.admitted);
+  // Choices: often good ones; shm may be tried once.
+  const uint32_t offered = sent.transports & (options & 4 ? kTcpBit : kShmBit | kTcpBit);
+  for (bool tried = false; state == State::kMore;) {
+    Choice choice{1u << choices.byte() % 3, 0};
+    if (choice.transport == kShmBit) choice.socket = choices.number<uint64_t>() | 1;
+    auto bytes = choice.encode();
+    size_t at = choices.byte();
+    uint8_t flip = choices.byte();
+    bool flipped = at < kChoiceBytes && flip != 0;
+    if (flipped) bytes[at] ^= flip;
+    reply.clear();
+    state = server.feed(bytes, cut, reply);
+    if (flipped) return;
+    bool good = (choice.transport & offered) && !(choice.transport == kShmBit && tried);
+    bool apart = choice.transport == kShmBit && options & 1;
+    EXPECT(state == (!good ? State::kFailed : apart ? State::kMore : State::kDone));
+    if (!good) return;
+    EXPECT(reply.size() == (choice.transport == kShmBit ? kMeetingBytes : 0));
+    EXPECT(choice.transport != kShmBit || server.met == choice.socket);
+    tried = tried || choice.transport == kShmBit;
   }
-  EXPECT(state == State::kMore && server.opened == welcome.session);
-  EXPECT(same_digest(server.opened_key, keys.session));
-  state =
-      server.feed(fill<kChoiceBytes>({reinterpret_cast<const uint8_t*>(&choice), 8}), cut, reply);
-  bool offered = choice == kTcpBit && (Hello::decode(mine).transports & kTcpBit);
-  EXPECT(state == (offered ? State::kDone : State::kFailed));
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ class Rig {
   }
 
   // Descriptors of every kind that a liar may send: kinds 0 to kKinds - 1.
-  enum Kind { kPage, kDoorbell, kMemory, kUnsealed, kSmall, kWrongPage, kPipe, kNull, kKinds };
+  enum Kind { kPage, kDoorbell, kMemory, kUnsealed, kSmall, kWrongPage, kEvent, kNull, kKinds };
   int descriptor(size_t kind) const { return descriptors_[kind % kKinds]; }
 
   Fabric fabric;
@@ -78,12 +78,12 @@ class Rig {
     int pipe[2];
     EXPECT(::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) == 0);
     descriptors_[kPage] = page(kTheirIncarnation);
-    descriptors_[kDoorbell] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    descriptors_[kDoorbell] = pipe[1];
     descriptors_[kMemory] = memory(8192, true);
     descriptors_[kUnsealed] = memory(8192, false);
     descriptors_[kSmall] = memory(4096, true);
     descriptors_[kWrongPage] = page(kTheirIncarnation + 1);
-    descriptors_[kPipe] = pipe[1];
+    descriptors_[kEvent] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     descriptors_[kNull] = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   }
 
@@ -99,24 +99,31 @@ struct Received {
 // One connection; the fuzzer is the other side.
 class Line : private FrameSink {
  public:
-  Line(Rig& rig, bool is_unix) : rig_(rig), is_unix_(is_unix), parser_(*this) {
+  Line(Rig& rig, bool is_shm) : rig_(rig), is_shm_(is_shm), parser_(*this) {
     int ends[2];
+    if (is_shm) {
+      EXPECT(::socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+      theirs_ = std::make_shared<DescriptorSocket>(Descriptor(ends[0]));
+      beside_ = ends[1];
+    }
     EXPECT(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
     mine_ = ends[1];
     Hello remote;
     remote.incarnation = kTheirIncarnation;
     remote.name = "fuzz";
     rig.peer = std::make_shared<Peer>(rig.fabric, 7, remote, "nowhere:1",
-                                      is_unix ? kShmBit : kTcpBit, "fuzz");
+                                      is_shm ? kShmBit : kTcpBit, "fuzz");
     rig.fabric.progress->run([&] {
-      rig.peer->start(Descriptor(ends[0]), true, [this](Peer&) { ready = true; }, [](Peer&) {});
+      rig.peer->start(
+          Descriptor(ends[0]), theirs_, true, [this](Peer&) { ready = true; }, [](Peer&) {});
     });
   }
   ~Line() {
     EXPECT(::shutdown(mine_, SHUT_WR) == 0);
     drive([&] { return peer().lost(); });
     ::close(mine_);
-    rig_.fabric.progress->run([] {});
+    pump();
+    if (beside_ >= 0) ::close(beside_);
     EXPECT(rig_.peer.use_count() == 1);
     rig_.peer.reset();
     const auto& counters = *rig_.fabric.counters;
@@ -127,17 +134,18 @@ class Line : private FrameSink {
   Peer& peer() { return *rig_.peer; }
   bool ready = false;
 
-  // False once the peer has hung up. Drives the peer when the socket is full.
+  // Descriptors go beside the bytes, in a message that begins as they do. False once the peer has
+  // hung up. Drives the peer when the socket is full.
   bool send(std::string_view bytes, std::span<const int> descriptors = {}) {
+    if (!descriptors.empty()) pass(bytes.substr(0, sizeof(Header)), descriptors);
     while (!bytes.empty()) {
-      ssize_t sent = send_some(bytes, descriptors);
+      ssize_t sent = ::send(mine_, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent < 0 && errno == EAGAIN) {
         pump();
         if (peer().lost()) return false;
         continue;
       }
       if (sent < 0) return false;
-      descriptors = {};
       bytes.remove_prefix(static_cast<size_t>(sent));
     }
     return true;
@@ -145,6 +153,14 @@ class Line : private FrameSink {
   bool send(const Header& header, std::string_view rest, std::span<const int> descriptors = {}) {
     std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
     return send(bytes.append(rest), descriptors);
+  }
+  // What an honest peer on shm begins with.
+  void attach() {
+    Header header;
+    header.type = FrameType::kAttach;
+    header.generation = kTheirIncarnation;
+    int memory[] = {rig_.descriptor(Rig::kPage), rig_.descriptor(Rig::kDoorbell)};
+    send(header, {}, memory);
   }
 
   // Lets the peer take in everything that was sent.
@@ -154,6 +170,11 @@ class Line : private FrameSink {
       return peer().lost() || (::ioctl(mine_, SIOCOUTQ, &unread) == 0 && unread == 0);
     });
     rig_.fabric.progress->run([] {});
+    if (!theirs_) return;
+    auto end = Clock::now() + std::chrono::seconds(20);
+    while (theirs_->receiving() && Clock::now() < end) ::usleep(20);
+    EXPECT(!theirs_->receiving());
+    rig_.fabric.progress->run([] {});
   }
 
   // Takes in everything that the peer sent; what it sends must be well-formed.
@@ -162,18 +183,13 @@ class Line : private FrameSink {
     for (;;) {
       std::array<std::span<std::byte>, 2> spans;
       parser_.spans(spans);
-      alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))];
-      iovec part{spans[0].data(), spans[0].size()};
-      msghdr message{};
-      message.msg_iov = &part;
-      message.msg_iovlen = 1;
-      message.msg_control = control;
-      message.msg_controllen = sizeof control;
-      ssize_t size = ::recvmsg(mine_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-      if (size <= 0) return std::move(received_);
-      close_descriptors(message);
+      ssize_t size = ::recv(mine_, spans[0].data(), spans[0].size(), MSG_DONTWAIT);
+      if (size <= 0) break;
       EXPECT(parser_.commit(static_cast<size_t>(size)));
     }
+    while (beside_ >= 0 && DescriptorMessage(beside_).count() > 0) {
+    }
+    return std::move(received_);
   }
 
  private:
@@ -182,33 +198,21 @@ class Line : private FrameSink {
     EXPECT(rig_.fabric.progress->wait(condition, Deadline::after(20.0)));
   }
 
-  ssize_t send_some(std::string_view bytes, std::span<const int> descriptors) {
+  // Lost if there is no room: then a frame announces what does not come.
+  void pass(std::string_view bytes, std::span<const int> descriptors) {
     alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
     iovec part{const_cast<char*>(bytes.data()), bytes.size()};
     msghdr message{};
     message.msg_iov = &part;
     message.msg_iovlen = 1;
-    if (!descriptors.empty()) {
-      message.msg_control = control;
-      message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-      cmsghdr* header = CMSG_FIRSTHDR(&message);
-      header->cmsg_level = SOL_SOCKET;
-      header->cmsg_type = SCM_RIGHTS;
-      header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-      std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
-    }
-    return ::sendmsg(mine_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-  }
-  void close_descriptors(msghdr& message) {
-    for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
-      EXPECT(is_unix_);
-      size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-      for (size_t i = 0; i < count; ++i) {
-        int fd;
-        std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
-        ::close(fd);
-      }
-    }
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+    ::sendmsg(beside_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 
   // FrameSink, of what the peer sends.
@@ -228,8 +232,9 @@ class Line : private FrameSink {
   }
 
   Rig& rig_;
-  const bool is_unix_;
-  int mine_ = -1;
+  const bool is_shm_;
+  int mine_ = -1, beside_ = -1;
+  std::shared_ptr<DescriptorSocket> theirs_;
   FrameParser parser_;
   std::vector<std::byte> payload_;  // that has not come whole
   std::vector<Received> received_;

@@ -117,10 +117,11 @@ class Liar {
       : target_(target),
         input_(input),
         options_(input_.byte()),
-        is_unix_(options_ & 1),
-        line_(rig, is_unix_) {}
+        is_shm_(options_ & 1),
+        line_(rig, is_shm_) {}
 
   void run() {
+    if (is_shm_ && !(options_ & 4)) line_.attach();
     // Most inputs begin with grants, without which all frames are refused for the same reason.
     for (index_ = 0; options_ & 2 && index_ < kSecret; ++index_) ask_for(kKinds[index_].name);
     for (int turn = 0; turn < 64 && !input_.empty() && !line_.peer().lost(); ++turn) step();
@@ -198,7 +199,7 @@ class Liar {
         header.generation = kTheirIncarnation;
         int pair[] = {Rig::kPage, Rig::kDoorbell};
         for (int& fd : pair) fd = rig_descriptor(input_.byte() & 1 ? input_.byte() : fd);
-        line_.send(header, {}, is_unix_ ? std::span<const int>(pair) : std::span<const int>());
+        line_.send(header, {}, is_shm_ ? std::span<const int>(pair) : std::span<const int>());
         break;
       }
     }
@@ -239,7 +240,7 @@ class Liar {
   }
   std::vector<int> descriptors() {
     std::vector<int> result;
-    if (!is_unix_) return result;
+    if (!is_shm_) return result;
     for (int i = input_.byte() % 6; i > 0; --i) result.push_back(rig_descriptor(input_.byte()));
     return result;
   }
@@ -371,7 +372,7 @@ class Liar {
   Target& target_;
   Input input_;
   const uint8_t options_;
-  const bool is_unix_;
+  const bool is_shm_;
   Line line_;
   size_t index_ = 0;
   std::vector<Header> leases_;  // and regions without a name

@@ -4,7 +4,6 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -28,26 +27,27 @@ Hello hello(const std::string& name, bool has_secret = true) {
   return hello;
 }
 
-// The server's side with a table of sessions, and a note of what it did.
+// The server's side, with a note of what it did.
 struct Server {
-  explicit Server(Secret secret = kSecret, bool attach_only = false) {
+  explicit Server(Secret secret = kSecret) {
     context.me = hello("server");
     context.me.incarnation = 0x5678;
     context.secret = std::move(secret);
-    context.attach_only = attach_only;
-    context.find_session = [this](uint64_t id) -> std::optional<Session> {
-      auto found = sessions.find(id);
-      return found == sessions.end() ? std::nullopt : std::optional<Session>(found->second);
-    };
-    context.open_session = [this](uint64_t id, const Session& session) {
-      if (verdict.ok()) sessions[id] = session;
+    context.admit = [this] {
+      if (verdict.ok()) ++admitted;
       return verdict;
+    };
+    context.meet = [this](uint64_t name) {
+      met.push_back(name);
+      return meeting;
     };
   }
 
   ServerHandshake::Context context;
-  std::map<uint64_t, Session> sessions;
+  int admitted = 0;
   Status verdict;
+  std::vector<uint64_t> met;
+  Meeting meeting{Code::kOk, 99};
 };
 
 template <class Array>
@@ -70,9 +70,10 @@ std::array<uint8_t, kProofBytes> proof_of(const Digest& digest) {
   return proof;
 }
 
-std::array<uint8_t, kChoiceBytes> choice_of(uint64_t bits) {
-  std::array<uint8_t, kChoiceBytes> choice;
+std::array<uint8_t, kChoiceBytes> choice_of(uint64_t bits, uint64_t socket = 0) {
+  std::array<uint8_t, kChoiceBytes> choice{};
   std::memcpy(choice.data(), &bits, sizeof bits);
+  std::memcpy(choice.data() + 8, &socket, sizeof socket);
   return choice;
 }
 
@@ -89,7 +90,7 @@ struct Client {
 
 Welcome welcome_of(const Bytes& reply) { return Welcome::decode(array_of<kWelcomeBytes>(reply)); }
 
-TEST_CASE("handshake: a session is opened and both sides know it") {
+TEST_CASE("handshake: who knows the secret is admitted") {
   Server side;
   ServerHandshake server(side.context);
   Hello me = hello("client");
@@ -105,16 +106,14 @@ TEST_CASE("handshake: a session is opened and both sides know it") {
   Welcome welcome = welcome_of(reply);
   CHECK(welcome.status.ok());
   CHECK(same_digest(welcome.proof, keys.server));
-  REQUIRE(side.sessions.count(welcome.session) == 1);
-  CHECK(side.sessions[welcome.session].key == keys.session);
-  CHECK(side.sessions[welcome.session].client.name == "client");
+  CHECK(side.admitted == 1);
+  CHECK(server.proven());
 
   CHECK(feed(server, choice_of(kTcpBit), reply) == State::kDone);
   CHECK(reply.empty());
   CHECK(server.chosen() == kTcpBit);
   CHECK(server.client().pid == 42);
   CHECK(server.client().port == 4242);
-  CHECK(server.session() == welcome.session);
   // Nothing is taken after the end.
   CHECK(feed(server, choice_of(kTcpBit), reply) == State::kFailed);
 }
@@ -156,8 +155,7 @@ TEST_CASE("handshake: a wrong secret is refused with a reason and without a proo
   CHECK(welcome.status.code == Code::kPermission);
   CHECK(welcome.status.message == "wrong secret");
   CHECK(welcome.proof == Digest{});
-  CHECK(welcome.session == 0);
-  CHECK(side.sessions.empty());
+  CHECK(side.admitted == 0);
   CHECK(server.failure().code == Code::kPermission);
   CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
   CHECK(reply.empty());
@@ -173,7 +171,7 @@ TEST_CASE("handshake: every bit of the proof counts") {
     Bytes reply;
     CHECK(feed(server, proof, reply) == State::kFailed);
   }
-  CHECK(side.sessions.empty());
+  CHECK(side.admitted == 0);
 }
 
 TEST_CASE("handshake: every byte of both hellos is covered by the proof") {
@@ -187,7 +185,7 @@ TEST_CASE("handshake: every byte of both hellos is covered by the proof") {
       CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
     }
   }
-  CHECK(side.sessions.empty());
+  CHECK(side.admitted == 0);
 }
 
 TEST_CASE("handshake: one side without a secret is told so, right proof or not") {
@@ -202,11 +200,11 @@ TEST_CASE("handshake: one side without a secret is told so, right proof or not")
     Welcome welcome = welcome_of(reply);
     CHECK(welcome.status.code == Code::kPermission);
     CHECK(welcome.status.message.find("no secret") == (server_has ? std::string::npos : 14));
-    CHECK(side.sessions.empty());
+    CHECK(side.admitted == 0);
   }
 }
 
-TEST_CASE("handshake: without secrets both sides still agree on a session") {
+TEST_CASE("handshake: without secrets both sides still agree") {
   Server side(Secret{});
   ServerHandshake server(side.context);
   Client client(server, hello("client", false));
@@ -223,13 +221,13 @@ TEST_CASE("handshake: a recorded exchange cannot be replayed") {
   REQUIRE(feed(first, mine, reply) == State::kMore);
   auto recorded = proof_of(Keys(kSecret, mine, array_of<kHelloBytes>(reply)).client);
   REQUIRE(feed(first, recorded, reply) == State::kMore);
-  REQUIRE(side.sessions.size() == 1);
+  REQUIRE(side.admitted == 1);
 
   ServerHandshake second(side.context);
   REQUIRE(feed(second, mine, reply) == State::kMore);
   CHECK(feed(second, recorded, reply) == State::kFailed);
   CHECK(welcome_of(reply).status.code == Code::kPermission);
-  CHECK(side.sessions.size() == 1);
+  CHECK(side.admitted == 1);
 }
 
 TEST_CASE("handshake: a server's own words cannot be reflected") {
@@ -245,15 +243,12 @@ TEST_CASE("handshake: a server's own words cannot be reflected") {
   ServerHandshake third(side.context);
   Client client(third, hello("client"));
   CHECK(feed(third, proof_of(client.keys(kSecret).server), reply) == State::kFailed);
-  ServerHandshake fourth(side.context);
-  Client other(fourth, hello("client"));
-  CHECK(feed(fourth, proof_of(other.keys(kSecret).session), reply) == State::kFailed);
   // Nor do two servers vouch for each other: the transcript has an order.
   ServerHandshake fifth(side.context);
   Client swapped(fifth, hello("client"));
   std::swap(swapped.mine, swapped.theirs);
   CHECK(feed(fifth, proof_of(swapped.keys(kSecret).client), reply) == State::kFailed);
-  CHECK(side.sessions.empty());
+  CHECK(side.admitted == 0);
 }
 
 TEST_CASE("handshake: a full Node says so after the proof, not before") {
@@ -287,89 +282,75 @@ TEST_CASE("handshake: only what both offer can be chosen") {
   CHECK(feed(server, choice_of(kShmBit), reply) == State::kFailed);
 }
 
-// Opens a session and gives the client's keys for it.
-std::pair<uint64_t, Digest> open(Server& side, const Hello& me) {
-  ServerHandshake server(side.context);
-  Client client(server, me);
-  Bytes reply;
-  Keys keys = client.keys(kSecret);
-  REQUIRE(feed(server, proof_of(keys.client), reply) == State::kMore);
-  return {welcome_of(reply).session, keys.session};
-}
-
-struct Attach {
-  uint64_t session;
-  Secret key;
-  uint64_t incarnation;
+// A server whose client has been admitted.
+struct Admitted {
+  explicit Admitted(Server& side) : server(side.context) {
+    Client client(server, hello("client"));
+    Bytes reply;
+    REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
+  }
+  ServerHandshake server;
 };
 
-// How far a further stream gets.
-Code attach(Server& side, const Attach& claim) {
-  side.context.attach_only = true;
-  ServerHandshake server(side.context);
-  side.context.attach_only = false;
-  Hello again = hello("client");
-  again.kind = HelloKind::kAttach;
-  again.session = claim.session;
-  again.incarnation = claim.incarnation;
-  Client client(server, again);
+TEST_CASE("handshake: a choice of shm is answered with a socket to meet at") {
+  Server side;
+  Admitted with(side);
   Bytes reply;
-  State state = feed(server, proof_of(client.keys(claim.key).client), reply);
-  Welcome welcome = welcome_of(reply);
-  CHECK((state == State::kDone) == welcome.status.ok());
-  if (state == State::kDone) {
-    CHECK(server.chosen() == kShmBit);
-    CHECK(server.session() == claim.session);
-    CHECK(same_digest(welcome.proof, client.keys(claim.key).server));
+  CHECK(feed(with.server, choice_of(kShmBit, 7), reply) == State::kDone);
+  CHECK(with.server.chosen() == kShmBit);
+  CHECK(side.met == std::vector<uint64_t>{7});
+  Meeting meeting = Meeting::decode(array_of<kMeetingBytes>(reply));
+  CHECK(meeting.code == Code::kOk);
+  CHECK(meeting.socket == 99);
+}
+
+TEST_CASE("handshake: where shm cannot be had another choice follows, but shm no second time") {
+  for (bool again : {false, true}) {
+    Server side;
+    side.meeting = {Code::kUnavailable, 0};
+    Admitted with(side);
+    Bytes reply;
+    CHECK(feed(with.server, choice_of(kShmBit, 7), reply) == State::kMore);
+    CHECK(Meeting::decode(array_of<kMeetingBytes>(reply)).code == Code::kUnavailable);
+    State state = feed(with.server, again ? choice_of(kShmBit, 8) : choice_of(kTcpBit), reply);
+    CHECK(state == (again ? State::kFailed : State::kDone));
+    CHECK(side.met.size() == 1);
   }
-  return welcome.status.code;
 }
 
-TEST_CASE("handshake: a further stream needs the session, its key and the same process") {
-  Server side;
-  Hello me = hello("client");
-  auto [session, key] = open(side, me);
-  auto [other_session, other_key] = open(side, me);
-  Secret good(key.begin(), key.end()), other(other_key.begin(), other_key.end());
-  CHECK(attach(side, {session, good, me.incarnation}) == Code::kOk);
-  CHECK(attach(side, {other_session, other, me.incarnation}) == Code::kOk);
-  CHECK(attach(side, {session, other, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {session, kSecret, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {session, {}, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {session + 1, good, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {0, {}, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {session, good, me.incarnation + 1}) == Code::kPermission);
-  side.sessions.erase(session);
-  CHECK(attach(side, {session, good, me.incarnation}) == Code::kPermission);
+TEST_CASE("handshake: only shm names a socket, and always does") {
+  for (auto [transport, socket] : {std::pair(kShmBit, 0), std::pair(kTcpBit, 7)}) {
+    Server side;
+    Admitted with(side);
+    Bytes reply;
+    auto choice = choice_of(transport, static_cast<uint64_t>(socket));
+    CHECK(feed(with.server, choice, reply) == State::kFailed);
+    CHECK(side.met.empty());
+  }
 }
 
-TEST_CASE("handshake: each door takes its own kind of stream") {
+TEST_CASE("handshake: only a client may begin") {
   Server side;
   Bytes reply;
-  for (bool attach_only : {false, true}) {
-    for (HelloKind kind : {HelloKind::kSession, HelloKind::kAttach, HelloKind::kChallenge}) {
-      side.context.attach_only = attach_only;
-      ServerHandshake server(side.context);
-      Hello me = hello("client");
-      me.kind = kind;
-      bool right = kind == (attach_only ? HelloKind::kAttach : HelloKind::kSession);
-      CHECK((feed(server, me.encode(), reply) == State::kMore) == right);
-      CHECK(reply.empty() != right);
-    }
+  for (HelloKind kind : {HelloKind::kClient, HelloKind::kBusy, HelloKind::kChallenge}) {
+    ServerHandshake server(side.context);
+    Hello me = hello("client");
+    me.kind = kind;
+    bool right = kind == HelloKind::kClient;
+    CHECK((feed(server, me.encode(), reply) == State::kMore) == right);
+    CHECK(reply.empty() != right);
   }
 }
 
 TEST_CASE("handshake: hello survives the wire, and nothing else passes for one") {
   Hello me = hello(std::string(kMaxNodeNameBytes, 'n'));
-  me.kind = HelloKind::kAttach;
-  me.session = ~uint64_t{0};
+  me.kind = HelloKind::kChallenge;
   me.port = 65535;
   me.host.fill(0xab);
   auto bytes = me.encode();
   Hello back = Hello::decode(bytes);
   CHECK(back.encode() == bytes);
   CHECK(back.name == me.name);
-  CHECK(back.session == me.session);
   CHECK(back.host == me.host);
 
   auto refused = [](std::array<uint8_t, kHelloBytes> changed) {
@@ -392,8 +373,9 @@ TEST_CASE("handshake: hello survives the wire, and nothing else passes for one")
   CHECK(refused(changed(11, 2)));                      // has secret
   CHECK(refused(changed(86, kMaxNodeNameBytes + 1)));  // length of the name
   CHECK(refused(changed(86, 4)));                      // a byte behind the name
-  CHECK(refused(changed(87, 1)));                      // reserved
-  CHECK(refused(changed(88, '\n')));                   // names are printable
+  CHECK(refused(changed(24, 1)));                      // reserved
+  CHECK(refused(changed(87, 1)));
+  CHECK(refused(changed(88, '\n')));  // names are printable
   CHECK(refused(changed(159, 1)));
   Hello nobody = hello("nobody");
   nobody.incarnation = 0;
@@ -403,12 +385,10 @@ TEST_CASE("handshake: hello survives the wire, and nothing else passes for one")
 TEST_CASE("handshake: welcome survives the wire, and a malformed one is refused") {
   Welcome welcome;
   welcome.status = {Code::kBusy, "full"};
-  welcome.session = 7;
   welcome.proof.fill(9);
   Welcome back = Welcome::decode(welcome.encode());
   CHECK(back.status.code == Code::kBusy);
   CHECK(back.status.message == "full");
-  CHECK(back.session == 7);
   CHECK(back.proof == welcome.proof);
 
   welcome.status.message = std::string(1000, 'x');

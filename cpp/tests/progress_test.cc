@@ -31,8 +31,7 @@ struct Loop {
 void ring_like_a_peer(Progress& progress) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (progress.page()->armed.load(std::memory_order_relaxed) == 0) return;
-  uint64_t one = 1;
-  CHECK(::write(progress.doorbell(), &one, sizeof one) == sizeof one);
+  ring_doorbell(progress.doorbell());
 }
 
 bool readable(int fd, int timeout_ms) {

@@ -166,12 +166,6 @@ def all_complete(node: Node) -> bool:
     return stats["transfers_started"] == stats["transfers_completed"]
 
 
-def unix_sockets(incarnation: int) -> int:
-    """How many unix sockets of a Node exist on this host, also such as nobody accepted."""
-    name = f"@tensorwire-{incarnation:016x}"
-    return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
-
-
 def memory_of(pid: int | str) -> dict[str, int]:
     """The memory figures of /proc/PID/status, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

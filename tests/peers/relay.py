@@ -6,7 +6,7 @@ The sizes are those of docs/wire.md.
 import socket
 from types import TracebackType
 
-HELLO, CHALLENGE, PROOF, WELCOME, CHOICE = 160, 160, 40, 160, 8
+HELLO, CHALLENGE, PROOF, WELCOME, CHOICE, MEETING = 160, 160, 40, 160, 16, 16
 
 # The messages of a handshake: who sends, how many bytes.
 MESSAGES = (
@@ -67,7 +67,8 @@ class Relay:
         return True
 
     def hang_up(self) -> None:
-        """Ends both connections, as the network does when one side dies."""
+        """Ends both connections and the listening, as the system does when the server dies."""
+        self._listener.close()
         for each in self._sockets.values():
             each.close()
 
@@ -81,4 +82,3 @@ class Relay:
         trace: TracebackType | None,
     ) -> None:
         self.hang_up()
-        self._listener.close()

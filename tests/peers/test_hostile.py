@@ -9,6 +9,7 @@ import random
 import resource
 import socket
 import time
+from pathlib import Path
 from collections.abc import Iterator
 
 import pytest
@@ -50,16 +51,17 @@ OPENINGS = {
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(160),
     "tls": bytes.fromhex("16030102000100") + bytes(200),
     "zeros": bytes(400),
-    "other version": wire.hello(SECRET, version=2),
+    "other version": wire.hello(SECRET, version=1),
     "no incarnation": wire.hello(SECRET, incarnation=0),
     "wrong magic": wire.hello(SECRET, magic=b"TWIREv00"),
     "unknown kind": wire.hello(SECRET, kind=4),
     "kind of a server": wire.hello(SECRET, kind=wire.CHALLENGE),
-    "kind of a unix stream": wire.hello(SECRET, kind=wire.ATTACH_KIND, session=1),
+    "kind of a busy server": wire.hello(SECRET, kind=wire.BUSY_KIND),
     "name too long": wire.hello(SECRET, name_bytes=64),
     "line break in the name": wire.hello(SECRET, b"a\nb"),
     "bytes behind the name": wire.hello(SECRET, b"abc", name_bytes=2),
-    "reserved byte": wire.hello(SECRET, reserved=1),
+    "reserved bytes": wire.hello(SECRET, reserved=1),
+    "reserved byte": wire.hello(SECRET, reserved2=1),
     "secret of two kinds": wire.hello(SECRET, has_secret=2),
     **{f"{len(data)} random bytes": data for data in random_bytes() if len(data) >= 160},
 }
@@ -95,7 +97,7 @@ def truncated(stream: Wire, key: bytes, hello: bytes, rest: bytes, size: int) ->
 
 def test_cut_off_at_every_byte_of_the_handshake(victim: Victim) -> None:
     choice = wire.encode("Choice")
-    for size in range(160 + 40 + 8):
+    for size in range(160 + 40 + 16):
         with victim.dial() as stream:
             truncated(stream, SECRET, wire.hello(SECRET), choice, size)
             stream.stream.shutdown(socket.SHUT_WR)
@@ -103,23 +105,10 @@ def test_cut_off_at_every_byte_of_the_handshake(victim: Victim) -> None:
     assert victim.target.peer_count() == len(victim.honest)
 
 
-def test_cut_off_at_every_byte_of_the_unix_handshake(victim: Victim) -> None:
-    with victim.dial() as first:
-        session, key = first.handshake(SECRET, wire.hello(SECRET))
-        for size in range(160 + 40):
-            with wire.dial_unix(first.incarnation) as stream:
-                hello = wire.hello(SECRET, kind=wire.ATTACH_KIND, session=session)
-                truncated(stream, key, hello, b"", size)
-                stream.stream.shutdown(socket.SHUT_WR)
-                assert stream.hung_up(), f"after {size} bytes"
-    assert victim.target.peer_count() == len(victim.honest)
-
-
 def refused(stream: Wire, proof: bytes) -> bool:
     """Whether a proof is answered with a refusal that tells nothing, and the end."""
     welcome = stream.prove(proof)
     assert welcome["proof"] == bytes(32)
-    assert welcome["session"] == 0
     return welcome["status"] == wire.PERMISSION and stream.hung_up()
 
 
@@ -146,13 +135,12 @@ def test_no_proof_but_the_right_one(victim: Victim) -> None:
         yield bytes(32)
         yield b"\xff" * 32
         yield right.server  # reflected
-        yield right.session
         yield right.client[:31] + bytes([right.client[31] ^ 1])
         yield wire.Keys.derive(SECRET, theirs, hello).client
         yield wire.Keys.derive(SECRET + b"x", hello, theirs).client
         yield wire.Keys.derive(b"", hello, theirs).client
 
-    for number in range(8):
+    for number in range(7):
         with victim.dial() as stream:
             theirs = stream.greet(hello)
             assert refused(stream, next(itertools.islice(proofs(theirs), number, None)))
@@ -181,49 +169,44 @@ def test_a_choice_that_was_not_offered(victim: Victim, choice: int) -> None:
         assert stream.hung_up()
 
 
-def test_attaching_needs_the_session_and_its_key(victim: Victim) -> None:
-    with victim.dial() as first, victim.dial() as other:
-        session, key = first.handshake(SECRET, wire.hello(SECRET))
-        _, other_key = other.handshake(SECRET, wire.hello(SECRET))
-        values = {"kind": wire.ATTACH_KIND, "session": session}
-        for attempt, wrong_key in (
-            (values, other_key),
-            (values, SECRET),
-            (values, b""),
-            (values | {"session": session ^ 1}, key),
-            (values | {"incarnation": 0x7178}, key),
-        ):
-            with wire.dial_unix(first.incarnation) as stream:
-                hello = wire.hello(SECRET, **attempt)
-                proof = wire.Keys.derive(wrong_key, hello, stream.greet(hello)).client
-                assert refused(stream, proof)
-        with wire.dial_unix(first.incarnation) as stream:
-            stream.send(wire.hello(SECRET))  # not the kind for this door
-            assert stream.hung_up()
+def test_shm_is_tried_once_and_then_another_choice_follows(victim: Victim) -> None:
+    """A socket that is not there cannot be met; the stream goes on with TCP, or ends."""
+    nowhere = wire.encode("Choice", transport=wire.SHM_BIT, socket=0x7177)
+    for then, goes_on in ((wire.encode("Choice"), True), (nowhere, False)):
+        with victim.dial() as stream:
+            stream.handshake(SECRET, wire.hello(SECRET))
+            stream.send(nowhere)
+            meeting = wire.decode("Meeting", stream.receive(16))
+            assert (meeting["status"], meeting["socket"]) == (wire.UNAVAILABLE, 0)
+            stream.send(then)
+            assert is_over(stream) != goes_on
 
 
-def test_a_session_is_one_peer(victim: Victim) -> None:
-    """Two unix streams and the TCP stream itself, all from one session: one of them gets it."""
-    with victim.dial() as first:
-        session, key = first.handshake(SECRET, wire.hello(SECRET))
-        streams, greeted = [wire.dial_unix(first.incarnation) for _ in range(3)], []
-        for stream in streams:
-            hello = wire.hello(SECRET, kind=wire.ATTACH_KIND, session=session)
-            greeted.append(wire.Keys.derive(key, hello, stream.greet(hello)).client)
-        for stream, proof in zip(streams, greeted, strict=True):
-            stream.send(wire.encode("Proof", proof=proof))
-        first.send(wire.encode("Choice"))
-        open_ = [stream for stream in (first, *streams) if not is_over(stream)]
-        assert len(open_) == 1
-        for stream in streams:
-            stream.close()
+def names_in_use() -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [word for line in lines for word in line.split() if word.startswith("@tensorwire-")]
+
+
+def test_nobody_else_reaches_the_sockets_for_descriptors(victim: Victim) -> None:
+    """Their names can be read by everybody; the kernel takes messages of the partner alone."""
+    before = set(names_in_use())
+    with victim.connect("shm") as stream:
+        assert stream.next_frame().type == wire.ATTACH
+        mine = stream.beside.getsockname()
+        theirs = set(names_in_use()) - before - {mine.decode().replace("\0", "@")}
+        (name,) = (each.replace("@", "\0") for each in theirs)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            with pytest.raises(PermissionError):
+                stranger.connect(name)
+            with pytest.raises(PermissionError):
+                stranger.sendto(b"x", name)
+        with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(ConnectionError):
+            stranger.connect(name)
 
 
 def is_over(stream: Wire) -> bool:
     """Whether a stream ends without ever answering a frame; makes it a peer if it can be one."""
     try:
-        if stream.is_unix and wire.decode("Welcome", stream.receive(160))["status"] != wire.OK:
-            return stream.hung_up()
         return stream.ask(wire.LOOKUP, b"open").status != wire.OK
     except HungUp:
         return True

@@ -320,30 +320,27 @@ def test_many_members_that_do_nothing(victim: Victim) -> None:
 # ---- members that lie: descriptors
 
 
-def flood(stream: Wire, descriptors: list[int]) -> bool:
-    """Whether the other side hangs up on requests that bring descriptors."""
-    try:
-        for _ in range(100):
-            stream.frame(wire.LOOKUP, b"open", fds=descriptors)
-            stream.answer(wire.GRANT)
-    except HungUp:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("count", [1, 5, 16, 200])
 def test_descriptors_that_nobody_asked_for(victim: Victim, count: int) -> None:
+    """They stay in the queue, which is short, and are closed with it; nothing else changes."""
     null = os.open("/dev/null", os.O_RDWR)
     try:
         with victim.connect("shm") as stream:
-            assert flood(stream, [null] * count)
+            assert stream.next_frame().type == wire.ATTACH
+            stream.beside.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                for _ in range(1000):
+                    stream.pass_descriptors(bytes(64), [null] * count)
+            stream.beside.settimeout(wire.PATIENCE_S)
+            assert stream.ask(wire.LOOKUP, b"open").status == wire.OK
     finally:
         os.close(null)
 
 
 ATTACH_LIES = (
     "none", "one", "swapped", "unsealed", "too small", "other incarnation", "wrong magic", "pipe",
-    "null", "directory", "socket", "pipe as doorbell", "null as doorbell", "memory as doorbell",
+    "null", "directory", "socket", "event as doorbell", "null as doorbell", "memory as doorbell",
+    "no announcement",
 )  # fmt: skip
 
 
@@ -351,7 +348,7 @@ ATTACH_LIES = (
 def test_attaching_with_wrong_descriptors(victim: Victim, lie: str) -> None:
     mine = 0x7177
     pipe, null, folder = os.pipe(), os.open("/dev/null", os.O_RDWR), os.open("/", os.O_RDONLY)
-    pair = socket.socketpair()
+    pair, event = socket.socketpair(), os.eventfd(0)
     content = wire.encode("Page", incarnation=mine)
     try:
         with (
@@ -375,14 +372,19 @@ def test_attaching_with_wrong_descriptors(victim: Victim, lie: str) -> None:
                 "null": [null, bell],
                 "directory": [folder, bell],
                 "socket": [pair[0].fileno(), bell],
-                "pipe as doorbell": [good, pipe[1]],
+                "event as doorbell": [good, event],
                 "null as doorbell": [good, null],
                 "memory as doorbell": [good, small],
+                "no announcement": [good, bell],
             }[lie]
-            stream.frame(wire.ATTACH, fds=descriptors)
+            if lie == "no announcement":
+                stream.pass_descriptors(wire.encode("Header", type=wire.ATTACH), descriptors)
+                stream.frame(wire.ATTACH, generation=mine)  # of another message
+            else:
+                stream.frame(wire.ATTACH, fds=descriptors, generation=mine)
             assert stream.hung_up()
     finally:
-        for descriptor in (*pipe, null, folder):
+        for descriptor in (*pipe, null, folder, event):
             os.close(descriptor)
         for each in pair:
             each.close()
@@ -405,6 +407,9 @@ def test_a_grant_of_nothing_hands_out_no_memory(victim: Victim) -> None:
         assert len(stream.next_frame().descriptors) == 2  # its page and its doorbell
         for name, memory in (("open", 1), ("read", 1), ("write", 1), ("none", 0)):
             assert len(stream.ask(wire.LOOKUP, name.encode()).descriptors) == memory, name
+        stream.beside.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stream.beside.recv(64)
 
 
 def test_read_only_memory_stays_read_only(victim: Victim) -> None:

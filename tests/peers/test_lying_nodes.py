@@ -171,7 +171,7 @@ def test_a_server_that_does_not_know_the_secret(asker: Any) -> None:
             stream.send(server_hello)
             stream.receive(40)
             keys = wire.Keys.derive(fake.secret, client_hello, server_hello)
-            stream.send(wire.encode("Welcome", session=1, proof=keys.server))
+            stream.send(wire.encode("Welcome", proof=keys.server))
             assert stream.hung_up()
         assert connected().startswith("PermissionError")
 
@@ -189,7 +189,7 @@ def test_a_server_that_reflects(asker: Any) -> None:
             stream.receive(160)
             stream.send(wire.hello(SECRET, kind=wire.CHALLENGE))
             proof = stream.receive(40)[:32]
-            stream.send(wire.encode("Welcome", session=1, proof=proof))
+            stream.send(wire.encode("Welcome", proof=proof))
             assert stream.hung_up()
         assert connected().startswith("PermissionError")
 
@@ -202,8 +202,9 @@ SHM = {"transports": wire.SHM_BIT, "host": wire.host_id()}
 
 def attached(asker: Any, fake: wire.FakeNode, page: int, bell: int) -> tuple[Wire, str]:
     connected = asker.begin("ask", "connect", fake.address)
-    stream = fake.accept_unix()
-    stream.frame(wire.ATTACH, fds=[page, bell])
+    stream = fake.accept_shm()
+    stream.next_frame()  # the client's page and doorbell
+    stream.attach(page, bell, incarnation=fake.incarnation)
     return stream, connected()
 
 
@@ -261,7 +262,7 @@ def test_a_server_that_never_attaches(asker: Any) -> None:
     """It answers questions all the same; nobody can ask any before the page is there."""
     with wire.FakeNode(SECRET, **SHM) as fake:
         connected = asker.begin("ask", "connect", fake.address, 0.5)
-        with fake.accept_unix() as stream:
+        with fake.accept_shm() as stream:
             assert stream.hung_up()
         assert connected().startswith("TimeoutError")
 

@@ -34,9 +34,9 @@ ROOT_IMPORTS = {"errors", "memory"}
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "page", "sha256", "text", "word"),
-    ("frame", "mapping", "rdma_ports", "ucx"),
+    ("blocking", "frame", "mapping", "rdma_ports", "ucx"),
     ("progress", "region"),
-    ("handshake", "rdma_fabric", "stream", "transfer"),
+    ("descriptors", "handshake", "rdma_fabric", "stream", "transfer"),
     ("listener", "service", "transport"),
     ("connect", "fault", "rdma", "shm", "tcp"),
     ("peer",),

@@ -1,0 +1,90 @@
+#include "blocking.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "error.h"
+#include "fork.h"
+
+namespace tensorwire {
+namespace {
+
+// How long a thread without work stays: the next job of a burst finds it.
+constexpr auto kIdle = std::chrono::milliseconds(200);
+
+struct Pool {
+  const uint32_t epoch = fork::epoch();
+  std::mutex mutex;
+  std::condition_variable work;
+  std::deque<std::function<void()>> jobs;
+  size_t idle = 0, threads = 0;
+};
+
+// Never destroyed, since its threads may outlive every static destructor. The lock of a parent's
+// pool may be held for ever in a forked child, so that gets a pool of its own.
+Pool& pool() {
+  static std::atomic<Pool*> current{nullptr};
+  Pool* found = current.load();
+  while (found == nullptr || found->epoch != fork::epoch()) {
+    auto* made = new Pool;
+    if (current.compare_exchange_strong(found, made)) return *made;
+    delete made;
+  }
+  return *found;
+}
+
+void work(Pool& pool) {
+  ::pthread_setname_np(::pthread_self(), "tw-blocking");
+  std::unique_lock lock(pool.mutex);
+  for (;;) {
+    ++pool.idle;
+    bool found = pool.work.wait_for(lock, kIdle, [&] { return !pool.jobs.empty(); });
+    --pool.idle;
+    if (!found) break;
+    auto job = std::move(pool.jobs.front());
+    pool.jobs.pop_front();
+    lock.unlock();
+    job();
+    job = nullptr;  // what it owns may block too
+    lock.lock();
+  }
+  --pool.threads;
+}
+
+}  // namespace
+
+void spawn_blocking(std::function<void()> job) {
+  Pool& here = pool();
+  std::lock_guard lock(here.mutex);
+  here.jobs.push_back(std::move(job));
+  if (here.idle >= here.jobs.size()) {
+    here.work.notify_one();
+    return;
+  }
+  // Signals belong to the user's threads.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::string failure;
+  try {
+    ++here.threads;
+    std::thread([&here] { work(here); }).detach();
+  } catch (const std::system_error& error) {
+    --here.threads;
+    failure = error.what();
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (failure.empty() || here.threads > 0) return;  // a thread that ends its job takes this one
+  here.jobs.pop_back();
+  throw Error(Code::kBusy, "cannot start a thread: " + failure);
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,15 @@
+// Work that may block for as long as somebody else likes: it runs on threads of its own, so that it
+// holds up neither the driving thread nor other work of this kind.
+#pragma once
+
+#include <functional>
+
+namespace tensorwire {
+
+// Runs the job on a thread that does nothing else meanwhile. Threads are started as they are
+// needed, one per job that blocks, and end soon after the last job. Nobody waits for them, also at
+// the end of the process, so a job owns all that it uses. A forked child runs none of the jobs of
+// its parent. Any thread. Throws kBusy if no thread can be started.
+void spawn_blocking(std::function<void()> job);
+
+}  // namespace tensorwire

@@ -1,0 +1,241 @@
+// Descriptors between processes: who can send any, what is taken for what it claims to be, and that
+// nothing which came holds up whoever did not ask for it.
+#include "descriptors.h"
+
+#include <arpa/inet.h>
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <string>
+
+#include "blocking.h"
+#include "clock.h"
+
+namespace tensorwire {
+namespace {
+
+constexpr int kLingerS = 20;
+
+// Two that have met.
+struct Ends {
+  std::shared_ptr<DescriptorSocket> client = DescriptorSocket::offer();
+  std::shared_ptr<DescriptorSocket> server = DescriptorSocket::answer(client->name());
+  Ends() { client->join(server->name()); }
+};
+
+// What the next message holds; the descriptors are looked at by `examine`.
+Status receive(DescriptorSocket& socket,
+               const std::function<void(const DescriptorMessage&)>& examine = {}) {
+  std::promise<Status> came;
+  socket.receive([&](const DescriptorMessage& message) {
+    if (message.status().ok() && examine) examine(message);
+    came.set_value(message.status());
+  });
+  return came.get_future().get();
+}
+
+void send(const std::shared_ptr<Progress>& progress, DescriptorSocket& socket, int fd) {
+  std::promise<void> sent;
+  progress->run([&] { socket.send({}, {&fd, 1}, nullptr, [&] { sent.set_value(); }); });
+  sent.get_future().get();
+}
+
+// A connected TCP socket with bytes that nobody takes: whoever closes it last waits for kLingerS.
+// The other end is closed by `other`.
+int lingering(Descriptor& other) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  Descriptor door(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  REQUIRE(::bind(door.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+  REQUIRE(::listen(door.get(), 1) == 0);
+  REQUIRE(::getsockname(door.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  REQUIRE(::connect(fd, reinterpret_cast<sockaddr*>(&address), size) == 0);
+  other = Descriptor(::accept(door.get(), nullptr, nullptr));
+  std::string bytes(1 << 20, 'x');
+  while (::send(fd, bytes.data(), bytes.size(), MSG_DONTWAIT) > 0) {
+  }
+  linger wait{1, kLingerS};
+  REQUIRE(::setsockopt(fd, SOL_SOCKET, SO_LINGER, &wait, sizeof wait) == 0);
+  return fd;
+}
+
+// A datagram to that name from a socket of nobody's: 0 or the error.
+int stray(uint64_t name) {
+  Descriptor stranger(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  int length = std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1,
+                             "tensorwire-%016llx", static_cast<unsigned long long>(name));
+  auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+  char byte = 0;
+  auto sent = ::sendto(stranger.get(), &byte, 1, 0, reinterpret_cast<sockaddr*>(&address), size);
+  return sent < 0 ? errno : 0;
+}
+
+double seconds(const std::function<void()>& function) {
+  auto start = Clock::now();
+  function();
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+TEST_CASE("descriptors: at no moment a stranger gets anything into a queue") {
+  auto client = DescriptorSocket::offer();
+  CHECK(stray(client->name()) == 0);  // the filter drops it, which the sender is not told
+  CHECK_FALSE(receive(*client).ok());
+  auto server = DescriptorSocket::answer(client->name());
+  CHECK(stray(server->name()) == EPERM);
+  CHECK(stray(client->name()) == 0);
+  client->join(server->name());
+  CHECK(stray(client->name()) == EPERM);
+  CHECK(receive(*client).code == Code::kInvalid);
+  CHECK(receive(*server).code == Code::kInvalid);
+}
+
+TEST_CASE("descriptors: memory and a doorbell arrive, and what they are is checked") {
+  auto progress = std::make_shared<Progress>();
+  Ends ends;
+  auto &client = ends.client, &server = ends.server;
+  client->start(progress, [](Status) {});
+  auto memory = Mapping::create(5000, true, true);
+  memory->data()[4999] = std::byte{7};
+  send(progress, *client, memory->descriptor());
+  std::shared_ptr<Mapping> mapped;
+  CHECK(receive(*server, [&](const DescriptorMessage& message) {
+          CHECK(message.count() == 1);
+          mapped = message.map(0, 5000, false);
+          CHECK_THROWS_AS(message.doorbell(0), Error);
+          CHECK_THROWS_AS(message.map(0, 50000, false), Error);
+        }).ok());
+  CHECK(mapped->data()[4999] == std::byte{7});
+
+  // Full, and it blocks whoever writes: but not through an open file of one's own.
+  int both[2];
+  REQUIRE(::pipe2(both, O_CLOEXEC | O_NONBLOCK) == 0);
+  Descriptor reader(both[0]), writer(both[1]);
+  char bytes[4096] = {};
+  while (::write(writer.get(), bytes, sizeof bytes) > 0) {
+  }
+  ::fcntl(writer.get(), F_SETFL, 0);
+  send(progress, *client, writer.get());
+  Descriptor bell;
+  CHECK(receive(*server, [&](const DescriptorMessage& message) {
+          bell = message.doorbell(0);
+          CHECK_THROWS_AS(message.map(0, 1, false), Error);
+        }).ok());
+  CHECK(seconds([&] { ring_doorbell(bell.get()); }) < 1);
+  reader.reset();
+  writer.reset();
+  ring_doorbell(bell.get());  // no signal, though nobody reads
+
+  Descriptor event(::eventfd(0, EFD_CLOEXEC));
+  send(progress, *client, event.get());
+  CHECK(receive(*server, [](const DescriptorMessage& message) {
+          CHECK_THROWS_AS(message.doorbell(0), Error);
+        }).ok());
+  progress->stop();
+}
+
+TEST_CASE("descriptors: one that blocks in close holds up neither the driver nor other peers") {
+  auto progress = std::make_shared<Progress>();
+  Ends ends;
+  auto &client = ends.client, &server = ends.server;
+  Ends others;
+  for (auto& each : {client, others.client}) each->start(progress, [](Status) {});
+  Descriptor taker;
+  int fd = lingering(taker);
+  send(progress, *client, fd);
+  ::close(fd);  // the last one is with the message
+  auto memory = Mapping::create(1, true, true);
+  std::promise<void> examined;
+  // From here on that thread is in close().
+  server->receive([&](const DescriptorMessage&) { examined.set_value(); });
+  examined.get_future().get();
+  CHECK(seconds([&] {
+          send(progress, *others.client, memory->descriptor());
+          CHECK(receive(*others.server).ok());
+          progress->run([] {});
+        }) < kLingerS / 2);
+  taker.reset();
+  progress->stop();
+}
+
+TEST_CASE("descriptors: what nobody takes holds up nobody when the socket ends") {
+  auto progress = std::make_shared<Progress>();
+  Ends ends;
+  auto &client = ends.client, &server = ends.server;
+  client->start(progress, [](Status) {});
+  Descriptor taker;
+  int fd = lingering(taker);
+  send(progress, *client, fd);
+  ::close(fd);
+  CHECK(seconds([&] { server.reset(); }) < kLingerS / 2);
+  taker.reset();
+  progress->stop();
+}
+
+TEST_CASE("descriptors: a queue without room is waited for, in order") {
+  auto progress = std::make_shared<Progress>();
+  Ends ends;
+  auto &client = ends.client, &server = ends.server;
+  client->start(progress, [](Status) {});
+  auto memory = Mapping::create(1, true, true);
+  constexpr int kMany = 300;
+  std::vector<int> order;  // driving thread
+  progress->run([&] {
+    for (int i = 0; i < kMany; ++i) {
+      int fd = memory->descriptor();
+      Header header;
+      header.transfer = static_cast<uint64_t>(i);
+      client->send(header, {&fd, 1}, memory, [&order, i] { order.push_back(i); });
+    }
+    CHECK(client->queued() > 0);
+  });
+  for (int i = 0; i < kMany; ++i) {
+    std::atomic<uint64_t> came{0};
+    Status status;
+    do {
+      status = receive(*server, [&](const DescriptorMessage& m) { came = m.header().transfer; });
+    } while (status.code == Code::kInvalid);  // the next one is not there yet
+    CHECK(came == static_cast<uint64_t>(i));
+  }
+  progress->run([&] { CHECK(order.size() == kMany); });
+  CHECK(std::is_sorted(order.begin(), order.end()));
+  progress->stop();
+}
+
+TEST_CASE("blocking: each job that blocks has a thread of its own") {
+  constexpr int kJobs = 12;
+  std::promise<void> go;
+  auto gate = go.get_future().share();
+  std::atomic<int> inside{0}, done{0};
+  for (int i = 0; i < kJobs; ++i) {
+    spawn_blocking([&, gate] {
+      ++inside;
+      gate.wait();
+      ++done;
+    });
+  }
+  auto limit = Deadline::after(20.0);
+  while (inside < kJobs && !limit.passed()) ::usleep(1000);
+  CHECK(inside == kJobs);
+  go.set_value();
+  while (done < kJobs && !limit.passed()) ::usleep(1000);
+  CHECK(done == kJobs);
+}
+
+}  // namespace tensorwire
