@@ -1,15 +1,19 @@
-"""Saving what a job keeps: one file that torch.load reads, complete or not there."""
+"""What a job keeps, in one file that torch.load reads too; `archive.py` writes and checks it."""
 
 from __future__ import annotations
 
 import copy
+import io
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
 
 import torch
+from torch.utils.serialization import config
 
+from . import archive
 from .whole import whole_of
 
 _FORMAT = 1
@@ -19,23 +23,56 @@ def save(path: str | os.PathLike[str], kept: Mapping[str, Any], done: int, seed:
     """See `Job.save`."""
     if not kept:
         raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
-    target = Path(path)
     content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
+    for name, state in content.items():
+        _check_loadable(name, state)
     content["tensorwire"] = {"format": _FORMAT, "epochs": done, "seed": seed}
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    archive.replace(path, lambda file: _write(content, file))
+
+
+def _check_loadable(name: str, state: Any) -> None:
+    """Before anything is written: `load` takes no other objects than these."""
+    outline = io.BytesIO()
+    torch.save(_copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), outline)
+    outline.seek(0)
     try:
-        with part.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
-    folder = os.open(target.parent, os.O_RDONLY)
+        torch.load(outline, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
+        raise TypeError(
+            f"the state_dict() of {name} holds {found[1] if found else 'Python objects'}, which "
+            "job.load would refuse: it may hold tensors, numbers, texts and containers of these, "
+            "and what torch.serialization.add_safe_globals was told"
+        ) from error
+
+
+class _Output:
+    """A file that remembers why writing failed: torch raises an error of its own instead."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(content: dict[str, Any], file: BinaryIO) -> None:
+    output = _Output(file)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with config.patch("save.compute_crc32", True):  # `load` compares
+            torch.save(content, output)  # type: ignore[arg-type]
+    except Exception as error:
+        if output.error is None:
+            raise
+        raise output.error from error
 
 
 def load(
@@ -47,37 +84,64 @@ def load(
 ) -> int:
     """See `Job.load`; returns the number of epochs that are done.
 
-    With `mapped` only what is used of the file is read.
+    With `mapped` only what is used of the file stays in memory.
     """
-    try:
-        content = torch.load(path, weights_only=True, mmap=mapped or None)
-        head = content["tensorwire"]
-        done, made_with = int(head["epochs"]), int(head["seed"])
-        if head["format"] != _FORMAT:
-            raise ValueError("written by another version of tensorwire")
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{os.fspath(path)} is no checkpoint: {error}") from error
-    if made_with != seed:
+    name = os.fspath(path)
+    content = archive.read(path, lambda there: _content(there, name, mapped))
+    head = content["tensorwire"]
+    if head["seed"] != seed:
         raise ValueError(
-            f"{os.fspath(path)} was made by a job with seed {made_with}, this one has {seed}: "
-            f"samples and random numbers would not go on; call tw.init(seed={made_with})"
+            f"{name} was made by a job with seed {head['seed']}, this one has {seed}: "
+            f"samples and random numbers would not go on; call tw.init(seed={head['seed']})"
         )
     names = set(content) - {"tensorwire"}
     if names != set(kept):
-        raise ValueError(
-            f"{os.fspath(path)} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same"
-        )
-    for name, thing in kept.items():
+        raise ValueError(f"{name} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same")
+    for key, thing in kept.items():
         if any(_is_model_of(thing, opt) for opt in optimizers):
             from .optimizer import edit
 
             with edit(thing):
-                thing.load_state_dict(content[name])
+                thing.load_state_dict(content[key])
         else:
-            thing.load_state_dict(content[name])
-    return done
+            thing.load_state_dict(content[key])
+    return int(head["epochs"])
+
+
+def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
+    """What `save` has written to the file `there`, which messages call `name`."""
+    try:
+        content = torch.load(there, weights_only=True, mmap=mapped or None)
+    except pickle.UnpicklingError as error:
+        # Not torch's text: it advises to run whatever the file holds.
+        raise ValueError(
+            f"{name} is no checkpoint: it holds other Python objects than tensors, numbers, texts "
+            "and containers of these, so job.save did not write it"
+        ) from error
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise ValueError(f"{name} is damaged or no checkpoint: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("tensorwire"), dict):
+        has = f"with {_some(content)}" if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"{name} is no checkpoint but something else that torch.save wrote: {has}; a "
+            "checkpoint is a file that job.save wrote"
+        )
+    head = content["tensorwire"]
+    if head.get("format") != _FORMAT:
+        raise ValueError(
+            f"{name} is no checkpoint of this version of tensorwire: it has the format "
+            f"{head.get('format')!r}, this version reads {_FORMAT}"
+        )
+    if not all(isinstance(head.get(key), int) for key in ("epochs", "seed")):
+        raise ValueError(f"{name} is no checkpoint: it tells no epochs or no seed")
+    return content
+
+
+def _some(content: dict[Any, Any]) -> str:
+    keys = [repr(key) for key in content]
+    return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
 def _is_model_of(thing: Any, optimizer: Any) -> bool:
@@ -85,15 +149,19 @@ def _is_model_of(thing: Any, optimizer: Any) -> bool:
     return is_model and optimizer._tensorwire.shares(thing)
 
 
-def _copied(value: Any) -> Any:
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _copied(value: Any, of: Callable[[torch.Tensor], torch.Tensor] = _own) -> Any:
     """Tensors that share memory with others become their own: the file has no more than them."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return of(value)
     if isinstance(value, dict):
         result = copy.copy(value)  # of its own kind: a Counter, a model's OrderedDict
         for key, item in value.items():
-            result[key] = _copied(item)
+            result[key] = _copied(item, of)
         return result
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copied(item, of) for item in value)
     return value

@@ -391,10 +391,13 @@ class Job:
         """Writes one version of everything kept to a file, for `torch.load`.
 
         Of a model that is split all of it, as if it were not. One worker calls it, between steps;
-        no other takes part. The file appears complete or not at all.
+        no other takes part. The file appears complete or not at all, and keeps the mode of one that
+        it replaces; of a symbolic link the target is replaced.
 
         Raises:
             RuntimeError: nothing was kept.
+            TypeError: a state_dict() has other objects than tensors, numbers, texts and containers
+                of these, which `load` refuses.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
         checkpoint.save(path, self._kept, self._done, self.seed)
@@ -402,8 +405,11 @@ class Job:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
 
+        The checksums of the whole file are compared before anything of it is used.
+
         Raises:
-            ValueError: it is no checkpoint of these objects, or of a job with another seed.
+            ValueError: it is damaged, no checkpoint of these objects, or of a job with another
+                seed.
             OSError: it cannot be read.
         """
         several = self.pipeline > 1
