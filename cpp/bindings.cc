@@ -444,10 +444,27 @@ PyType_Slot kRemoteRegionSlots[] = {
     {0, nullptr},
 };
 
+// The thread that ends the interpreter, once it does. Only daemon threads run beside it.
+std::atomic<unsigned long> ending_thread{0};
+PyObject* before_end = nullptr;  // called in a thread that is to end; never given back
+
+// To a daemon thread the Nodes that are closed at exit are no error that it could act on: it ends,
+// by the exception that ends a thread without a message.
+bool ends_this_thread(const Error& error) {
+  unsigned long ending = ending_thread.load(std::memory_order_acquire);
+  if (ending == 0 || ending == PyThread_get_thread_ident()) return false;
+  return error.code() == Code::kClosed || error.code() == Code::kPeerLost;
+}
+
 void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
+    if (ends_this_thread(error)) {
+      if (!nb::steal(PyObject_CallNoArgs(before_end)).is_valid()) PyErr_WriteUnraisable(before_end);
+      PyErr_SetNone(PyExc_SystemExit);
+      return;
+    }
     std::string_view what = error.what();
     nb::object text = nb::steal(
         PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
@@ -896,6 +913,18 @@ NB_MODULE(_core, m) {
       "expect_leaks", [] { nb::set_leak_warnings(false); },
       "Says nothing at the end about objects that outlive the interpreter, as tensors of torch's "
       "own globals do.");
+  m.def(
+      "begin_exit",
+      [](nb::typed<nb::callable, void()> before) {
+        before_end = nb::object(before).release().ptr();
+        ending_thread.store(PyThread_get_thread_ident(), std::memory_order_release);
+      },
+      "before"_a,
+      "The calling thread ends the interpreter: what it closes ends other threads by SystemExit, "
+      "each of which calls before() first.");
+  m.def(
+      "exiting", [] { return ending_thread.load(std::memory_order_acquire) != 0; },
+      "True after `begin_exit`.");
   m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
   m.def(
       "hmac_sha256",

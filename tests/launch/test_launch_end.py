@@ -170,18 +170,44 @@ def test_what_a_worker_has_started_goes_with_it(place: Place) -> None:
         assert job.end() == 143
 
 
-def test_a_child_that_left_the_group_does_not_hold_the_job(place: Place) -> None:
-    """It has its own session, as a daemon has, and keeps the stdout of the worker."""
-    with place.start(
+DAEMONS = {
+    "a session of its own": (
         """
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        print(f"pid of child: {child.pid}.")
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
         """,
-        workers=1,
-    ) as job:
+        0,
+    ),
+    "forked twice": (
+        """
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(write, b"%d" % os.getpid())
+                os.execvp("sleep", ["sleep", "1000"])
+            os._exit(0)
+        child = int(os.read(read, 20))
+        os.wait()
+        """,
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize(("daemon", "code"), DAEMONS.values(), ids=DAEMONS)
+def test_a_child_that_left_the_group_does_not_hold_the_job(
+    place: Place, daemon: str, code: int
+) -> None:
+    """It keeps the stdout of the worker, and is left alone, as docs/launch.md says."""
+    end = f"""
+        print(f"pid of child: {{child}}.")
+        sys.exit({code})
+        """
+    with place.start(daemon + end, workers=1) as job:
         child = job.pid_of("child")
         try:
-            assert job.end() == 0
+            assert job.end() == code
+            assert child in place.processes()
         finally:
             os.kill(child, signal.SIGKILL)
 

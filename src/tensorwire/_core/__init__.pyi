@@ -2,7 +2,7 @@
 The native core of tensorwire. Use tensorwire.memory; this module may change.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Annotated, Any, overload
 
 import numpy
@@ -257,6 +257,14 @@ def expect_leaks() -> None:
     """
     Says nothing at the end about objects that outlive the interpreter, as tensors of torch's own globals do.
     """
+
+def begin_exit(before: Callable[[], None]) -> None:
+    """
+    The calling thread ends the interpreter: what it closes ends other threads by SystemExit, each of which calls before() first.
+    """
+
+def exiting() -> bool:
+    """True after `begin_exit`."""
 
 def fork_epoch() -> int:
     """Grows by one in each forked child."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from sys import modules
 from typing import TYPE_CHECKING, Any
 
-from tensorwire._core import Node, Notifier, Transfer
+from tensorwire._core import Node, Notifier, Transfer, exiting
 from tensorwire.errors import TimeoutError
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class _Bell:
 
     def _ring(self) -> None:
         self._notifier.drain()
+        if exiting():
+            return  # the loop of a daemon thread: nothing of it is to end before the process does
         for future, ready in self._waiters.items():
             if ready():
                 _wake(future)
@@ -115,12 +117,23 @@ def _bell(source: Node | Transfer) -> _Bell:
 
 def release(node: Node) -> None:
     """Gives back the descriptors of a Node that was closed. Any thread."""
+    if exiting():
+        return  # with the process; see _ring
     for (progress_id, _), bell in list(_bells.items()):
         if progress_id == node.progress_id:
             try:
                 bell.loop.call_soon_threadsafe(bell.close)
             except RuntimeError:
                 pass  # the loop is closed, and the bell with it
+
+
+def silence_loop() -> None:
+    """In a daemon thread that ends because the interpreter does.
+
+    Its event loop would report that nobody took the exception that ends its tasks.
+    """
+    if _get_running_loop is not None and (loop := _get_running_loop()) is not None:
+        loop.set_exception_handler(lambda loop, context: None)
 
 
 async def wait_until(

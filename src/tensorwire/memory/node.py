@@ -5,7 +5,9 @@ What peers are and what regions hold is elsewhere; this module joins them to the
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -325,6 +327,22 @@ def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
             ResourceWarning,
             stacklevel=1,
         )
+
+
+def _begin_exit() -> None:
+    """Before the Nodes that are open are closed, at the end of the interpreter.
+
+    What daemon threads hold then is never released, and no fault of the bindings.
+    """
+    if len(sys._current_frames()) > 1:
+        _core.expect_leaks()
+    _core.begin_exit(aio.silence_loop)
+
+
+# Functions of atexit run in reverse order: this one before that of weakref, which closes Nodes and
+# is registered with the first finalizer of a process.
+weakref.finalize(Node, _begin_exit).detach()
+atexit.register(_begin_exit)
 
 
 def _default_name() -> str:
