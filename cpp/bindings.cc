@@ -18,6 +18,7 @@
 #include "drivers.h"
 #include "node.h"
 #include "prepared.h"
+#include "text.h"
 #include "word.h"
 
 namespace nb = nanobind;
@@ -825,12 +826,18 @@ void bind_node(nb::module_& m) {
       .def("raise_word", &Node::raise_word, "region"_a, "offset"_a, "value"_a)
       .def(
           "close_peer",
-          [](Node& n, PeerPtr peer) {
+          [](Node& n, PeerPtr peer, std::string reason) {
+            if (reason.size() > kMaxBodyBytes || !presentable(reason)) {
+              throw Error(Code::kInvalid,
+                          "a reason is text without control characters, of at most " +
+                              std::to_string(kMaxBodyBytes) + " bytes");
+            }
+            if (reason.empty()) reason = kClosedByUser;
             WithoutGil release;
             if (n.closed() || peer->lost()) return;
-            n.progress()->run([&] { peer->lose({Code::kClosed, "you closed this peer"}, true); });
+            n.progress()->run([&] { peer->lose({Code::kClosed, "you closed this peer"}, reason); });
           },
-          "peer"_a)
+          "peer"_a, "reason"_a)
       .def("stats",
            [](const Node& n) {
              nb::typed<nb::dict, nb::str, nb::int_> result;

@@ -375,7 +375,7 @@ void Node::close() {
   fabric_.progress->run([this] {
     if (listener_) listener_->close();
     for (const auto& peer : all_peers()) {
-      peer->lose({Code::kClosed, "this Node was closed"}, true);
+      peer->lose({Code::kClosed, "this Node was closed"}, kClosedByUser);
     }
     if (fabric_.rdma) {
       fabric_.progress->drive(nullptr);

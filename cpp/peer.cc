@@ -704,7 +704,7 @@ bool Peer::control(const Header& header, std::string_view body) {
 
 // ---- the end
 
-void Peer::lose(Status status, bool say_goodbye) {
+void Peer::lose(Status status, std::string_view goodbye) {
   auto self = shared_from_this();
   std::unordered_map<uint64_t, AskedPtr> asked;
   std::vector<TransferPtr> dropped;
@@ -718,12 +718,11 @@ void Peer::lose(Status status, bool say_goodbye) {
     asked.swap(asked_);
     dropped.swap(dropped_);
   }
-  if (say_goodbye) {
+  if (!goodbye.empty()) {
     Header header;
     header.type = FrameType::kGoodbye;
-    constexpr std::string_view kWhy = "closed by its user";
-    header.length = kWhy.size();
-    stream_->send(header, kWhy);
+    header.length = goodbye.size();
+    stream_->send(header, goodbye);
   }
   // First the stream: afterwards nothing touches the memory of transfers.
   stream_->close();

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -22,6 +23,9 @@
 #include "transport.h"
 
 namespace tensorwire {
+
+// The goodbye of a side that gives no other reason.
+inline constexpr std::string_view kClosedByUser = "closed by its user";
 
 // What a Peer needs from its Node. Outlives it.
 struct Fabric {
@@ -95,8 +99,9 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
 
   void inject(std::shared_ptr<FaultPlan> plan);
 
-  // Driving thread only. Idempotent; the first status stays.
-  void lose(Status status, bool say_goodbye = false);
+  // Driving thread only. Idempotent; the first status stays. The goodbye, if any, tells the other
+  // side why: presentable text of at most kMaxBodyBytes.
+  void lose(Status status, std::string_view goodbye = {});
   void revoke(const Region& region);
   // The peer may still have writes under way to the memory of a region that was freed. Any thread.
   bool revoking(uint64_t generation) const;

@@ -233,15 +233,10 @@ void Stream::on_ready(uint32_t events) {
   if (events & EPOLLOUT) {
     std::unique_lock lock(mutex_);
     if (closed_) return;
-    if (failed_) {
+    if (failed_ || !push(kRoundBudget)) {
       std::string failure = failure_;
       lock.unlock();
-      lose({Code::kPeerLost, failure});
-      return;
-    }
-    if (!push(kRoundBudget)) {
-      std::string failure = failure_;
-      lock.unlock();
+      receive();  // what came before tells more than that nothing can be sent: a goodbye, say
       lose({Code::kPeerLost, failure});
       return;
     }

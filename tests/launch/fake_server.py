@@ -15,6 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--index", type=int)
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--count", type=int)
     parser.add_argument("--servers", default="")
     parser.add_argument("--listen")
     parser.add_argument("--address-fd", type=int)

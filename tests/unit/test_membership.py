@@ -1,9 +1,19 @@
-"""The environment that a launcher sets, read by a worker that may have been started by anybody."""
+"""The environment that a launcher sets, and peers that know the secret: anybody may start both."""
+
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 
-from tensorwire.errors import UnavailableError
-from tensorwire.membership import Place, WorkerMember
+from tensorwire import Node, Peer
+from tensorwire.errors import PeerLostError, UnavailableError
+from tensorwire.membership import (
+    Place,
+    ServerMember,
+    WorkerMember,
+    introductions_in,
+)
+from tensorwire.membership.members import CONTROL
 
 GOOD = {
     "TENSORWIRE_RANK": "1",
@@ -64,3 +74,135 @@ def test_pipelines_are_dealt_equally() -> None:
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(UnavailableError, match=r"worker 1 cannot join: server 0 at 127\.0\.0\.1:1"):
         WorkerMember.join(Place(1, 2, ("127.0.0.1:1",), 2), timeout_s=2.0)
+
+
+@pytest.fixture
+def nodes() -> Iterator[contextlib.ExitStack]:
+    """Closes what is entered."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def knock(nodes: contextlib.ExitStack, name: str, address: str) -> Peer:
+    """A Node of this name connects; returns the member as it sees it."""
+    return nodes.enter_context(Node(name)).connect(address)
+
+
+def refusal(peer: Peer) -> str:
+    """What the one who was turned away learns."""
+    with pytest.raises(PeerLostError) as caught:
+        peer.region("anything", 20.0)
+    return str(caught.value)
+
+
+def job_of(nodes: contextlib.ExitStack, servers: int | None = 1) -> tuple[ServerMember, Place]:
+    node = nodes.enter_context(Node("server-0"))
+    return ServerMember(0, 2, node, servers), Place(0, 2, (node.address,), 2)
+
+
+def join(nodes: contextlib.ExitStack, rank: int, place: Place) -> WorkerMember:
+    member = WorkerMember.join(Place(rank, 2, place.servers, 2))
+    nodes.callback(member.close)
+    return member
+
+
+STRANGERS = [
+    "worker-\u00b2",  # isdigit(), and no number to int()
+    "worker-\u0661",  # int() takes it: ARABIC-INDIC DIGIT ONE
+    "worker-01",
+    "worker-+1",
+    "worker-2",
+    "worker-",
+    "worker--1",
+    "worker-1 ",
+    "server-0",
+    "server-1",
+    "server-5",
+    "server-\u00b2",
+    "machine-1",
+    "somebody",
+]
+
+
+def test_strangers_are_turned_away_and_the_members_gather(
+    nodes: contextlib.ExitStack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Named for a bug: worker-\u00b2 ended the job, and server-5 was taken for a server."""
+    server, place = job_of(nodes)
+    address = place.servers[0]
+    first = join(nodes, 0, place)
+    turned_away = {name: knock(nodes, name, address) for name in STRANGERS}
+    second = join(nodes, 1, place)
+    server.gather()
+    assert {rank: peer.name for rank, peer in server.workers.items()} == {
+        0: "worker-0",
+        1: "worker-1",
+    }
+    assert server.servers == {}
+    lines = capfd.readouterr().err.splitlines()
+    for name, line in zip(STRANGERS, lines, strict=True):
+        assert f"server 0 turned away {name!r} (pid " in line
+        assert line.endswith("it is no member of this job; expected: worker-1")
+        assert line in refusal(turned_away[name])
+    for member in (first, second):
+        assert member.servers[0].region(CONTROL)
+
+
+def test_a_second_one_of_a_name_is_turned_away(
+    nodes: contextlib.ExitStack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Named for a bug: it took the place of the first, which then waited for ever."""
+    server, place = job_of(nodes)
+    address = place.servers[0]
+    first = join(nodes, 1, place)
+    again = knock(nodes, "worker-1", address)
+    join(nodes, 0, place)
+    server.gather()
+    assert server.workers[1].incarnation == first.node.incarnation
+    reason = "worker 1 (pid {0}) is here already; expected: worker-0"
+    assert reason.format(server.workers[1].pid) in refusal(again)
+    # The job runs: who has a path that tells its end at once cannot have come back.
+    others = [knock(nodes, name, address) for name in ("worker-1", "worker-\u00b2")]
+    assert server.returned() is None
+    assert "is here already, and the job runs" in refusal(others[0])
+    assert "it is no member of this job, which runs" in refusal(others[1])
+    server.check()
+    assert first.servers[0].region(CONTROL)
+    assert len(capfd.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("count", [3, None])
+def test_servers_come_in_turn(nodes: contextlib.ExitStack, count: int | None) -> None:
+    """Whether or not a server was told how many there are, it takes no other."""
+    server, place = job_of(nodes, count)
+    address = place.servers[0]
+    names = ["server-01", "server-1", "server-1", "server-2", "server-9"]
+    peers = [knock(nodes, name, address) for name in names]
+    for rank in range(2):
+        join(nodes, rank, place)
+    server.gather()
+    assert {i: peer.name for i, peer in server.servers.items()} == {1: "server-1", 2: "server-2"}
+    for peer in peers[::2]:
+        assert "turned away" in refusal(peer)
+    assert not peers[1].lost
+    assert not peers[3].lost
+
+
+def test_an_address_where_another_one_listens(nodes: contextlib.ExitStack) -> None:
+    """Named for a bug: whoever listened at an address of TENSORWIRE_SERVERS was a server."""
+    address = job_of(nodes)[1].servers[0]
+    with pytest.raises(UnavailableError, match=r"server 1 .*'server-0' .*listens .*not server-1"):
+        WorkerMember.join(Place(0, 2, (address, address), 2))
+    with pytest.raises(UnavailableError, match=r"'server-0' \(pid .*, not server-1"):
+        ServerMember(2, 2, nodes.enter_context(Node("server-2"))).connect((address, address))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.5, 2.0**60])
+@pytest.mark.parametrize("field", [0, 1])
+def test_an_introduction_that_makes_no_sense(wrong: float, field: int) -> None:
+    """Named for a bug: it was an error of float(), or of an address, that named nobody."""
+    told = [5.0, 7000.0, 5.0, 7001.0]
+    assert introductions_in(told) == [(5, 7000), (5, 7001)]
+    told[2 + field] = wrong
+    with pytest.raises(ValueError, match=r"worker 1 introduced itself with host .* no sense"):
+        introductions_in(told)

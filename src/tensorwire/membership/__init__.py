@@ -9,7 +9,11 @@ from .members import (
     ServerMember,
     WorkerMember,
     called,
+    check_name,
+    introductions_in,
+    listed,
     server_name,
+    turn_away,
     why_lost,
     worker_name,
 )
@@ -25,7 +29,11 @@ __all__ = [
     "ServerMember",
     "WorkerMember",
     "called",
+    "check_name",
+    "introductions_in",
+    "listed",
     "server_name",
+    "turn_away",
     "why_lost",
     "worker_name",
 ]

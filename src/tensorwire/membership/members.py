@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ CONTROL_BYTES = 64
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
 
+_MOST_NAMES = 8  # that one message lists
+
 
 def why_lost(peer: Peer) -> str:
     """The reason alone, for a message that names the peer already."""
@@ -46,6 +49,49 @@ def called(peer: Peer) -> str:
     here = peer.path.transport == "shm" or host.startswith(LOOPBACK)
     where = "" if here else f" at {host}"
     return f"{peer.name.replace('-', ' ')} (pid {peer.pid}{where})"
+
+
+def turn_away(peer: Peer, here: str, reason: str) -> None:
+    """Ends a connection that is none of the job's; the other side and a line here tell why.
+
+    Args:
+        peer: who has connected and proved the secret.
+        here: the member that says it.
+        reason: why, with the names that are expected.
+    """
+    text = f"{here} turned away {peer.name!r} (pid {peer.pid} at {peer.address}): {reason}"
+    peer.close(text)
+    print(text, file=sys.stderr, flush=True)
+
+
+def listed(names: Sequence[str]) -> str:
+    """For messages: "worker-0, worker-1 and 7 more"."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def check_name(peer: Peer, name: str, address: str) -> None:
+    """Raises UnavailableError, and closes the connection, if another Node listens there."""
+    if peer.name != name:
+        peer.close()
+        raise UnavailableError(f"{peer.name!r} (pid {peer.pid}) listens at {address}, not {name}")
+
+
+def introductions_in(numbers: Sequence[float]) -> list[tuple[int, int]]:
+    """Every worker's `WorkerMember.introduction`, of the sums over what all have told.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    found = list(zip(numbers[::2], numbers[1::2], strict=True))
+    for rank, (host, port) in enumerate(found):
+        whole = host.is_integer() and port.is_integer()
+        if not (whole and 0 <= host < 1 << 48 and 0 <= port < 1 << 16):
+            raise ValueError(
+                f"worker {rank} introduced itself with host {host:g} and port {port:g}, which "
+                "makes no sense; all workers are of one version of tensorwire"
+            )
+    return [(int(host), int(port)) for host, port in found]
 
 
 def worker_name(rank: int) -> str:
@@ -172,6 +218,7 @@ class WorkerMember:
             for index, address in enumerate(place.servers):
                 try:
                     peers.append(node.connect(address, timeout_s=timeout_s))
+                    check_name(peers[-1], server_name(index), address)
                 except TensorwireError as error:
                     raise UnavailableError(
                         f"worker {place.rank} cannot join: server {index} at {address}: {error}"
@@ -264,6 +311,12 @@ def _worker_node(place: Place) -> Node:
 class ServerMember:
     """A server on the fabric.
 
+    Args:
+        index: its place among the servers.
+        workers: how many there are.
+        node: its Node.
+        count: how many servers there are; None: nobody knows yet, they come one after another.
+
     Attributes:
         index: its place among the servers.
         node: its Node.
@@ -271,10 +324,12 @@ class ServerMember:
         servers: Peers of the other servers by index.
     """
 
-    def __init__(self, index: int, workers: int, node: Node) -> None:
+    def __init__(self, index: int, workers: int, node: Node, count: int | None = None) -> None:
         self.index = index
         self.node = node
         self.count = workers
+        self._servers = count
+        self._ranks = {worker_name(rank): rank for rank in range(workers)}
         self.workers: dict[int, Peer] = {}
         self.servers: dict[int, Peer] = {}
         self.control = node.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
@@ -283,47 +338,69 @@ class ServerMember:
     def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
         """Connects to the servers that were started before this one."""
         for index, address in enumerate(addresses):
-            self.servers[index] = self.node.connect(address, timeout_s=timeout_s)
+            peer = self.node.connect(address, timeout_s=timeout_s)
+            check_name(peer, server_name(index), address)
+            self.servers[index] = peer
 
-    def gather(self, servers: int | None = None) -> None:
+    def gather(self) -> None:
         """Waits until every worker has connected, and servers that came later.
 
-        How many servers there are only the workers know; later ones have connected before any
-        worker was started.
+        Where nobody knows how many servers there are, later ones have connected before any worker
+        was started. Who is not expected, or is here already, is turned away.
 
         Raises:
             PeerLostError: one that had connected is gone.
         """
-        while len(self.workers) < self.count:
+        while len(self.workers) < self.count or (self._servers and self._next_servers()):
             try:
                 peer = self.node.accept(timeout_s=1.0)
             except TimeoutError:
                 self.check()
-                continue
-            kind, _, number = peer.name.rpartition("-")
-            if (rank := self._rank_of(peer)) is not None:
-                self.workers[rank] = peer
-            elif kind == "server" and number.isdigit():
-                self.servers[int(number)] = peer
             else:
-                peer.close()
+                self._admit(peer)
 
-    def _rank_of(self, peer: Peer) -> int | None:
-        kind, _, number = peer.name.rpartition("-")
-        known = kind == "worker" and number.isdigit() and int(number) < self.count
-        return int(number) if known else None
+    def _next_servers(self) -> list[int]:
+        """Who of the servers may come now."""
+        if self._servers is None:
+            return [len(self.servers) + 1]  # earlier ones are here, later ones come in turn
+        return [i for i in range(self.index + 1, self._servers) if i not in self.servers]
+
+    def _admit(self, peer: Peer) -> None:
+        missing = {
+            name: (self.workers, rank)
+            for name, rank in self._ranks.items()
+            if rank not in self.workers
+        }
+        missing |= {server_name(i): (self.servers, i) for i in self._next_servers()}
+        if peer.name in missing:
+            table, number = missing[peer.name]
+            table[number] = peer
+            return
+        known = [*self.workers.values(), *self.servers.values()]
+        here = [called(other) for other in known if other.name == peer.name]
+        why = f"{here[0]} is here already" if here else "it is no member of this job"
+        self._turn_away(peer, f"{why}; expected: {listed(list(missing))}")
+
+    def _turn_away(self, peer: Peer, reason: str) -> None:
+        turn_away(peer, f"server {self.index}", reason)
 
     def returned(self) -> tuple[Peer, Peer] | None:
         """A worker that came back while the job runs: as it was, and as it is. After `gather`.
 
         It is another incarnation, which knows nothing of the job; the first one is gone, or cannot
-        be heard although it was not yet missed.
+        be heard although it was not yet missed. On one host an end is seen at once, so that a
+        second one of a name is none of the job's; it is turned away, as strangers are.
         """
         with contextlib.suppress(TimeoutError):
             while True:
                 peer = self.node.accept(timeout_s=0)
-                if (rank := self._rank_of(peer)) is not None:
-                    return self.workers[rank], peer
+                before = self.workers.get(self._ranks.get(peer.name, -1))
+                if before is None:
+                    self._turn_away(peer, "it is no member of this job, which runs")
+                elif before.lost or before.path.transport != "shm":
+                    return before, peer
+                else:
+                    self._turn_away(peer, f"{called(before)} is here already, and the job runs")
         return None
 
     def name_of(self, peer: Peer) -> str:

@@ -251,12 +251,19 @@ class Peer:
         """As `prepare_write`, for reading."""
         return Prepared(self, False, self._core.prepare(False, *self._pieces(local, remote)))
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Ends the connection; calling it again does nothing.
 
         Transfers in flight end with `ClosedError` here, and the other side sees this peer as lost.
+
+        Args:
+            reason: what the other side's `lost_reason` and errors tell; "" tells that the user
+                closed it. At most 1024 bytes as UTF-8.
+
+        Raises:
+            ValueError: the reason is too long or has control characters.
         """
-        self._node._core.close_peer(self._core)
+        self._node._core.close_peer(self._core, reason)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
         if remote.peer._core is not self._core:

@@ -71,7 +71,7 @@ def _under_torchrun() -> Place:
     for index in range(hosts):
         if first and index == host:
             here = address_towards(environ["MASTER_ADDR"]) if hosts > 1 else "127.0.0.1"
-            store.set(f"server/{index}", start_server(index, size, addresses, here))
+            store.set(f"server/{index}", start_server(index, size, hosts, addresses, here))
         addresses.append(store.get(f"server/{index}").decode())
     slices = int(environ.get("TENSORWIRE_SLICES", str(size)))
     return Place(rank, size, tuple(addresses), slices)
@@ -107,7 +107,9 @@ def address_towards(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def start_server(index: int, workers: int, before: list[str], listen: str = "127.0.0.1") -> str:
+def start_server(
+    index: int, workers: int, count: int, before: list[str], listen: str = "127.0.0.1"
+) -> str:
     """Starts a server that ends with this process; returns its address.
 
     Raises:
@@ -115,7 +117,7 @@ def start_server(index: int, workers: int, before: list[str], listen: str = "127
     """
     reader, writer = os.pipe()
     command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
-    command += [f"--workers={workers}", f"--servers={','.join(before)}"]
+    command += [f"--workers={workers}", f"--count={count}", f"--servers={','.join(before)}"]
     command += [f"--listen={listen}:0"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
     with open(reader) as channel:

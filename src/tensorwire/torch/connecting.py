@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tensorwire.edges import wait_for_region
 from tensorwire.errors import TensorwireError, UnavailableError
-from tensorwire.membership import Place
+from tensorwire.membership import Place, check_name, listed, turn_away
 from tensorwire.memory import Node, Peer
 
 from . import bootstrap
@@ -82,19 +83,26 @@ def connect(
     for other in range(rank):
         try:
             peers[other] = node.connect(addresses[other], timeout_s=timeout_s)
-        except TensorwireError as error:
+            check_name(peers[other], machine_name(other), addresses[other])
+        except (TensorwireError, ValueError) as error:
             raise UnavailableError(
                 f"rank {rank} cannot reach rank {other} at {addresses[other]}: {error}"
             ) from error
     names = {machine_name(other): other for other in range(rank + 1, len(addresses))}
+    deadline = time.monotonic() + timeout_s
     while len(peers) < len(addresses) - 1:
+        missing = {name: other for name, other in names.items() if other not in peers}
         try:
-            peer = node.accept(timeout_s)
+            peer = node.accept(max(deadline - time.monotonic(), 0.0))
         except TensorwireError as error:
-            missing = sorted(set(addresses) - {rank} - set(peers))
-            raise UnavailableError(f"rank {rank} waits for ranks {missing}: {error}") from error
-        if peer.name in names:
-            peers[names[peer.name]] = peer
+            ranks = sorted(missing.values())
+            raise UnavailableError(f"rank {rank} waits for ranks {ranks}: {error}") from error
+        if peer.name in missing:
+            peers[missing[peer.name]] = peer
+            deadline = time.monotonic() + timeout_s
+        else:
+            why = "that rank is here already" if peer.name in names else "it is no process of these"
+            turn_away(peer, f"rank {rank}", f"{why}; expected: {listed(list(missing))}")
     return Machines(rank, node, peers)
 
 

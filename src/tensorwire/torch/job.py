@@ -7,6 +7,7 @@ a result besides the model: seeds, position in the data, the objects it was aske
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import sys
@@ -17,10 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
 from tensorwire.errors import TensorwireError
-from tensorwire.membership import LOOPBACK, MAX_NUMBERS, SLICES, Collective, Place, WorkerMember
+from tensorwire.membership import (
+    LOOPBACK,
+    MAX_NUMBERS,
+    SLICES,
+    Collective,
+    Place,
+    WorkerMember,
+    introductions_in,
+)
 from tensorwire.memory import Node
 from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
 
@@ -165,9 +175,11 @@ class Job:
         told = [float(mine >> 32), float(mine & 0xFFFFFFFF)]
         told += [0.0] * (2 * self.size)
         told[2 + 2 * self.rank : 4 + 2 * self.rank] = map(float, member.introduction())
-        high, low, *others = map(int, self.sum(told))
-        member.introduce(list(zip(others[::2], others[1::2], strict=True)))
-        return (high << 32) + low
+        high, low, *others = self.sum(told)
+        if not (high.is_integer() and low.is_integer()):
+            raise ValueError(f"worker 0 told a seed of {high:g} and {low:g}, which makes no sense")
+        member.introduce(introductions_in(others))
+        return (int(high) << 32) + int(low)
 
     # ---- stores and optimizers
 
@@ -235,8 +247,8 @@ class Job:
             told[self.rank] = np.frombuffer(text, "<u4")
             told = np.array(self.sum(told.reshape(-1).tolist())).reshape(told.shape)
             first = self.replica * self.pipeline
-            mine = told[first : first + self.pipeline].astype("<u4")
-            addresses = {i: row.tobytes().rstrip(b"\0").decode() for i, row in enumerate(mine)}
+            mine = told[first : first + self.pipeline]
+            addresses = {i: _address_in(row, first + i) for i, row in enumerate(mine)}
             return connect(node, self.stage, addresses)
         except BaseException:
             node.close()
@@ -457,3 +469,11 @@ class Job:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._leave(goodbye=kind is None)
+
+
+def _address_in(numbers: NDArray[np.float64], rank: int) -> str:
+    """What worker `rank` has told in `Job._connect`."""
+    if np.all((numbers >= 0) & (numbers < 1 << 32) & (numbers == np.floor(numbers))):
+        with contextlib.suppress(UnicodeDecodeError):
+            return numbers.astype("<u4").tobytes().rstrip(b"\0").decode()
+    raise ValueError(f"worker {rank} told no address: all workers are of one version of tensorwire")

@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tensorwire.torch.server", description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="place among the servers, from 0")
     parser.add_argument("--workers", type=int, required=True, help="how many workers there are")
+    parser.add_argument("--count", type=int, default=None, help="how many servers there are")
     parser.add_argument("--servers", default="", help="addresses of the servers before this one")
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
     parser.add_argument("--advertise", default=None, metavar="HOST", help="how others reach it")
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     server: Server | None = None
     try:
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
-            member = ServerMember(options.index, options.workers, node)
+            member = ServerMember(options.index, options.workers, node, options.count)
             member.connect(tuple(filter(None, options.servers.split(","))))
             # Before anybody knows the address: workers look for it at once.
             collective = CollectiveServer(member) if options.index == 0 else None
