@@ -816,3 +816,19 @@ def test_a_signal_waits_only_for_transfers_of_its_own_node() -> None:
             word.set(1, after=[foreign])
         with pytest.raises(TypeError):
             word.set(1, after=[None])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_peer_is_closed_with_a_reason(transport: str) -> None:
+    with Node("a", transports=[transport]) as a, Node("b", transports=[transport]) as b:
+        there = b.connect(a.address)
+        here = a.accept(20.0)
+        for reason in ("x" * 1025, "\u00e4" * 513, "two\nlines", "\x1b[2J"):
+            with pytest.raises(ValueError, match="a reason is text without control characters"):
+                here.close(reason)
+        assert not here.lost
+        here.close("no, thanks")
+        here.close("again")
+        with pytest.raises(tw.PeerLostError, match="it said goodbye: no, thanks"):
+            b.allocate(64).word(0).wait_until(1, 20.0, peer=there)
+        assert there.lost_reason.endswith("it said goodbye: no, thanks")
