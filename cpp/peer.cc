@@ -413,6 +413,7 @@ bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
 // ---- frames
 
 bool Peer::begin_payload(const Header& header, std::byte** target) {
+  if (lost()) return false;
   if (shm_ && !ready_) return false;
   if (header.type == FrameType::kWrite) return service_.begin_write(header, target);
   return tcp_ && tcp_->begin_data(header, target);
@@ -653,6 +654,7 @@ bool Peer::revoked(const Header& header) {
 }
 
 bool Peer::control(const Header& header, std::string_view body) {
+  if (lost()) return false;  // by an earlier frame that came with this one
   bool may_come = header.type == FrameType::kAttach || header.type == FrameType::kGoodbye;
   if (shm_ && !ready_ && !may_come) return wait_for_memory(header, body);
   switch (header.type) {
