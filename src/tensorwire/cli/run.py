@@ -40,6 +40,12 @@ from tensorwire.launch import Job, Supervisor
     help="Where the servers listen (default 127.0.0.1: this host only).",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
+@click.option(
+    "--full-tracebacks",
+    is_flag=True,
+    help="Each worker prints its own traceback, whole. Default: that of the error that ended the "
+    "job, shortened to your code, and a line for each other worker.",
+)
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -50,6 +56,7 @@ def run(
     transports: str | None,
     listen: str,
     no_prefix: bool,
+    full_tracebacks: bool,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -84,7 +91,7 @@ def run(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = Job(command, workers, servers, slices, names, listen)
+        job = Job(command, workers, servers, slices, names, listen, full_tracebacks)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

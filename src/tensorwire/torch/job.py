@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import TensorwireError, consequence
 from tensorwire.membership import (
     LOOPBACK,
     MAX_NUMBERS,
@@ -263,7 +263,7 @@ class Job:
         while True:
             for optimizer in self.optimizers:
                 if reason := optimizer._tensorwire.store.reason():
-                    return RuntimeError(reason)
+                    return consequence(reason)
             if time.monotonic() >= deadline:
                 return error
             time.sleep(0.01)
