@@ -25,6 +25,7 @@ from rich.text import Text
 
 from tensorwire.bench import machine
 from tensorwire.bench.doctor import advice, facts
+from tensorwire.cli.command import Command
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.devices import rdma_ports
@@ -246,7 +247,7 @@ def look() -> list[Finding]:
 # --- command ------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def info(as_json: bool) -> None:
     """What can this machine do, and what is missing?

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import click
 
+from tensorwire.cli.command import Command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import Job, Supervisor
 
 
+class _Run(Command):
+    """Says of an option behind the script whose it is."""
+
+    def check(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `Command`."""
+        rest = super().check(ctx, args)
+        own = {name for option in self.params for name in option.opts}
+        before = args[: len(args) - len(rest)]
+        if not any(
+            arg.partition("=")[0] in ("-w", "--workers") or arg[:2] == "-w" for arg in before
+        ):
+            behind = next((arg for arg in rest if arg.partition("=")[0] in own - {"-m"}), None)
+            if behind is not None:
+                text = f"{behind} stands behind the script, which gets it; put it before {rest[0]}"
+                raise click.UsageError(text, ctx)
+        return rest
+
+
 # Options end at the script: what follows is the script's own.
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--workers", "-w", type=int, required=True, metavar="W", help="Processes that run the script."
 )

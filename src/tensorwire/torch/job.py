@@ -399,6 +399,10 @@ class Job:
                 raise TypeError(f"{name} has no state_dict() and load_state_dict()")
             self._kept[name] = thing
 
+    def kept_name(self, matches: Callable[[Any], bool]) -> str:
+        """The name that `keep` was given for the first object that matches; "" for none."""
+        return next((name for name, thing in self._kept.items() if matches(thing)), "")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one version of everything kept to a file, for `torch.load`.
 
