@@ -1,5 +1,8 @@
 """No option of any command is ignored: it works, or is an error that says why."""
 
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 import click
@@ -59,6 +62,32 @@ def test_options_that_make_no_sense(
     assert result.exit_code != 0
     assert not isinstance(result.exception, AssertionError)
     assert said in " ".join(result.output.split())
+
+
+NEED_TORCH = [
+    "run -w 2 SCRIPT", "explain SCRIPT", "explain lstm", "bench training --quick",
+    "bench placement --quick", "bench workloads",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NEED_TORCH)
+def test_without_torch_the_remedy_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: three tracebacks of a server, or one of the bench."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+    catalog = importlib.import_module("tensorwire.bench.workloads.catalog")
+    catalog._tensors.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    Path("SCRIPT").write_text("raise AssertionError('it was run')")
+    result = CliRunner().invoke(main, line.split())
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Error: " in result.output
+    assert "torch: pip install 'tensorwire[" in " ".join(result.output.split())
 
 
 def commands(group: click.Group) -> list[click.Command]:

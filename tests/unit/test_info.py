@@ -147,6 +147,8 @@ def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_help_teaches_by_examples() -> None:
     for arguments, example in (
         (["--help"], "tensorwire info"),
+        (["--help"], "tensorwire run --workers 2 train.py"),
+        (["run", "--help"], "--full-tracebacks"),
         (["info", "--help"], "tensorwire info --json"),
         (["bench", "memory", "--help"], "tensorwire bench memory --quick"),
     ):

@@ -108,9 +108,14 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group()
+@click.group(short_help="Measure tensorwire beside the machine's limits and other libraries.")
 def bench() -> None:
     """Measure tensorwire beside the machine's limits and beside other libraries."""
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
 
 
 @bench.command(cls=Command)
@@ -349,6 +354,7 @@ def training(
     The rivals:
         pip install 'tensorwire[bench]'
     """  # noqa: D301 (\b is what click reads)
+    _need_torch()
     from tensorwire.bench.training.alone import MAX_BYTES
     from tensorwire.bench.training.report import draw, print_report
     from tensorwire.bench.training.training import Settings, run
@@ -490,6 +496,7 @@ def placement(
     What the models are:
         tensorwire bench workloads
     """  # noqa: D301 (\b is what click reads)
+    _need_torch()
     from tensorwire.bench.placement.placement import Settings, run
     from tensorwire.bench.placement.report import draw, print_report
 

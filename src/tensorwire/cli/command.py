@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from tensorwire.errors import UnavailableError
+
 
 class Command(click.Command):
-    """A command whose options with one value may be given once: of two, one would be ignored."""
+    """A command whose options with one value may be given once: of two, one would be ignored.
+
+    Attributes:
+        shows_errors: an UnavailableError may be a script's, whose traceback is to be seen.
+    """
+
+    shows_errors = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click."""
@@ -37,6 +46,15 @@ class Command(click.Command):
             elif isinstance(value, (list, tuple)):
                 found.extend(map(str, value))
         return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """See click. What is missing here is an error with its remedy, and no traceback."""
+        try:
+            return super().invoke(ctx)
+        except UnavailableError as error:
+            if self.shows_errors:
+                raise
+            raise click.ClickException(str(error)) from error
 
 
 def check_file(path: Path | None) -> None:

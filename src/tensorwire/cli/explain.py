@@ -30,6 +30,8 @@ _SHADES = {"in place": "█▓", "copied": "░▒", "no gradient": "·:", "none
 class _Explain(Command):
     """Options end at a script, whose own the others are; a workload has none, so all are ours."""
 
+    shows_errors = True
+
     def check(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `Command`."""
         rest = super().check(ctx, args)
@@ -39,7 +41,11 @@ class _Explain(Command):
         return rest
 
 
-@click.command(cls=_Explain, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=_Explain,
+    short_help="Show where a script's tensors are, and why some are copied.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--json",
     "json_path",

@@ -28,7 +28,11 @@ class _Run(Command):
 
 
 # Options end at the script: what follows is the script's own.
-@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=_Run,
+    short_help="Run a training script on workers and servers of this host.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--workers", "-w", type=int, required=True, metavar="W", help="Processes that run the script."
 )

@@ -73,6 +73,8 @@ class Job:
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
         _check_command(self.command)
+        if self.server_command == _SERVER_COMMAND and importlib.util.find_spec("torch") is None:
+            raise ValueError("the servers need torch: pip install 'tensorwire[torch]'")
         wants_full()
 
     @property

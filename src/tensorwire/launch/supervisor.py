@@ -365,7 +365,8 @@ class Supervisor:
                     wait_s = self._patience.goodbye_s
                     self._say(
                         f"{_named(process)} did not end within {wait_s:g} s after the last worker "
-                        f"and was ended"
+                        "and was ended; it waits for workers that have not joined the job: perhaps "
+                        "the script never calls tw.init()"
                     )
         if shortened:
             self._say("--full-tracebacks shows where each of these workers was")

@@ -109,6 +109,13 @@ def present_job() -> Job | None:
     return None if _current is None or _current.closed else _current
 
 
+def _tell_of_no_step(optimizer: Any) -> None:
+    """The usual slip, which is silent otherwise: the model is as it was."""
+    name = optimizer._tensorwire.model_name
+    text = f"the optimizer of {name} got gradients, and its step() was never called"
+    print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
+
+
 class Job:
     """What the workers of a job do together; made by `init`.
 
@@ -453,6 +460,8 @@ class Job:
         atexit.unregister(self._at_exit)
         try:
             for optimizer in self.optimizers:
+                if goodbye and self.rank == 0 and optimizer._tensorwire.never_stepped:
+                    _tell_of_no_step(optimizer)
                 optimizer._tensorwire.close(private)
         finally:
             if self._machines is not None:
