@@ -17,6 +17,7 @@ __all__ = [
     "TensorwireError",
     "TimeoutError",
     "UnavailableError",
+    "consequence",
     "from_code",
 ]
 
@@ -39,6 +40,9 @@ class PeerLostError(TensorwireError, ConnectionError):
     Every transfer that was in flight has completed with this error; its bytes may have been placed
     in full, in part or not at all. Connect again to reach a restarted process: its handles are new.
     """
+
+    # A launcher shows the other process's failure first, and this one in a line.
+    tensorwire_consequence = True
 
 
 class StaleHandleError(TensorwireError):
@@ -78,6 +82,21 @@ _CLASSES: dict[int, type[Exception]] = {
     10: MemoryError,
     11: TypeError,
 }
+
+
+def consequence(message: str) -> RuntimeError:
+    """The error of a process that cannot go on because another one has failed.
+
+    Args:
+        message: which process has failed, and why.
+
+    Returns:
+        The exception, not raised. Its attribute `tensorwire_consequence` tells what shows errors
+        that the cause is elsewhere.
+    """
+    error = RuntimeError(message)
+    error.tensorwire_consequence = True  # type: ignore[attr-defined]
+    return error
 
 
 def from_code(code: int, message: str) -> Exception:

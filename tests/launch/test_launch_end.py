@@ -39,6 +39,7 @@ def test_servers_that_stay_are_ended(place: Place) -> None:
     said = list(summary(done.stderr))
     assert len(said) == 2
     assert "did not end within 0.1 s after the last worker" in said[0]
+    assert "perhaps the script never calls tw.init()" in said[0]
 
 
 def test_servers_that_ignore_sigterm_are_killed(place: Place) -> None:

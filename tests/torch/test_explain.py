@@ -127,6 +127,57 @@ def test_a_workload_is_explained(tmp_path: Path) -> None:
     assert len(found["rows"]) == 28
 
 
+def test_options_of_a_workload_stand_in_either_place(tmp_path: Path) -> None:
+    """Named for a bug: behind the name they were ignored, and no file was written."""
+    out = tmp_path / "rows.json"
+    done = explain("lstm", "--tiny", "--json", out)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["bytes"] == 9128
+
+
+UNUSED = """
+import torch
+from torch import nn
+import tensorwire.torch as tw
+
+job = tw.init()
+model = nn.ModuleDict({"used": nn.Linear(8, 4), "unused": nn.Linear(8, 2)})
+opts = [tw.DistributedOptimizer(torch.optim.SGD(model["used"].parameters(), lr=0.1), model)]
+opt = tw.DistributedOptimizer(torch.optim.SGD(model["unused"].parameters(), lr=0.1), model)
+nets = [nn.Linear(2, 2) for _ in range(2)]
+for net in nets:
+    opts.append(tw.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net))
+job.keep(critic=nets[1], second=opt)
+opts.append(opt)
+while True:
+    x = torch.ones(4, 8)
+    (model["used"](x).sum() + nets[0](x[:, :2]).sum() + nets[1](x[:, :2]).sum()).backward()
+    for each in opts:
+        each.step()
+        each.zero_grad()
+"""
+
+
+def test_gradients_that_never_came_and_models_of_one_class(tmp_path: Path) -> None:
+    """Named for two bugs: they were called copied, and models had the same name."""
+    script, out = tmp_path / "script.py", tmp_path / "rows.json"
+    script.write_text(UNUSED)
+    done = explain("--json", out, script)
+    assert done.returncode == 0, done.stderr
+    used, unused, first, critic = json.loads(out.read_text())
+    assert [found["model"] for found in (used, unused, first, critic)] == [
+        "ModuleDict 1", "ModuleDict second", "Linear", "critic (Linear)",
+    ]  # fmt: skip
+    assert (used["tensors"], used["tensors_without_gradient"]) == (2, 0)
+    assert (unused["tensors"], unused["bytes"], unused["bytes_copied"]) == (0, 0, 0)
+    assert (unused["tensors_without_gradient"], unused["bytes_without_gradient"]) == (2, 72)
+    rows = [row for row in unused["rows"] if row["role"] == "gradient"]
+    assert [(row["arrived"], row["route"]) for row in rows] == [(False, "never came")] * 2
+    text = " ".join(done.stdout.split())
+    assert "0 of 0 gradients are produced in place: 0 of 0 bytes (0.00 %). 2 never came (72" in text
+    assert "no gradient came" in text
+
+
 def test_what_is_neither_is_told_what_there_is() -> None:
     done = explain("lenet")
     assert done.returncode == 1
@@ -141,7 +192,7 @@ def test_what_is_neither_is_told_what_there_is() -> None:
 def explanation(*tensors: tuple[int, int, bool]) -> Explanation:
     """Of gradients with these offsets and bytes, in place or not, and their parameters."""
     rows = tuple(
-        ExplainRow(f"{i}", role, (size,), "float32", size, offset, in_place, "", 0, 0, "")
+        ExplainRow(f"{i}", role, (size,), "float32", True, size, offset, in_place, "", 0, 0, "")
         for role in ("gradient", "parameter")
         for i, (offset, size, in_place) in enumerate(tensors)
     )
@@ -163,6 +214,13 @@ def test_where_no_tensor_is_a_cell_is_empty() -> None:
     ]  # fmt: skip
     assert explanation().drawing() == []
     assert explanation((0, 0, True)).drawing() == []
+
+
+def test_a_gradient_that_never_came_is_drawn_as_such() -> None:
+    row = ExplainRow("a", "gradient", (8,), "float32", False, 32, 0, False, "never came", 0, 0, "")
+    found = Explanation("model", (row,), 0.0)
+    assert found.drawing(width=2) == [("no gradient", 0)] * 2
+    assert str(found).startswith("model: 0 of 0 gradients in place, 0 of 0 bytes (0.00 %); 1 never")
 
 
 def test_the_drawing_is_in_the_order_of_the_memory() -> None:

@@ -1,8 +1,11 @@
 """What the job itself does: means, epochs, checkpoints, the end."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from scripts import digest
 from team import Team
@@ -10,6 +13,7 @@ from torch import nn
 from twins import batch, loss, net, sgd
 
 import tensorwire.torch as tw
+from tensorwire.torch.progress import ProgressLine
 
 
 def together(job: tw.Job) -> None:
@@ -41,6 +45,36 @@ def closing(job: tw.Job) -> None:
 
 def test_parameters_stay_after_close(team: Team) -> None:
     team.run(closing)
+
+
+def leaves_with(job: tw.Job, steps: int) -> str:
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    loss(model, batch(0, job.rank)).backward()
+    for _ in range(steps):
+        opt.step()
+    opt.zero_grad()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        job.close()
+    return said.getvalue()
+
+
+def test_a_forgotten_step_is_told(team: Team) -> None:
+    """Named for a bug: the job ended well, and the model was as it was."""
+    first, second = team.run(leaves_with, 0)
+    assert "Sequential got gradients, and its step() was never called" in first
+    assert second == ""
+    assert team.alone(leaves_with, 1) == ""
+
+
+def test_an_epoch_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine(2)
+    line.end(0, {})
+    line.end(1, {"loss": 0.5})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("epoch 1/2 (0.")
+    assert second.startswith("epoch 2/2: loss 0.5 (0.")
 
 
 def saving(job: tw.Job, path: str, resume: bool) -> tuple[str, list[int]]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorwire.bench import machine
 from tensorwire.bench.doctor import facts
 from tensorwire.bench.doctor.facts import Facts
 
@@ -88,7 +89,7 @@ def test_odd_buffers(tmp_path: Path, text: str) -> None:
 )  # fmt: skip
 def test_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     write(tmp_path, files)
-    assert facts.read_quota(tmp_path) == quota
+    assert machine.cpu_quota(tmp_path) == quota
 
 
 def test_memory(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tensorwire.bench.doctor import advice, facts
 from tensorwire.cli import info as info_module
 from tensorwire.cli import main
+from tensorwire.memory.devices import RdmaPort
 
 
 def findings(*arguments: str) -> dict[str, dict[str, str]]:
@@ -21,7 +24,7 @@ def test_json_names_everything_and_each_lack_has_a_remedy() -> None:
     assert {"core", "shm", "tcp", "rdma", "numpy", "torch", "open files", "locked memory"} <= set(
         found
     )
-    assert {"huge pages", "cores", "memory", "load"} <= set(found)
+    assert {"huge pages", "cores", "memory", "load", "placement", "compiler"} <= set(found)
     for item in found.values():
         assert item["state"] in ("yes", "partly", "no")
         assert item["detail"]
@@ -80,9 +83,72 @@ def test_missing_torch_comes_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tensorwire[torch]" in info_module.check_torch().remedy
 
 
+@pytest.mark.parametrize("state", ["ACTIVE", "DOWN"])
+def test_info_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Named for a bug: for root one said that memory may be locked without limit, one that not."""
+    port = RdmaPort("mlx5_0", 1, state, 100.0, "InfiniBand", ("fe80::1",), "")
+    monkeypatch.setattr(info_module, "rdma_ports", lambda: [port])
+    monkeypatch.setattr(facts, "locked_limit", lambda root=None: 65536)
+    monkeypatch.setattr(facts, "read_cpu", lambda root=None: facts.Cpu("x", 8, 2, 1.5, 1.8))
+    cpu = facts.read_cpu()
+    rdma = facts.Rdma((port,), "1.0", "", True, 65536)
+    judged = {
+        each.subject: each
+        for each in (
+            *advice.about_cpu(cpu), *advice.about_rdma(rdma, ["rdma"]),
+            *advice.about_memory(facts.read_memory()),
+        )
+    }  # fmt: skip
+    for check in (
+        info_module.check_locked_memory, info_module.check_cores, info_module.check_load,
+        info_module.check_huge_pages,
+    ):  # fmt: skip
+        found = check()
+        of_doctor = judged[found.subject]
+        assert found.detail.startswith(of_doctor.text)
+        assert found.remedy == of_doctor.remedy
+        assert (found.state == "yes") == (of_doctor.level == advice.OK), found
+    assert (info_module.check_locked_memory().state == "yes") == (state == "DOWN")
+
+
+def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    placer = pytest.importorskip("tensorwire.torch.placer", reason="torch is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(placer, "_brought", lambda: tmp_path / "none")
+    monkeypatch.setattr(placer.shutil, "which", {"g++": "/usr/bin/g++"}.get)
+    found = info_module.check_placement()
+    assert (found.state, found.detail) == ("yes", "compiled at first use, by /usr/bin/g++")
+    assert info_module.check_compiler().detail == "/usr/bin/g++"
+    monkeypatch.setattr(placer.shutil, "which", lambda name: None)
+    without = info_module.check_placement()
+    assert without.state == "partly"
+    assert "gradients are copied: no C++ compiler" in without.detail
+    assert "g++" in without.remedy
+    assert info_module.check_compiler().state == "no"
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    assert "CXX names 'no-such-compiler'" in info_module.check_compiler().detail
+    (tmp_path / "tensorwire" / placer._name(["c++"])).touch()
+    monkeypatch.delenv("CXX")
+    assert info_module.check_placement().detail.startswith("compiled before, ")
+    assert info_module.check_compiler().state == "partly"
+
+
+def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named for a bug: of CXX="ccache g++" only the first word was run."""
+    placer = pytest.importorskip("tensorwire.torch.placer", reason="torch is not installed")
+    monkeypatch.setenv("CXX", "env g++")
+    found = placer.find_compiler()
+    assert found[0].endswith("/env")
+    assert found[1:] == ["g++"]
+    assert placer._command(found)[:2] == found
+
+
 def test_help_teaches_by_examples() -> None:
     for arguments, example in (
         (["--help"], "tensorwire info"),
+        (["--help"], "tensorwire run --workers 2 train.py"),
+        (["run", "--help"], "--full-tracebacks"),
         (["info", "--help"], "tensorwire info --json"),
         (["bench", "memory", "--help"], "tensorwire bench memory --quick"),
     ):

@@ -15,11 +15,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tensorwire.memory.devices import read_number
+
 PACKAGES = ("tensorwire", "numpy", "torch", "grpcio", "nixl-cu12", "nixl-cu13", "nixl")
 """Distributions whose version may explain a figure."""
 
+_ROOT = Path("/")
 
-def read_text(path: str) -> str | None:
+
+def read_text(path: str | Path) -> str | None:
     """The stripped content of a small file, None when it cannot be read."""
     try:
         return Path(path).read_text().strip()
@@ -38,30 +42,46 @@ def chosen(path: str) -> str | None:
     return text
 
 
-def cpu_model() -> str | None:
+def cpu_model(root: Path = _ROOT) -> str | None:
     """The processor's name as the kernel gives it."""
-    for line in (read_text("/proc/cpuinfo") or "").splitlines():
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "Processor"):
             return value.strip()
     return platform.processor() or None
 
 
-def memory_bytes(key: str = "MemTotal") -> int | None:
+def memory_bytes(key: str = "MemTotal", root: Path = _ROOT) -> int | None:
     """A figure of /proc/meminfo in bytes."""
-    for line in (read_text("/proc/meminfo") or "").splitlines():
+    for line in (read_text(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name == key:
             return int(value.split()[0]) * 1024
     return None
 
 
-def cpu_quota() -> float | None:
-    """Cores that the control group grants this process, None when it sets no limit."""
-    quota, _, period = (read_text("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
-    if quota == "max" or not period:
-        return None
-    return int(quota) / int(period)
+def control_groups(root: Path = _ROOT) -> list[Path]:
+    """The control groups (version 2) of this process, its own first, each bounding those before."""
+    top = root / "sys/fs/cgroup"
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        if line.startswith("0::/"):
+            own = top / line[4:]
+            return [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
+    return [top]
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Cores that the control groups grant this process, None when they set no limit."""
+    found = []
+    for folder in control_groups(root):
+        quota, _, period = (read_text(folder / "cpu.max") or "max").partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            found.append(int(quota) / int(period))
+    old = root / "sys/fs/cgroup/cpu"
+    quota_us, period_us = (read_number(old / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
+    if quota_us and period_us and quota_us > 0:
+        found.append(quota_us / period_us)
+    return min(found, default=None)
 
 
 def version(package: str) -> str | None:

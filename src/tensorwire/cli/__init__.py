@@ -26,7 +26,11 @@ def _version() -> str:
 )
 @click.version_option(_version(), prog_name="tensorwire")
 def main() -> None:
-    """Another process as memory: allocate it, write it, read it, signal it.
+    """Train PyTorch models with several processes; use another process as memory.
+
+    \b
+    Train with two workers and a parameter server:
+        tensorwire run --workers 2 train.py
 
     \b
     See first what this machine can do and what is missing:
@@ -37,7 +41,7 @@ def main() -> None:
         tensorwire doctor
 
     \b
-    Then what a transfer costs here, beside memcpy and other libraries:
+    What a transfer costs here, beside memcpy and other libraries:
         tensorwire bench memory --quick
 
     \b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tensorwire.bench.rows import parse_size
+from tensorwire.cli.command import Command, check_file
 from tensorwire.errors import TensorwireError
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from tensorwire.bench.placement.placement import Settings as PlacementSettings
     from tensorwire.bench.rows import Report
     from tensorwire.bench.training.training import Settings as TrainingSettings
+
+
+_FIGURES = (".svg", ".pdf", ".png")
 
 
 class _Sizes(click.ParamType[tuple[int, ...]]):
@@ -58,9 +63,12 @@ def _list_of(kind: click.ParamType[tuple[Any, ...]]) -> dict[str, Any]:
     """An option whose lists add up where it is given several times; None if it is not given."""
 
     def join(
-        _: click.Context, __: click.Parameter, lists: tuple[tuple[Any, ...], ...]
+        ctx: click.Context, param: click.Parameter, lists: tuple[tuple[Any, ...], ...]
     ) -> tuple[Any, ...] | None:
-        return tuple(each for part in lists for each in part) or None
+        joined = tuple(each for part in lists for each in part)
+        if twice := [each for each in joined if joined.count(each) > 1]:
+            raise click.BadParameter(f"{twice[0]} is named twice", ctx, param)
+        return joined or None
 
     return {"type": kind, "multiple": True, "callback": join}
 
@@ -100,12 +108,17 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group()
+@click.group(short_help="Measure tensorwire beside the machine's limits and other libraries.")
 def bench() -> None:
     """Measure tensorwire beside the machine's limits and beside other libraries."""
 
 
-@bench.command()
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+
+
+@bench.command(cls=Command)
 @_outputs
 @click.option("--quick", is_flag=True, help="Few sizes and little time: a look, not a measurement.")
 @click.option(
@@ -171,6 +184,12 @@ def memory(
     from tensorwire.bench.memory import Settings, run
     from tensorwire.bench.report import draw, print_report
 
+    if cases and not {"write", "read"} & set(cases):
+        for name, value in (("--sizes", sizes), ("--figure", figure_path)):
+            if value is not None:
+                raise click.UsageError(f"{name} is of write and read, which --cases leaves out")
+    if cases == ("round_trip",) and wires == ("shm",):
+        raise click.UsageError("round_trip is measured on tcp, which --wires leaves out")
     settings = Settings.quick() if quick else Settings()
     _choose(settings, systems, cases, sizes, wires, seconds)
     _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
@@ -201,9 +220,7 @@ def _carry_out(
     strict: bool,
 ) -> None:
     """Runs a bench with a bar, shows its report, keeps it, and ends with its exit code."""
-    for path in (json_path, figure_path):
-        if path is not None and not path.parent.is_dir():
-            raise click.BadParameter(f"the folder of {path} does not exist")
+    _check_outputs(json_path, figure_path)
     # A file or a pipe has no width of its own; the tables need about 90 columns.
     console = Console() if sys.stdout.isatty() else Console(width=110)
     report = _with_bar(run, console)
@@ -213,6 +230,20 @@ def _carry_out(
         raise SystemExit(130)
     if strict and any(verdict.met is False for verdict in report.verdicts):
         raise SystemExit(1)
+
+
+def _check_outputs(json_path: Path | None, figure_path: Path | None) -> None:
+    """What would fail after the run is told before it."""
+    check_file(json_path)
+    check_file(figure_path)
+    if figure_path is None:
+        return
+    if figure_path.suffix.lower() not in _FIGURES:
+        raise click.BadParameter(f"{figure_path} is no figure; it ends with {', '.join(_FIGURES)}")
+    if figure_path == json_path:
+        raise click.UsageError(f"--json and --figure both name {json_path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("a figure needs matplotlib: pip install 'tensorwire[bench]'")
 
 
 def _with_bar(run: Callable[[Callable[[int, int, str], None]], Report], console: Console) -> Report:
@@ -253,7 +284,7 @@ def _training_wires() -> tuple[str, ...]:
     return WIRES
 
 
-@bench.command()
+@bench.command(cls=Command)
 @_outputs
 @click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
 @click.option(
@@ -323,11 +354,20 @@ def training(
     The rivals:
         pip install 'tensorwire[bench]'
     """  # noqa: D301 (\b is what click reads)
+    _need_torch()
+    from tensorwire.bench.training.alone import MAX_BYTES
     from tensorwire.bench.training.report import draw, print_report
     from tensorwire.bench.training.training import Settings, run
 
     settings = Settings.quick() if quick else Settings()
     _choose_training(settings, systems, models, wires, steps, optimizer)
+    if wires == ("alone",):
+        if steps is not None:
+            raise click.UsageError("--steps has no meaning for --wires alone")
+        if "tensorwire" not in settings.systems:
+            raise click.UsageError("--wires alone measures tensorwire, which --systems leaves out")
+        if all(model.size_bytes > MAX_BYTES for model in settings.models):
+            raise click.UsageError("--wires alone measures small models, which --models leaves out")
     _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
 
 
@@ -379,7 +419,7 @@ _TINY = click.option(
 )
 
 
-@bench.command()
+@bench.command(cls=Command)
 @_outputs
 @click.option("--quick", is_flag=True, help="Two workloads, few steps: a look, no measurement.")
 @_TINY
@@ -456,11 +496,17 @@ def placement(
     What the models are:
         tensorwire bench workloads
     """  # noqa: D301 (\b is what click reads)
+    _need_torch()
     from tensorwire.bench.placement.placement import Settings, run
     from tensorwire.bench.placement.report import draw, print_report
 
     settings = Settings.quick() if quick else Settings()
     _choose_placement(settings, workloads, systems, wires, steps, optimizer)
+    if wires == ("alone",) and systems is not None:
+        raise click.UsageError("--systems has no meaning for --wire alone, which compares two")
+    if optimizer != "sgd" and all(each.optimizer for each in settings.workloads):
+        names = ", ".join(each.name for each in settings.workloads)
+        raise click.UsageError(f"--optimizer {optimizer} cannot be: {names} has one of its own")
     if tiny:
         settings.workloads = [workload.reduced() for workload in settings.workloads]
     _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
@@ -483,7 +529,7 @@ def _choose_placement(
     settings.optimizer = optimizer
 
 
-@bench.command("workloads")
+@bench.command("workloads", cls=Command)
 @_WORKLOAD
 @_TINY
 @click.option(
@@ -506,6 +552,7 @@ def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Pat
     from tensorwire.bench.workloads.catalog import WORKLOADS, workload
     from tensorwire.bench.workloads.report import print_sizes, write_sizes
 
+    check_file(json_path)
     chosen = tuple(map(workload, workloads)) if workloads else WORKLOADS
     if tiny:
         chosen = tuple(model.reduced() for model in chosen)

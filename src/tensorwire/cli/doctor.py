@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tensorwire.cli.command import Command, check_file
 from tensorwire.errors import TensorwireError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_LISTEN = "127.0.0.1:0"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("address", required=False)
 @click.option(
     "--serve", is_flag=True, help="Be the other end: help others to measure, until Ctrl-C."
@@ -80,8 +81,7 @@ def doctor(
         return
     if listen is not None:
         raise click.UsageError("--listen belongs to --serve")
-    if json_path is not None and not json_path.parent.is_dir():
-        raise click.BadParameter(f"the folder of {json_path} does not exist")
+    check_file(json_path)
     raise SystemExit(_examine(address, seconds, json_path))
 
 

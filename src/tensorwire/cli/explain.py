@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -15,15 +16,36 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorwire import tracebacks
+from tensorwire.cli.command import Command, check_file
+
 if TYPE_CHECKING:
     from tensorwire.torch import Explanation
 
-_COLOURS = {"in place": "green", "copied": "red", "none": "bright_black"}
-_SHADES = {"in place": "█▓", "copied": "░▒", "none": " "}  # neighbours differ, also in print
+_COLOURS = {"in place": "green", "copied": "red", "no gradient": "yellow", "none": "bright_black"}
+# Neighbours differ, also in print.
+_SHADES = {"in place": "█▓", "copied": "░▒", "no gradient": "·:", "none": " "}
 
 
-# Options end at the script: what follows is the script's own.
-@click.command(context_settings={"allow_interspersed_args": False})
+class _Explain(Command):
+    """Options end at a script, whose own the others are; a workload has none, so all are ours."""
+
+    shows_errors = True
+
+    def check(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `Command`."""
+        rest = super().check(ctx, args)
+        if rest and not _is_script(rest[0]):
+            ctx.allow_interspersed_args = True
+            rest = super().check(ctx, args)
+        return rest
+
+
+@click.command(
+    cls=_Explain,
+    short_help="Show where a script's tensors are, and why some are copied.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--json",
     "json_path",
@@ -49,8 +71,12 @@ def explain(
 
     \b
     A workload (alexnet, vgg16, inception-v3, lstm, gru, fcn5, resnet50, gpt2-small, ...):
-        tensorwire explain alexnet
+        tensorwire explain alexnet --tiny
+
+    What stands behind a script is the script's own; --json stands before it. A gradient that never
+    came belongs to a parameter that the loss does not depend on.
     """  # noqa: D301 (\b is what click reads)
+    check_file(json_path)
     found = _explain(model_or_script, arguments, tiny)
     if json_path is not None:
         content = [each.to_json() for each in found]
@@ -65,17 +91,23 @@ def explain(
 
 
 def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanation]:
-    if os.path.exists(name) or name.endswith(".py"):
-        from tensorwire.torch.explanation import explain_script
-
+    if _is_script(name):
+        if tiny:
+            raise click.UsageError("--tiny is for a workload; a script has the size that it has")
         if not os.path.isfile(name):
             raise click.ClickException(f"there is no script {name}")
+        _need_torch()
+        from tensorwire.torch.explanation import explain_script
+
+        tracebacks.install("the script")
         found = explain_script(name, arguments)  # what it raises is shown as python would
         if not found:
             raise click.ClickException(
                 f"{name} ended before all its DistributedOptimizers had made 2 steps"
             )
         return found
+    if arguments:
+        raise click.UsageError(f"the workload {name} takes no argument {arguments[0]!r}")
     from tensorwire.bench.workloads.catalog import workload
 
     try:
@@ -83,6 +115,7 @@ def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanatio
     except LookupError as error:
         raise click.ClickException(f"{error.args[0]}; or give a script, train.py") from error
     chosen = chosen.reduced() if tiny else chosen
+    _need_torch()
     import torch
 
     from tensorwire.torch import explain_model
@@ -98,6 +131,15 @@ def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanatio
     return [explain_model(chosen.build(torch), step, name=name)]
 
 
+def _is_script(name: str) -> bool:
+    return os.path.isfile(name) or name.endswith(".py")
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("explain needs torch: pip install 'tensorwire[torch]'")
+
+
 def _show(found: Explanation, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=found.model, title_justify="left")
     for column, justify in (("tensor", "left"), ("shape", "left"), ("bytes", "right")):
@@ -106,7 +148,7 @@ def _show(found: Explanation, console: Console) -> None:
     table.add_column("copies", justify="right")
     table.add_column("reason")
     for row in found.gradients:
-        style = _COLOURS["in place" if row.in_place else "copied"]
+        style = _COLOURS[row.state]
         shape = " × ".join(map(str, row.shape)) or "scalar"
         table.add_row(
             row.name, shape, f"{row.bytes:,}", Text(row.route, style=style), str(row.copies),
@@ -116,10 +158,12 @@ def _show(found: Explanation, console: Console) -> None:
     parameters = [row for row in found.rows if row.role == "parameter"]
     inside = sum(row.in_place for row in parameters)
     share = 100 * found.bytes_in_place / found.bytes if found.bytes else 0.0
-    gradients = found.gradients
+    came = found.arrived
+    missing = sum(row.bytes for row in found.missing)
+    never = f"{len(found.missing)} never came ({missing:,} bytes). " if found.missing else ""
     console.print(
-        f"{sum(row.in_place for row in gradients)} of {len(gradients)} gradients are produced in "
-        f"place: {found.bytes_in_place:,} of {found.bytes:,} bytes ({share:.2f} %). "
+        f"{sum(row.in_place for row in came)} of {len(came)} gradients are produced in "
+        f"place: {found.bytes_in_place:,} of {found.bytes:,} bytes ({share:.2f} %). {never}"
         f"{inside} of {len(parameters)} parameters are read in place.",
         highlight=False,
     )
@@ -136,4 +180,5 @@ def _draw(found: Explanation, console: Console) -> None:
         shades = _SHADES[what]
         text.append(shades[tensors.index(index) % len(shades)], style=_COLOURS[what])
     console.print(text)
-    console.print("█▓ in place  ░▒ copied", style="dim", highlight=False)
+    legend = "█▓ in place  ░▒ copied" + ("  ·: no gradient came" if found.missing else "")
+    console.print(legend, style="dim", highlight=False)

@@ -6,17 +6,14 @@ Each check is a function that returns one Finding and never raises; the command 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import mmap
-import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +24,17 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench import machine
-from tensorwire.errors import TensorwireError
+from tensorwire.bench.doctor import advice, facts
+from tensorwire.cli.command import Command
+from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.devices import rdma_ports
 
 OK, PART, MISSING = "yes", "partly", "no"
 _STYLES = {OK: "green", PART: "yellow", MISSING: "red"}
 
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-_SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 16)
+_SHARED = "shared memory"  # as the doctor calls shm
+_COMPILER_REMEDY = "a C++ compiler (Debian: apt install g++), or its name in CXX"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +59,12 @@ class Finding:
 
 def check_shm() -> Finding:
     """A memfd that can be mapped and sealed, which is what a shm region is."""
-    try:
-        descriptor = os.memfd_create("tensorwire-info", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError) as error:
-        return Finding("shm", MISSING, f"no memfd: {error}", "a Linux kernel of 3.17 or newer")
-    try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
-            memory[0] = 1
-        fcntl.fcntl(descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), _SEALS)
-    except OSError as error:
-        return Finding(
-            "shm", MISSING, f"a memfd cannot be sealed: {error}", "allow fcntl F_ADD_SEALS here"
-        )
-    else:
-        try:
-            fcntl.fcntl(descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), _SEAL_FUTURE_WRITE)
-        except OSError:
-            return Finding(
-                "shm",
-                PART,
-                "memfd and size seals; read-only grants cannot be sealed",
-                "a Linux kernel of 5.1 or newer",
-            )
-    finally:
-        os.close(descriptor)
+    if fault := facts.memfd_fault():
+        (judged,) = (x for x in advice.about_memory(facts.read_memory()) if x.subject == _SHARED)
+        return Finding("shm", MISSING, fault, judged.remedy)
+    if facts.memfd_fault(read_only=True):
+        text = "memfd and size seals; read-only grants cannot be sealed"
+        return Finding("shm", PART, text, "a Linux kernel of 5.1 or newer")
     return Finding("shm", OK, "memfd, size seals, read-only seals")
 
 
@@ -143,6 +123,39 @@ def check_torch() -> Finding:
     )
 
 
+def check_placement() -> Finding:
+    """The library that produces gradients where they are needed: prebuilt, or a compiler for it."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("placement", PART, "torch is not installed; only training needs it")
+    try:
+        from tensorwire.torch import placer
+    except (ImportError, OSError) as error:
+        text = f"torch {machine.version('torch')} cannot be imported: {error}"
+        return Finding("placement", MISSING, text, "install torch anew")
+    try:
+        return Finding("placement", OK, placer.find())
+    except UnavailableError as error:
+        return Finding("placement", PART, f"gradients are copied: {error}", _COMPILER_REMEDY)
+
+
+def check_compiler() -> Finding:
+    """What compiles that library where none came for the installed torch."""
+    placement = check_placement()
+    if placement.state == MISSING or importlib.util.find_spec("torch") is None:
+        return Finding("compiler", PART, "not looked for; only placement, with torch, needs one")
+    from tensorwire.torch.placer import find_compiler
+
+    try:
+        found, text = find_compiler(), "no c++, g++ or clang++"
+    except UnavailableError as error:
+        found, text = None, str(error)
+    if found is not None:
+        return Finding("compiler", OK, " ".join(found))
+    if placement.state == OK:
+        return Finding("compiler", PART, f"{text}; not needed: placement is {placement.detail}")
+    return Finding("compiler", MISSING, f"{text}; placement needs one", _COMPILER_REMEDY)
+
+
 # --- limits and circumstances -------------------------------------------------------------------
 
 
@@ -157,40 +170,31 @@ def check_open_files() -> Finding:
     return Finding("open files", OK, text)
 
 
+def _judged(found: Iterable[advice.Finding], subject: str) -> Finding:
+    """What the doctor says of a subject: the two commands have one verdict."""
+    judged = next((each for each in found if each.subject == subject), None)
+    if judged is None:
+        return Finding(subject, PART, "unknown")
+    state = OK if judged.level == advice.OK else PART
+    return Finding(subject, state, judged.text, judged.remedy)
+
+
 def check_locked_memory() -> Finding:
     """RDMA pins what it registers; shm and tcp do not."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "no limit" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
-    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
-        return Finding("locked memory", OK, text)
-    return Finding("locked memory", PART, f"{text}; only rdma needs more", "ulimit -l unlimited")
+    rdma = facts.Rdma(ports=tuple(rdma_ports()), locked_bytes=facts.locked_limit())
+    return _judged([advice.about_locked_memory(rdma)], "locked memory")
 
 
 def check_huge_pages() -> Finding:
     """Large shared regions are faster with them; a note, not a fault."""
-    anonymous = machine.chosen("/sys/kernel/mm/transparent_hugepage/enabled")
-    shared = machine.chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    detail = f"anonymous memory: {anonymous or 'unknown'}; shared memory: {shared or 'unknown'}"
-    if shared in ("always", "within_size", "advise", "force"):
-        return Finding("huge pages", OK, detail)
-    return Finding(
-        "huge pages",
-        PART,
-        f"{detail}; shm regions use {mmap.PAGESIZE >> 10} KiB pages",
-        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (as root)",
-    )
+    return _judged(advice.about_memory(facts.read_memory()), "huge pages")
 
 
 def check_cores() -> Finding:
     """Waiting is cheapest and fastest when both processes have a core."""
-    usable = len(os.sched_getaffinity(0))
-    quota = machine.cpu_quota()
-    detail = f"{usable} of {os.cpu_count()} usable, {machine.cpu_model() or 'unknown processor'}"
-    if quota is not None:
-        detail += f"; control group grants {quota:g}"
-    if min(usable, quota or usable) < 2:
-        return Finding("cores", PART, detail, "two cores or more, so that a waiter may spin")
-    return Finding("cores", OK, detail)
+    cpu = facts.read_cpu()
+    found = _judged(advice.about_cpu(cpu), "cores")
+    return dataclasses.replace(found, detail=f"{found.detail}, {cpu.model or 'unknown processor'}")
 
 
 def check_memory() -> Finding:
@@ -203,13 +207,7 @@ def check_memory() -> Finding:
 
 def check_load() -> Finding:
     """Other work on the machine."""
-    load = machine.load_average()
-    if load is None:
-        return Finding("load", PART, "unknown")
-    detail = ", ".join(f"{value:.2f}" for value in load)
-    if load[0] > 0.5 * len(os.sched_getaffinity(0)):
-        return Finding("load", PART, detail, "measure when the machine is quiet")
-    return Finding("load", OK, detail)
+    return _judged(advice.about_cpu(facts.read_cpu()), "load")
 
 
 def _amount(limit: int) -> str:
@@ -223,6 +221,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_rdma,
     check_numpy,
     check_torch,
+    check_placement,
+    check_compiler,
     check_open_files,
     check_locked_memory,
     check_huge_pages,
@@ -247,7 +247,7 @@ def look() -> list[Finding]:
 # --- command ------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def info(as_json: bool) -> None:
     """What can this machine do, and what is missing?

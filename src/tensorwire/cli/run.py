@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import click
 
+from tensorwire.cli.command import Command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import Job, Supervisor
 
 
+class _Run(Command):
+    """Says of an option behind the script whose it is."""
+
+    def check(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `Command`."""
+        rest = super().check(ctx, args)
+        own = {name for option in self.params for name in option.opts}
+        before = args[: len(args) - len(rest)]
+        if not any(
+            arg.partition("=")[0] in ("-w", "--workers") or arg[:2] == "-w" for arg in before
+        ):
+            behind = next((arg for arg in rest if arg.partition("=")[0] in own - {"-m"}), None)
+            if behind is not None:
+                text = f"{behind} stands behind the script, which gets it; put it before {rest[0]}"
+                raise click.UsageError(text, ctx)
+        return rest
+
+
 # Options end at the script: what follows is the script's own.
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=_Run,
+    short_help="Run a training script on workers and servers of this host.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--workers", "-w", type=int, required=True, metavar="W", help="Processes that run the script."
 )
@@ -40,6 +63,12 @@ from tensorwire.launch import Job, Supervisor
     help="Where the servers listen (default 127.0.0.1: this host only).",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
+@click.option(
+    "--full-tracebacks",
+    is_flag=True,
+    help="Each worker prints its own traceback, whole. Default: that of the error that ended the "
+    "job, shortened to your code, and a line for each other worker.",
+)
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -50,6 +79,7 @@ def run(
     transports: str | None,
     listen: str,
     no_prefix: bool,
+    full_tracebacks: bool,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -84,7 +114,7 @@ def run(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = Job(command, workers, servers, slices, names, listen)
+        job = Job(command, workers, servers, slices, names, listen, full_tracebacks)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorwire.memory.node import TRANSPORTS
+from tensorwire.tracebacks import wants_full
 
+# Workers run the sitecustomize.py in it, which tells the launcher of an exception that ends them.
+_STARTUP = str(Path(__file__).with_name("startup"))
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -52,6 +55,7 @@ class Job:
     slices: int | None = None
     transports: tuple[str, ...] | None = None
     listen: str = "127.0.0.1"
+    full_tracebacks: bool = False
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -69,6 +73,14 @@ class Job:
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
         _check_command(self.command)
+        if self.server_command == _SERVER_COMMAND and importlib.util.find_spec("torch") is None:
+            raise ValueError("the servers need torch: pip install 'tensorwire[torch]'")
+        wants_full()
+
+    @property
+    def collects_failures(self) -> bool:
+        """Whether workers tell the launcher of their errors; else each prints its own, whole."""
+        return not (self.full_tracebacks or wants_full() or os.pathsep in _STARTUP)
 
     def environment(self) -> dict[str, str]:
         """What all processes of one run get: ours, and a fresh secret with each call."""
@@ -80,7 +92,11 @@ class Job:
         return environment
 
     def worker_environment(
-        self, environment: Mapping[str, str], rank: int, addresses: list[str]
+        self,
+        environment: Mapping[str, str],
+        rank: int,
+        addresses: list[str],
+        report_fd: int | None = None,
     ) -> dict[str, str]:
         """The environment of one worker.
 
@@ -88,6 +104,7 @@ class Job:
             environment: of `environment`.
             rank: 0 to workers - 1.
             addresses: of all servers, in their order.
+            report_fd: where it writes of an exception that ends it (`reports.Report`).
         """
         count = str(self.workers)
         added = {
@@ -105,6 +122,10 @@ class Job:
             # Each worker would take all cores, and together they would be slower than one.
             cores = len(os.sched_getaffinity(0))
             added["OMP_NUM_THREADS"] = str(max(1, cores // self.workers))
+        if report_fd is not None:
+            added["TENSORWIRE_REPORT_FD"] = str(report_fd)
+            paths = [_STARTUP, *filter(None, [environment.get("PYTHONPATH")])]
+            added["PYTHONPATH"] = os.pathsep.join(paths)
         return {**environment, **added}
 
     def worker_command(self) -> list[str]:

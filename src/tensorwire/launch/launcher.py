@@ -17,6 +17,7 @@ def run(
     transports: Sequence[str] | None = None,
     listen: str = "127.0.0.1",
     prefix: bool = True,
+    full_tracebacks: bool = False,
     server_command: Sequence[str] | None = None,
     patience: Patience | None = None,
 ) -> int:
@@ -31,6 +32,9 @@ def run(
     process in front. On a terminal worker 0 prints to it directly, so that progress bars work.
     Worker 0 also has our stdin; the others and the servers have none.
 
+    Of the exceptions that end workers one is shown with its traceback, shortened to the user's
+    code, and the others with a line each; docs/launch.md has the rules.
+
     The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
     is passed on to the workers; `Patience` has the times. A second Ctrl-C kills at once. If the
     caller is killed, the kernel kills the job. Must be called in the main thread, whose handlers
@@ -44,6 +48,8 @@ def run(
         transports: that the processes may use, of "shm", "rdma", "tcp"; default all.
         listen: host name or address on which the servers listen.
         prefix: whether lines begin with the name of their process.
+        full_tracebacks: each worker prints its own traceback, whole; so does TENSORWIRE_TRACEBACKS
+            with the value "full".
         server_command: the program of a server, to which its options are added; default this
             Python with `-m tensorwire.torch.server`.
         patience: other times than the usual ones.
@@ -64,6 +70,7 @@ def run(
         slices,
         None if transports is None else tuple(transports),
         listen,
+        full_tracebacks,
         *([] if server_command is None else [tuple(server_command)]),
     )
     return Supervisor(job, prefix=prefix, patience=patience).run()

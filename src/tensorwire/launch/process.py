@@ -127,6 +127,13 @@ class Process:
                 stream.read()
         self.streams = [stream for stream in self.streams if not stream.closed]
 
+    def read_all(self) -> None:
+        """Reads what its streams have by now, as far as there is room for it."""
+        for stream in self.streams:
+            while not (stream.closed or stream.full) and stream.read():
+                pass
+        self.streams = [stream for stream in self.streams if not stream.closed]
+
     def collect(self) -> None:
         """After `pidfd` is ready: takes its last words and its exit code, leaves nothing of it."""
         self._kill_group()  # before it is waited for: until then its number cannot be another's

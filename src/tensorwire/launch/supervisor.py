@@ -22,6 +22,7 @@ from tensorwire.launch.guard import Guard
 from tensorwire.launch.job import Job, Patience
 from tensorwire.launch.output import Address, Lines, Output
 from tensorwire.launch.process import Process, signal_name
+from tensorwire.launch.reports import Report, Reports
 from tensorwire.launch.signals import StopSignals
 
 # ANSI: cyan, green, yellow, magenta, blue, and their bright forms. Red is for errors.
@@ -38,7 +39,7 @@ class Supervisor:
 
     Invariants: every process that runs is in `_running`; `_failure` is the first failure and never
     changes; a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
-    times of the next steps against those that still run.
+    times of the next steps against those that still run. At most one traceback is shown.
 
     Args:
         job: what to run.
@@ -60,6 +61,9 @@ class Supervisor:
         self._term_at: float | None = None
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
+        self._reports = Reports()
+        self._inboxes: dict[str, Report] = {}  # of workers that have not reported
+        self._show_at: float | None = None
         self._stdout, self._stderr = Output(1), Output(2)
         if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
             self._stderr = self._stdout  # so that lines cannot cut into each other
@@ -100,7 +104,7 @@ class Supervisor:
                     return
                 addresses.append(address)
             for rank in range(self._job.workers):
-                self._start_worker(rank, self._job.worker_environment(environment, rank, addresses))
+                self._start_worker(rank, environment, addresses)
                 self._workers_left -= 1
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
@@ -142,29 +146,35 @@ class Supervisor:
             self._fail(f"{_named(process)} {said}", 1, process)
         return None if self._ending else address.value()
 
-    def _start_worker(self, rank: int, environment: dict[str, str]) -> None:
+    def _start_worker(self, rank: int, environment: dict[str, str], addresses: list[str]) -> None:
         name = f"worker {rank}"
-        colour = _COLOURS[rank % len(_COLOURS)]
         stdout, stderr = (
-            None if rank == 0 and _is_terminal(output) else self._lines(output, name, colour)
+            None
+            if rank == 0 and _is_terminal(output)
+            else self._lines(output, name, _colour_of(name))
             for output in (self._stdout, self._stderr)
         )
+        report, pipe = None, None
+        if self._job.collects_failures:
+            report, pipe = Report(), os.pipe()
+            self._inboxes[name] = report
         self._running.append(
             Process(
                 "worker",
                 rank,
                 self._job.worker_command(),
-                environment,
+                self._job.worker_environment(environment, rank, addresses, pipe and pipe[1]),
                 self._guard,
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
+                extra=report,
+                extra_pipe=pipe,
             )
         )
 
     def _lines(self, output: Output, name: str, colour: int) -> Lines:
-        shown = colour if _is_terminal(output) and _wants_colour() else None
-        return Lines(output, f"[{name}] " if self._prefix else "", shown)
+        return Lines(output, f"[{name}] " if self._prefix else "", _shown_colour(output, colour))
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -177,7 +187,7 @@ class Supervisor:
 
     def _turn(self, deadline: float = math.inf) -> None:
         """Waits for something to happen, at most until the deadline, and deals with it."""
-        times = (self._term_at, self._kill_at, self._give_up_at)
+        times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
         ready = self._poll(min([deadline, *(at for at in times if at is not None)]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -187,6 +197,7 @@ class Supervisor:
         for process in ended:
             process.collect()
             self._running.remove(process)
+        self._take_reports()
         # Of those that ended together, the one killed by a signal is the cause of the others' end.
         for process in sorted(ended, key=lambda process: (process.code or 0) >= 0):
             self._note_end(process)
@@ -212,6 +223,43 @@ class Supervisor:
                 output.write_some()
         return ready
 
+    def _take_reports(self) -> None:
+        """Shows the first error that is no other process's at once: its worker may end late."""
+        for name, inbox in list(self._inboxes.items()):
+            if inbox.failure is not None:
+                del self._inboxes[name]
+                self._reports.add(name, inbox.failure)
+                if self._show_at is None and not self._reports.shown:
+                    self._show_at = time.monotonic() + self._patience.grace_s
+        if cause := self._reports.cause():
+            self._show(cause)
+        elif _passed(self._show_at):
+            self._show_at = None
+            if self._stop is None:
+                self._show(self._reports.first())  # nobody has said why, and it has not ended
+
+    def _show(self, name: str) -> None:
+        """The traceback of a worker, unless one was shown."""
+        if not name or self._reports.shown:
+            return
+        self._show_at = None
+        for process in self._running:
+            if process.name == name:
+                process.read_all()  # what it printed before comes before
+        self._tell_of(name, self._reports.traceback(name))
+
+    def _tell_of(self, name: str, text: str) -> None:
+        lines = Lines(self._stderr, f"[{name}] ", _shown_colour(self._stderr, _colour_of(name)))
+        lines.feed(text.encode(errors="backslashreplace"))
+        lines.close()
+
+    def _culprit(self, process: Process) -> Process | None:
+        """Who failed before a process that ended because of it, and has not ended yet."""
+        if not self._reports.is_consequence(process.name):
+            return None
+        cause = self._reports.cause()
+        return next((other for other in self._running if other.name == cause), None)
+
     def _note_end(self, process: Process) -> None:
         self._ended.append(process)
         started = not self._workers_left
@@ -221,6 +269,9 @@ class Supervisor:
             code = process.code or 1
             when = "" if started else " before the workers were started"
             text = f"{_named(process)} {process.ending()}{when}"
+            if culprit := self._culprit(process):
+                process, code = culprit, 1
+                text = f"{_named(process)} raised {self._reports.said(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
             self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
         elif started and not self._workers():
@@ -275,7 +326,26 @@ class Supervisor:
             process.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         self._term_within(self._patience.grace_s if workers else 0)
 
+    def _tell_failures(self) -> bool:
+        """Errors that were not shown: one with its traceback if it ended the job, else lines.
+
+        Returns:
+            Whether there were lines.
+        """
+        if self._failed is not None:
+            self._show(self._failed.name if self._reports.has(self._failed.name) else "")
+        elif self._stop is None:
+            self._show(self._reports.first())
+        failed = self._failed
+        # Workers that disagree learn it from a server, which then ends first and is not to blame.
+        blamed = failed is not None and (failed.kind == "worker" or failed.code != 1)
+        lines = self._reports.lines(blamed)
+        for name, line in lines:
+            self._tell_of(name, line)
+        return bool(lines)
+
     def _summarize(self) -> None:
+        shortened = self._tell_failures()
         for process in self._running:
             self._say(f"{_named(process)} cannot be killed; it hangs in the kernel")
         if self._failure is not None:
@@ -295,8 +365,11 @@ class Supervisor:
                     wait_s = self._patience.goodbye_s
                     self._say(
                         f"{_named(process)} did not end within {wait_s:g} s after the last worker "
-                        f"and was ended"
+                        "and was ended; it waits for workers that have not joined the job: perhaps "
+                        "the script never calls tw.init()"
                     )
+        if shortened:
+            self._say("--full-tracebacks shows where each of these workers was")
         if self._stdout.lost is not None and self._stdout.lost.errno != errno.EBADF:
             self._say(f"some output was lost: {self._stdout.lost.strerror}")
 
@@ -324,8 +397,13 @@ def _is_terminal(output: Output) -> bool:
     return output.lost is None and os.isatty(output.descriptor)
 
 
-def _wants_colour() -> bool:
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def _colour_of(worker: str) -> int:
+    return _COLOURS[int(worker.rpartition(" ")[2]) % len(_COLOURS)]
+
+
+def _shown_colour(output: Output, colour: int) -> int | None:
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return colour if wanted and _is_terminal(output) else None
 
 
 def _check_pidfd() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import PeerLostError, TensorwireError
+from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.memory import RemoteRegion, Transfer, wait_all
 
 from .members import ServerMember, WorkerMember
@@ -157,10 +157,10 @@ class Collective:
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
             if word.value >= _FAILED:
-                raise RuntimeError(self._text()) from error
+                raise consequence(self._text()) from error
             raise
         if word.value >= _FAILED:
-            raise RuntimeError(self._text())
+            raise consequence(self._text())
         result = self._outbox[_HEAD:_BLOCK].array("float64")
         if result[0] < 0:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.errors import PeerLostError, TensorwireError
+from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.membership import WorkerMember, called, why_lost
 from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
 
@@ -667,7 +667,7 @@ class RemoteStore:
                 raise self._explain(peer, error) from error
             result = Result.from_bytes(self._texts[index])
             if result.failed or result.version != version:
-                raise RuntimeError(result.message or "the job is over; its servers have ended")
+                raise consequence(result.message or "the job is over; its servers have ended")
             results.append(result)
         slowest = max(results, key=lambda each: each.work_s)
         return Result(
@@ -681,7 +681,7 @@ class RemoteStore:
     def _explain(self, peer: Peer, error: TensorwireError) -> Exception:
         """What a server said before it was lost is worth more than that it was lost."""
         if reason := self.reason():
-            return RuntimeError(reason)
+            return consequence(reason)
         if isinstance(error, PeerLostError):
             return PeerLostError(f"{called(peer)} was lost: {why_lost(peer) or error}")
         return error

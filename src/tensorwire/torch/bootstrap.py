@@ -17,6 +17,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import Place
 
@@ -35,6 +36,7 @@ def find_place() -> Place:
     if place is not None and place.servers:
         return place
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        tracebacks.install(f"worker {os.environ['RANK']}")
         return _under_torchrun()
     return place or Place()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tensorwire.edges import wait_for_region
-from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.errors import TensorwireError, UnavailableError, consequence
 from tensorwire.membership import Place, check_name, listed, turn_away
 from tensorwire.memory import Node, Peer
 
@@ -52,7 +52,7 @@ class Machines:
         self.node.allocate(_MET_BYTES * (1 + failed), name=label, access="r")
         for rank, peer in self.peers.items() if not failed else ():
             if wait_for_region(peer, label, None, f"rank {rank}").size_bytes > _MET_BYTES:
-                raise RuntimeError(f"rank {rank} has failed; its own error tells why")
+                raise consequence(f"rank {rank} has failed; its own error tells why")
 
     def close(self) -> None:
         """Leaves. Idempotent."""

@@ -816,6 +816,11 @@ class Exchange:
             )  # fmt: skip
 
     @property
+    def never_stepped(self) -> bool:
+        """Gradients came, and no step was made of them."""
+        return self.steps == 0 and bool(self.bytes_copied)
+
+    @property
     def planning_s(self) -> float:
         """Spent on learning which allocations the gradients are."""
         return self._placing.learning_s if isinstance(self._placing, Placing) else 0.0

@@ -21,7 +21,7 @@ from torch import nn
 from . import job as jobs
 from .exchange import Exchange, Found
 from .optimizer import DistributedOptimizer
-from .placing import SPARSE, Placed
+from .placing import NOT_YET, SPARSE, Placed
 
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
@@ -35,6 +35,7 @@ class ExplainRow:
         name: of the parameter.
         role: "parameter" or "gradient".
         shape, dtype: as in torch.
+        arrived: there is one; false of a gradient that backward never made.
         bytes: of the tensor; of a sparse gradient, those of the rows that it had.
         offset: of its slot in the store, bytes.
         in_place: it lies where the servers read and write it, in its slot or in the pool, or, for a
@@ -49,6 +50,7 @@ class ExplainRow:
     role: str
     shape: tuple[int, ...]
     dtype: str
+    arrived: bool
     bytes: int
     offset: int
     in_place: bool
@@ -57,13 +59,21 @@ class ExplainRow:
     bytes_copied: int
     reason: str
 
+    @property
+    def state(self) -> str:
+        """Of a gradient: "in place", "copied", or "no gradient" where it never came."""
+        if not self.arrived:
+            return "no gradient"
+        return "in place" if self.in_place else "copied"
+
 
 @dataclass(frozen=True)
 class Explanation:
     """The tensors of one optimizer, after its last step.
 
     Attributes:
-        model: its name.
+        model: its class; where a job has several optimizers, with what tells it apart: the name
+            under which `job.keep` has it, or a number.
         rows: gradients first, in the order of the model, then parameters.
         planning_s: spent on learning which allocations the gradients are, since the start.
     """
@@ -74,13 +84,23 @@ class Explanation:
 
     @property
     def gradients(self) -> tuple[ExplainRow, ...]:
-        """The rows of gradients, which the totals are of."""
+        """The rows of gradients, also of those that never came."""
         return tuple(row for row in self.rows if row.role == "gradient")
 
     @property
+    def arrived(self) -> tuple[ExplainRow, ...]:
+        """The gradients that came, which the totals are of."""
+        return tuple(row for row in self.gradients if row.arrived)
+
+    @property
+    def missing(self) -> tuple[ExplainRow, ...]:
+        """The gradients that never came."""
+        return tuple(row for row in self.gradients if not row.arrived)
+
+    @property
     def bytes(self) -> int:
-        """Of all gradients."""
-        return sum(row.bytes for row in self.gradients)
+        """Of all gradients that came."""
+        return sum(row.bytes for row in self.arrived)
 
     @property
     def bytes_in_place(self) -> int:
@@ -94,7 +114,7 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """As `tensorwire explain --json` writes it."""
-        gradients = self.gradients
+        gradients = self.arrived
         return {
             "model": self.model,
             "tensors": len(gradients),
@@ -102,6 +122,8 @@ class Explanation:
             "bytes_in_place": self.bytes_in_place,
             "tensors_in_place": sum(row.in_place for row in gradients),
             "bytes_copied": self.bytes_copied,
+            "tensors_without_gradient": len(self.missing),
+            "bytes_without_gradient": sum(row.bytes for row in self.missing),
             "planning_seconds": self.planning_s,
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
@@ -110,8 +132,9 @@ class Explanation:
         """The store from its first byte to its last, in `width` cells.
 
         Returns:
-            Per cell the role of most of its bytes ("in place", "copied", "none") and which gradient
-            has them, counted by their places in the store; -1 for none.
+            Per cell the role of most of its bytes ("in place", "copied", "no gradient" where it
+            never came, "none" where no tensor is) and which gradient has them, counted by their
+            places in the store; -1 for none.
         """
         gradients = sorted(self.gradients, key=lambda row: row.offset)
         end = max((row.offset + row.bytes for row in gradients), default=0)
@@ -126,18 +149,18 @@ class Explanation:
             if most <= 0:
                 cells.append(("none", -1))
             else:
-                cells.append(("in place" if gradients[index].in_place else "copied", index))
+                cells.append((gradients[index].state, index))
         return cells
 
     def __str__(self) -> str:
-        gradients = self.gradients
         share = 100 * self.bytes_in_place / self.bytes if self.bytes else 0.0
-        in_place = sum(row.in_place for row in gradients)
+        in_place = sum(row.in_place for row in self.arrived)
+        none = f"; {len(self.missing)} never came" if self.missing else ""
         lines = [
-            f"{self.model}: {in_place} of {len(gradients)} gradients in place, "
-            f"{self.bytes_in_place} of {self.bytes} bytes ({share:.2f} %)"
+            f"{self.model}: {in_place} of {len(self.arrived)} gradients in place, "
+            f"{self.bytes_in_place} of {self.bytes} bytes ({share:.2f} %){none}"
         ]
-        for row in gradients:
+        for row in self.gradients:
             how = f"{row.route}: {row.reason}" if row.reason else "in place"
             lines.append(f"  {row.name}  {row.shape}  {row.bytes} bytes  {how}")
         return "\n".join(lines)
@@ -158,24 +181,47 @@ def explain_optimizer(optimizer: Any) -> Explanation:
         if placed is not None:
             copied = found.bytes_copied or 0
             copies = -(-copied // found.size_bytes) if copied else 0
+            arrived = found.bytes_copied is not None
             gradients.append(
                 ExplainRow(
-                    found.name, "gradient", shape, dtype, found.size_bytes, offset,
-                    placed.in_place, _route(found, placed), copies, copied, placed.reason,
+                    found.name, "gradient", shape, dtype, arrived, found.size_bytes, offset,
+                    placed.in_place and arrived, _route(found, placed), copies, copied,
+                    placed.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
         why = "it is being edited" if found.held else "another optimizer has it"
         parameters.append(
             ExplainRow(
-                found.name, "parameter", shape, dtype, parameter.nbytes, offset, found.inside,
-                "read in place", 0, 0, "" if found.inside else why,
+                found.name, "parameter", shape, dtype, True, parameter.nbytes, offset,
+                found.inside, "read in place", 0, 0, "" if found.inside else why,
             )
         )  # fmt: skip
-    return Explanation(core.model_name, tuple(gradients + parameters), core.planning_s)
+    return Explanation(_name_of(core), tuple(gradients + parameters), core.planning_s)
+
+
+def _name_of(core: Exchange) -> str:
+    """The model's class, and with several optimizers in the job what tells this one apart."""
+    cores = [optimizer._tensorwire for optimizer in core.job.optimizers]
+    if len(cores) < 2:
+        return core.model_name
+    names = [_kept_name(each) for each in cores]
+    alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(core)]
+    if len(alike) < 2:
+        return _kept_name(core)
+    kept = core.job.kept_name(lambda thing: getattr(thing, "_tensorwire", None) is core)
+    which = kept or str(1 + next(i for i, each in enumerate(alike) if each is core))
+    return f"{_kept_name(core)} {which}"
+
+
+def _kept_name(core: Exchange) -> str:
+    name = core.job.kept_name(lambda thing: thing is core.model)
+    return f"{name} ({core.model_name})" if name else core.model_name
 
 
 def _route(found: Found, placed: Placed) -> str:
-    if found.bytes_copied is None or not found.parameter.nbytes:
+    if found.bytes_copied is None:
+        return "never came"
+    if not found.parameter.nbytes:
         return "none"
     if placed.reason == SPARSE:
         return "rows sent"

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import TensorwireError, consequence
 from tensorwire.membership import (
     LOOPBACK,
     MAX_NUMBERS,
@@ -107,6 +107,13 @@ def current_job() -> Job:
 def present_job() -> Job | None:
     """The job of this process; None if there is none."""
     return None if _current is None or _current.closed else _current
+
+
+def _tell_of_no_step(optimizer: Any) -> None:
+    """The usual slip, which is silent otherwise: the model is as it was."""
+    name = optimizer._tensorwire.model_name
+    text = f"the optimizer of {name} got gradients, and its step() was never called"
+    print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
 
 
 class Job:
@@ -263,7 +270,7 @@ class Job:
         while True:
             for optimizer in self.optimizers:
                 if reason := optimizer._tensorwire.store.reason():
-                    return RuntimeError(reason)
+                    return consequence(reason)
             if time.monotonic() >= deadline:
                 return error
             time.sleep(0.01)
@@ -399,6 +406,10 @@ class Job:
                 raise TypeError(f"{name} has no state_dict() and load_state_dict()")
             self._kept[name] = thing
 
+    def kept_name(self, matches: Callable[[Any], bool]) -> str:
+        """The name that `keep` was given for the first object that matches; "" for none."""
+        return next((name for name, thing in self._kept.items() if matches(thing)), "")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one version of everything kept to a file, for `torch.load`.
 
@@ -449,6 +460,8 @@ class Job:
         atexit.unregister(self._at_exit)
         try:
             for optimizer in self.optimizers:
+                if goodbye and self.rank == 0 and optimizer._tensorwire.never_stepped:
+                    _tell_of_no_step(optimizer)
                 optimizer._tensorwire.close(private)
         finally:
             if self._machines is not None:

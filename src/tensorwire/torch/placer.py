@@ -12,10 +12,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,10 @@ from tensorwire.errors import UnavailableError
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "placer.cc"
 _TIMEOUT_S = 120.0
+_NO_COMPILER = (
+    "no C++ compiler was found to compile the allocator for this torch; install one "
+    "(Debian: g++), or name it in CXX"
+)
 
 
 class Placer:
@@ -92,6 +97,28 @@ def _open() -> ctypes.PyDLL:
         raise UnavailableError(f"{error}{why}") from error
 
 
+def find() -> str:
+    """How `load` would get the library, in words; compiles nothing and installs nothing.
+
+    Raises:
+        UnavailableError: it would not get one.
+    """
+    brought, why = _brought(), ""
+    if brought.exists() and torch._C._GLIBCXX_USE_CXX11_ABI:
+        try:
+            ctypes.PyDLL(str(brought), os.RTLD_LOCAL | os.RTLD_NODELETE)
+            return f"prebuilt, {brought.name}"
+        except OSError as error:
+            why = f"; the prebuilt one cannot be loaded: {error}"
+    compiler = find_compiler()
+    path = _folder() / _name(compiler or ["c++"])
+    if path.exists():
+        return f"compiled before, {path}{why}"
+    if compiler is None:
+        raise UnavailableError(f"{_NO_COMPILER}{why}")
+    return f"compiled at first use, by {compiler[0]}{why}"
+
+
 def _brought() -> Path:
     """Where the one of a wheel is for this minor version of torch (CMakeLists.txt)."""
     minor = ".".join(torch.__version__.split(".")[:2])
@@ -100,19 +127,14 @@ def _brought() -> Path:
 
 
 def _compiled() -> Path:
-    compiler = _compiler()
-    command = _command(compiler or "c++")
-    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
-    name = f"placer-{torch.__version__}-{digest}.so"
+    compiler = find_compiler()
+    command = _command(compiler or ["c++"])
     folder = _folder()
-    path = folder / name
+    path = folder / _name(compiler or ["c++"])
     if path.exists():
         return path
     if compiler is None:
-        raise UnavailableError(
-            "no C++ compiler was found to compile the allocator for this torch; install one "
-            "(Debian: g++), or name it in CXX"
-        )
+        raise UnavailableError(_NO_COMPILER)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
         made = Path(file.name)
     try:
@@ -131,18 +153,32 @@ def _compiled() -> Path:
     return path
 
 
-def _compiler() -> str | None:
-    wanted = os.environ.get("CXX", "").split()
-    for name in (*wanted[:1], "c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return found
-    return None
+def find_compiler() -> list[str] | None:
+    """The C++ compiler of this machine, CXX with its words where that is set; None if none is.
+
+    Raises:
+        UnavailableError: what CXX names is not there.
+    """
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    if wanted:
+        if found := shutil.which(wanted[0]):
+            return [found, *wanted[1:]]
+        raise UnavailableError(f"CXX names {wanted[0]!r}, which is not there; unset it or name one")
+    return next(
+        ([found] for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None
+    )
 
 
-def _command(compiler: str) -> list[str]:
+def _name(compiler: Sequence[str]) -> str:
+    command = " ".join(_command(compiler)).encode()
+    digest = hashlib.sha256(_SOURCE.read_bytes() + command).hexdigest()[:16]
+    return f"placer-{torch.__version__}-{digest}.so"
+
+
+def _command(compiler: Sequence[str]) -> list[str]:
     home = Path(torch.__file__).parent
     return [
-        compiler,
+        *compiler,
         *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{home / 'include'}",

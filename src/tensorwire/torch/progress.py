@@ -66,7 +66,8 @@ class ProgressLine:
     def end(self, epoch: int, values: Mapping[str, float]) -> None:
         """An epoch has ended: its line stays, its bar goes."""
         seconds = time.perf_counter() - self._started
-        line = f"epoch {epoch + 1}/{self._epochs}: {_text(values)} ({seconds:.1f} s)"
+        figures = f": {_text(values)}" if values else ""
+        line = f"epoch {epoch + 1}/{self._epochs}{figures} ({seconds:.1f} s)"
         if self._bar is None:
             print(line, file=sys.stderr, flush=True)
             return

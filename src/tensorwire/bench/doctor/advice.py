@@ -157,11 +157,16 @@ def about_cpu(cpu: Cpu) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding(OK, "cores", text)
+    if cpu.load is None:
+        return
+    text = f"{cpu.load:.1f} runnable tasks on {free:g} cores"
     if cpu.oversubscribed:
         yield Finding(
-            NOTE, "load", f"{cpu.load:.1f} runnable tasks on {free:g} cores: more than they can do",
+            NOTE, "load", f"{text}: more than they can do",
             "measure when the machine is quiet; in a job, give each process cores of its own",
         )  # fmt: skip
+    else:
+        yield Finding(OK, "load", text)
 
 
 def about_memory(memory: SharedMemory) -> Iterator[Finding]:
@@ -307,14 +312,7 @@ def about_rdma(rdma: Rdma, transports: Sequence[str]) -> Iterator[Finding]:
             WARNING, "rdma access", "/dev/infiniband/uverbs* cannot be opened",
             "docker: --device=/dev/infiniband; else rights of the group 'rdma'",
         )  # fmt: skip
-    if rdma.locked_bytes is not None and rdma.locked_bytes < LOCKED_BYTES:
-        yield Finding(
-            WARNING, "locked memory", f"{_size(rdma.locked_bytes)} may be locked; rdma locks every "
-            "region", "ulimit -l unlimited (docker: --ulimit memlock=-1; "
-            "systemd: LimitMEMLOCK=infinity)",
-        )  # fmt: skip
-    else:
-        yield Finding(OK, "locked memory", _locked(rdma))
+    yield about_locked_memory(rdma)
 
 
 def _about_idle_rdma(rdma: Rdma) -> Iterator[Finding]:
@@ -323,11 +321,21 @@ def _about_idle_rdma(rdma: Rdma) -> Iterator[Finding]:
         yield Finding(OK, "rdma", "no device under /sys/class/infiniband")
     version = f"{rdma.ucx} can be loaded" if rdma.ucx else "libucp.so.0 (libucx0) is not installed"
     yield Finding(OK, "UCX", f"{version}; only rdma needs it")
-    yield Finding(OK, "locked memory", f"{_locked(rdma)}; only rdma needs much")
+    yield about_locked_memory(rdma)
 
 
-def _locked(rdma: Rdma) -> str:
-    return "no limit" if rdma.locked_bytes is None else f"{_size(rdma.locked_bytes)} may be locked"
+def about_locked_memory(rdma: Rdma) -> Finding:
+    """How much may be locked; a warning where a device is active, which needs it."""
+    limit = rdma.locked_bytes
+    text = "no limit" if limit is None else f"{_size(limit)} may be locked"
+    if not rdma.active:
+        return Finding(OK, "locked memory", f"{text}; only rdma needs much")
+    if limit is None or limit >= LOCKED_BYTES:
+        return Finding(OK, "locked memory", text)
+    return Finding(
+        WARNING, "locked memory", f"{text}; rdma locks every region",
+        "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+    )  # fmt: skip
 
 
 def _has_ip_gid(gids: Iterable[str]) -> bool:

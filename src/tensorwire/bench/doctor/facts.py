@@ -33,6 +33,7 @@ from tensorwire.memory.node import TRANSPORTS
 FORMAT = 1
 _CAP_IPC_LOCK = 14
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+_SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 16)
 # Loading happens in a process of its own: two copies of UCX in one process can hang.
 _LOAD_UCX = f"""
 import ctypes
@@ -247,57 +248,23 @@ def read(root: Path = _ROOT) -> Facts:
 
 def read_cpu(root: Path = _ROOT) -> Cpu:
     """Cores, quota and load."""
-    model = ""
-    for line in (read_line(root / "proc/cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Processor"):
-            model = value.strip()
-            break
     load = (read_line(root / "proc/loadavg") or "").split()
     return Cpu(
-        model=model,
+        model=machine.cpu_model(root) or "",
         cores=os.cpu_count() or 1,
         usable=len(os.sched_getaffinity(0)),
-        quota=read_quota(root),
+        quota=machine.cpu_quota(root),
         load=float(load[0]) if load else None,
     )
-
-
-def group_folders(root: Path = _ROOT) -> list[Path]:
-    """The control groups (version 2) of this process, its own first, each bounding those before."""
-    top = root / "sys/fs/cgroup"
-    for line in (read_line(root / "proc/self/cgroup") or "").splitlines():
-        if line.startswith("0::/"):
-            own = top / line[4:]
-            return [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
-    return [top]
-
-
-def read_quota(root: Path = _ROOT) -> float | None:
-    """Cores that the control groups grant; None without a limit."""
-    found = []
-    for folder in group_folders(root):
-        quota, _, period = (read_line(folder / "cpu.max") or "max").partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period) > 0:
-            found.append(int(quota) / int(period))
-    old = root / "sys/fs/cgroup/cpu"
-    quota_us, period_us = (read_number(old / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
-    if quota_us and period_us and quota_us > 0:
-        found.append(quota_us / period_us)
-    return min(found, default=None)
 
 
 def read_memory(root: Path = _ROOT) -> SharedMemory:
     """What shared memory can be had."""
     left = []
-    for folder in group_folders(root):
+    for folder in machine.control_groups(root):
         most, used = read_number(folder / "memory.max"), read_number(folder / "memory.current")
         if most is not None and used is not None:
             left.append(max(0, most - used))
-    available = None
-    for line in (read_line(root / "proc/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
     try:
         status = os.statvfs(root / "dev/shm")
         dev_shm = status.f_blocks * status.f_frsize
@@ -308,13 +275,18 @@ def read_memory(root: Path = _ROOT) -> SharedMemory:
         fault=memfd_fault(),
         huge_pages=machine.chosen(str(switch)) or "",
         dev_shm_bytes=dev_shm,
-        available_bytes=available,
+        available_bytes=machine.memory_bytes("MemAvailable", root),
         group_left_bytes=min(left, default=None),
     )
 
 
-def memfd_fault() -> str:
-    """Makes, maps and seals a memfd as a region does; why that fails, "" if it does not."""
+def memfd_fault(read_only: bool = False) -> str:
+    """Makes, maps and seals a memfd as a region does; why that fails, "" if it does not.
+
+    Args:
+        read_only: also as one that peers may only read.
+    """
+    seals = _SEALS | _SEAL_FUTURE_WRITE if read_only else _SEALS
     try:
         descriptor = os.memfd_create("tensorwire-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
@@ -323,7 +295,7 @@ def memfd_fault() -> str:
         os.ftruncate(descriptor, mmap.PAGESIZE)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
             memory[0] = 1
-        fcntl.fcntl(descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), _SEALS)
+        fcntl.fcntl(descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), seals)
     except OSError as error:
         return f"a memfd cannot be sealed: {error}"
     finally:

@@ -1,0 +1,114 @@
+"""What workers report of the exceptions that end them, and which of these is shown how.
+
+One traceback is shown, of the error that ended the job; every other one is a line. Pure: knows no
+process and no terminal.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tensorwire.tracebacks import Failure, hint
+
+_LONGEST_REPORT = 4 << 20
+
+
+class Report:
+    """Takes what a worker writes when an exception ends it: a `Failure` as a line of JSON.
+
+    Attributes:
+        failure: that came, None so far.
+    """
+
+    full = False
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+        self._text = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes."""
+        if self.failure is None and len(self._text) < _LONGEST_REPORT:
+            self._text += data
+            line, newline, _ = self._text.partition(b"\n")
+            if newline:
+                self.failure = _parsed(line)
+
+    def close(self) -> None:
+        """There is no more. A report that was cut off is shown as it is."""
+        if self.failure is None and self._text:
+            self.failure = _parsed(self._text)
+
+
+def _parsed(line: bytes | bytearray) -> Failure:
+    """A report; what is none is shown as text, for it may say what is wrong."""
+    try:
+        return Failure(**json.loads(line))
+    except (ValueError, TypeError):
+        shown = bytes(line[:1000]).decode(errors="replace")
+        return Failure("a report that cannot be read", shown, "", f"{shown}\n", 0, False, False)
+
+
+class Reports:
+    """The failures of a job's workers, in the order in which they came.
+
+    Attributes:
+        shown: the name of the worker whose traceback was shown; "" so far.
+    """
+
+    def __init__(self) -> None:
+        self.shown = ""
+        self._failures: dict[str, Failure] = {}
+
+    def add(self, name: str, failure: Failure) -> None:
+        """A worker has failed."""
+        self._failures[name] = failure
+
+    def has(self, name: str) -> bool:
+        """Whether this process has told why it ends."""
+        return name in self._failures
+
+    def cause(self) -> str:
+        """The first worker with an error that is no other process's; "" if there is none."""
+        own = (n for n, each in self._failures.items() if not each.consequence | each.interrupt)
+        return next(own, "")
+
+    def first(self) -> str:
+        """The first worker that has failed; "" if none has."""
+        return next(iter(self._failures), "")
+
+    def said(self, name: str) -> str:
+        """The error of a worker in one line."""
+        return self._failures[name].line()
+
+    def is_consequence(self, name: str) -> bool:
+        """Whether a worker says only that another process has failed."""
+        return name in self._failures and self._failures[name].consequence
+
+    def traceback(self, name: str) -> str:
+        """The traceback of a worker, which is shown from now on and will not be a line."""
+        self.shown = name
+        failure = self._failures[name]
+        text = failure.text if failure.text.endswith("\n") else f"{failure.text}\n"
+        return f"{text}({hint(failure.hidden)})\n" if failure.hidden else text
+
+    def lines(self, blamed: bool) -> list[tuple[str, str]]:
+        """The other workers: name, and one line without an end.
+
+        Args:
+            blamed: the process that failed first is known, and these ended because of it.
+        """
+        first = self._failures.get(self.shown)
+        found = []
+        for name, failure in self._failures.items():
+            if name == self.shown:
+                continue
+            if first is not None and (first.kind, first.message) == (failure.kind, failure.message):
+                found.append((name, f"{failure.line()}: the same error"))
+            elif failure.consequence and blamed:
+                found.append((name, f"{failure.line()}: a consequence, not the cause"))
+            elif failure.interrupt or failure.consequence or first is None:
+                found.append((name, failure.line()))
+            else:
+                found.append((name, f"{failure.line()}: another error"))
+        return found

@@ -1,0 +1,108 @@
+"""No option of any command is ignored: it works, or is an error that says why."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tensorwire.cli import main
+from tensorwire.cli.command import Command
+
+WRONG = [
+    ("run -w 1 -w 2 SCRIPT", "--workers is given twice"),
+    ("run --slices 2 --slices 4 -w 2 SCRIPT", "--slices is given twice"),
+    ("run SCRIPT -w 2", "-w stands behind the script, which gets it; put it before SCRIPT"),
+    ("run SCRIPT --workers=2 --lr 1", "--workers=2 stands behind the script"),
+    ("run -w 2", "Missing argument 'SCRIPT'"),
+    ("info extra", "unexpected extra argument"),
+    ("info --jsn", "No such option"),
+    ("doctor --json a --json b", "--json is given twice"),
+    ("doctor --seconds 1 --seconds 2", "--seconds is given twice"),
+    ("doctor --listen 127.0.0.1:0", "--listen belongs to --serve"),
+    ("doctor --serve --json a", "belong to the measuring end"),
+    ("explain --json a --json b SCRIPT", "--json is given twice"),
+    ("explain --tiny SCRIPT", "--tiny is for a workload"),
+    ("explain lstm --jsn x", "No such option"),
+    ("explain lstm more", "the workload lstm takes no argument 'more'"),
+    ("explain lstm --json nowhere/at/all.json", "the folder of nowhere/at/all.json does not exist"),
+    ("explain --json nowhere/at/all.json SCRIPT", "does not exist"),
+    ("bench memory --figure figure.txt", "figure.txt is no figure; it ends with .svg, .pdf, .png"),
+    ("bench memory --figure same.svg --json same.svg", "both name same.svg"),
+    ("bench memory --json nowhere/at/all.json", "does not exist"),
+    ("bench memory --cases signal --sizes 8", "--sizes is of write and read, which --cases leaves"),
+    ("bench memory --cases signal --figure f.svg", "--figure is of write and read"),
+    ("bench memory --cases round_trip --wires shm", "round_trip is measured on tcp"),
+    ("bench memory --sizes 8,8", "8 is named twice"),
+    ("bench memory --wires shm --wires shm", "shm is named twice"),
+    ("bench memory --seconds 1 --seconds 2", "--seconds is given twice"),
+    ("bench training --wires alone --steps 5", "--steps has no meaning for --wires alone"),
+    ("bench training --wires alone --models mlp200", "measures small models"),
+    ("bench training --wires alone --systems limit", "measures tensorwire, which --systems leaves"),
+    ("bench training --optimizer sgd --optimizer adamw", "--optimizer is given twice"),
+    ("bench placement --wire alone --systems grpc", "--systems has no meaning for --wire alone"),
+    ("bench placement --workload dlrm --optimizer adamw", "dlrm has one of its own"),
+    ("bench workloads --json nowhere/at/all.json", "does not exist"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG, ids=[line for line, _ in WRONG])
+def test_options_that_make_no_sense(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: `explain alexnet --json f` wrote nothing and said nothing."""
+    if line.startswith(("bench training", "bench placement")):
+        pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    Path("SCRIPT").write_text("raise AssertionError('it was run')")
+    result = CliRunner().invoke(main, line.split())
+    assert result.exit_code != 0
+    assert not isinstance(result.exception, AssertionError)
+    assert said in " ".join(result.output.split())
+
+
+NEED_TORCH = [
+    "run -w 2 SCRIPT", "explain SCRIPT", "explain lstm", "bench training --quick",
+    "bench placement --quick", "bench workloads",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NEED_TORCH)
+def test_without_torch_the_remedy_is_told(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named for a bug: three tracebacks of a server, or one of the bench."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+    catalog = importlib.import_module("tensorwire.bench.workloads.catalog")
+    catalog._tensors.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    Path("SCRIPT").write_text("raise AssertionError('it was run')")
+    result = CliRunner().invoke(main, line.split())
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Error: " in result.output
+    assert "torch: pip install 'tensorwire[" in " ".join(result.output.split())
+
+
+def commands(group: click.Group) -> list[click.Command]:
+    found = []
+    for command in group.commands.values():
+        found += commands(command) if isinstance(command, click.Group) else [command]
+    return found
+
+
+def test_every_command_looks_at_its_options() -> None:
+    assert len(commands(main)) >= 8
+    assert [each.name for each in commands(main) if not isinstance(each, Command)] == []
+
+
+def test_every_option_has_a_help() -> None:
+    for command in commands(main):
+        for option in command.params:
+            assert not isinstance(option, click.Option) or option.help, (command.name, option.name)
