@@ -407,6 +407,20 @@ void check_not_forked(const Mapping& mapping) {
   if (!mapping.usable()) throw Error(Code::kClosed, kForked);
 }
 
+// Memory of this process alone that can be mapped twice; no Node is needed for it.
+struct LocalMemory {
+  std::shared_ptr<Mapping> mapping;
+};
+
+std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapping) {
+  check_not_forked(*mapping);
+  if (mapping->descriptor() < 0) {
+    throw Error(Code::kUnavailable,
+                "the region's memory cannot be mapped again: this Node shares none");
+  }
+  return std::make_shared<PrivateMapping>(mapping, mapping->descriptor());
+}
+
 int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* mapping, size_t size,
                 bool writable) {
   view->obj = nullptr;
@@ -434,6 +448,28 @@ int remote_region_buffer(PyObject* object, Py_buffer* view, int flags) {
   return fill_buffer(object, view, flags, region->mapping.get(), region->size,
                      region->access.write);
 }
+
+int private_buffer(PyObject* object, Py_buffer* view, int flags) {
+  auto* mapping = nb::inst_ptr<PrivateMapping>(nb::handle(object));
+  if (!mapping->usable()) return fill_buffer(object, view, flags, &mapping->shared(), 0, false);
+  return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(mapping->size()),
+                           0, flags);
+}
+
+int memory_buffer(PyObject* object, Py_buffer* view, int flags) {
+  auto& mapping = *nb::inst_ptr<LocalMemory>(nb::handle(object))->mapping;
+  return fill_buffer(object, view, flags, &mapping, mapping.size(), true);
+}
+
+PyType_Slot kPrivateSlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(private_buffer)},
+    {0, nullptr},
+};
+
+PyType_Slot kMemorySlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(memory_buffer)},
+    {0, nullptr},
+};
 
 PyType_Slot kRegionSlots[] = {
     {Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)},
@@ -532,6 +568,49 @@ void bind_transfer(nb::module_& m) {
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"));
 }
 
+void bind_private(nb::module_& m) {
+  nb::class_<PrivateMapping>(m, "PrivateMapping", nb::type_slots(kPrivateSlots))
+      .def_prop_ro("size_bytes", &PrivateMapping::size)
+      .def_prop_ro_static("told_by_kernel",
+                          [](nb::handle) { return PrivateMapping::told_by_kernel(); })
+      .def(
+          "written",
+          [](PrivateMapping& p, bool compare) {
+            check_not_forked(p.shared());
+            return p.written(compare);
+          },
+          "compare"_a)
+      .def("revert", [](PrivateMapping& p) {
+        check_not_forked(p.shared());
+        p.revert();
+      });
+  nb::class_<LocalMemory>(m, "LocalMemory", nb::type_slots(kMemorySlots))
+      .def(
+          "__init__",
+          [](LocalMemory* self, uint64_t size_bytes) {
+            new (self) LocalMemory{Mapping::create(size_bytes, true, true)};
+          },
+          "size_bytes"_a)
+      .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
+  m.def(
+      "same_bytes",
+      [](nb::handle one, nb::handle other) {
+        Local first(one, false), second(other, false);
+        WithoutGil release;
+        return first.size() == second.size() &&
+               std::memcmp(first.data(), second.data(), first.size()) == 0;
+      },
+      "one"_a, "other"_a);
+  m.def(
+      "checksum",
+      [](nb::handle local) {
+        Local bytes(local, false);
+        WithoutGil release;
+        return checksum({bytes.data(), bytes.size()});
+      },
+      "local"_a);
+}
+
 void bind_regions(nb::module_& m) {
   nb::class_<Region>(m, "Region", nb::type_slots(kRegionSlots))
       .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
@@ -547,6 +626,7 @@ void bind_regions(nb::module_& m) {
              check_not_forked(*r.mapping);
              r.mapping->discard();
            })
+      .def("map_private", [](const Region& r) { return map_private(r.mapping); })
       .def(
           "load_word",
           [](const Region& r, uint64_t offset) {
@@ -559,6 +639,7 @@ void bind_regions(nb::module_& m) {
           "offset"_a);
   nb::class_<RemoteRegion>(m, "RemoteRegion", nb::type_slots(kRemoteRegionSlots))
       .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
+      .def_prop_ro("copied", [](const RemoteRegion& r) { return r.copied; })
       .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
       .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
       .def_prop_ro("id", [](const RemoteRegion& r) { return r.id; })
@@ -632,10 +713,11 @@ void bind_peer(nb::module_& m) {
           "name"_a, "timeout_s"_a.none())
       .def(
           "attach",
-          [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s) {
-            return mutable_(answer(p, p->ask_attach(id, generation), "region", timeout_s));
+          [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
+             bool copied) {
+            return mutable_(answer(p, p->ask_attach(id, generation, copied), "region", timeout_s));
           },
-          "id"_a, "generation"_a, "timeout_s"_a.none())
+          "id"_a, "generation"_a, "timeout_s"_a.none(), "copied"_a = false)
       .def(
           "free",
           [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
@@ -777,10 +859,11 @@ void bind_node(nb::module_& m) {
       .def("check_open", &Node::check_open)
       .def(
           "allocate",
-          [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable) {
-            return n.allocate(size_bytes, name, {readable, writable});
+          [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable,
+             bool mappable) {
+            return n.allocate(size_bytes, name, {readable, writable}, mappable);
           },
-          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a)
+          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false)
       .def("region", &Node::region, "name"_a)
       .def(
           "free",
@@ -912,6 +995,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of tensorwire. Use tensorwire.memory; this module may change.";
   nb::register_exception_translator(translate);
   bind_transfer(m);
+  bind_private(m);
   bind_regions(m);
   bind_peer(m);
   bind_node(m);

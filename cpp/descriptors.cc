@@ -110,6 +110,11 @@ std::shared_ptr<Mapping> DescriptorMessage::map(size_t index, size_t size, bool 
   return Mapping::import(descriptors_.at(index), size, writable);
 }
 
+std::shared_ptr<PrivateMapping> DescriptorMessage::map_private(
+    size_t index, std::shared_ptr<Mapping> shared) const {
+  return std::make_shared<PrivateMapping>(std::move(shared), descriptors_.at(index));
+}
+
 Descriptor DescriptorMessage::doorbell(size_t index) const {
   int fd = descriptors_.at(index);
   struct statfs system{};

@@ -24,6 +24,7 @@
 #include "fork.h"
 #include "frame.h"
 #include "mapping.h"
+#include "private_mapping.h"
 #include "progress.h"
 
 namespace tensorwire {
@@ -44,6 +45,8 @@ class DescriptorMessage {
 
   // Maps the memfd at this place, see Mapping::import. Throws kInvalid, kNoMemory.
   std::shared_ptr<Mapping> map(size_t index, size_t size, bool writable) const;
+  // The same memory copy-on-write. Throws kNoMemory.
+  std::shared_ptr<PrivateMapping> map_private(size_t index, std::shared_ptr<Mapping> shared) const;
   // The doorbell at this place, opened anew so that the sender cannot make it block. Throws
   // kInvalid if it is not the end of a pipe, kBusy.
   Descriptor doorbell(size_t index) const;

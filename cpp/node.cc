@@ -162,9 +162,10 @@ Hello Node::hello() const {
 
 // ---- regions
 
-std::shared_ptr<Region> Node::allocate(uint64_t size, const std::string& name, Access access) {
+std::shared_ptr<Region> Node::allocate(uint64_t size, const std::string& name, Access access,
+                                       bool mappable) {
   check_open();
-  return regions_->allocate(size, name, access, fabric_.shareable, 0);
+  return regions_->allocate(size, name, access, fabric_.shareable || mappable, 0);
 }
 
 std::shared_ptr<Region> Node::region(const std::string& name) const {

@@ -60,7 +60,9 @@ class Node : public std::enable_shared_from_this<Node> {
   // Throws kClosed unless this process made the Node and has not closed it.
   void check_open() const;
 
-  std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access);
+  // mappable: this process can map the memory again, also if no peer can.
+  std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
+                                   bool mappable = false);
   std::shared_ptr<Region> region(const std::string& name) const;
   // Takes the region away from peers; returns when none of them can place bytes in it through
   // this Node any more. (On shm a peer that mapped it keeps its mapping of the old memory.)

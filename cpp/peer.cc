@@ -226,10 +226,12 @@ TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_
 
 // ---- regions of the peer
 
-AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region, bool leases) {
+AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region, bool leases,
+                   bool wants_copied) {
   check_alive();
   auto asked = std::make_shared<Asked>();
   asked->wants_region = wants_region;
+  asked->wants_copied = wants_copied;
   asked->leases = leases;
   asked->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
   header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
@@ -296,12 +298,12 @@ AskedPtr Peer::ask_lookup(const std::string& name) {
   return ask(header, name, true);
 }
 
-AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation) {
+AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation, bool copied) {
   Header header;
   header.type = FrameType::kLookup;
   header.region = id;
   header.generation = generation;
-  return ask(header, {}, true);
+  return ask(header, {}, true, false, copied);
 }
 
 AskedPtr Peer::ask_free(const RemoteRegion& region) {
@@ -382,6 +384,7 @@ bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
         // Out of address space or descriptors is our trouble; anything else is a lie.
         well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
       }
+      region->copied = std::move(passed.copied);
       if (status.ok()) known_[region->generation] = region;
       std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
     }
@@ -670,16 +673,19 @@ bool Peer::control(const Header& header, std::string_view body) {
       return tcp_ ? tcp_->done(header, body) : rdma_ && rdma_->done(header, body);
     }
     case FrameType::kGrant: {
+      bool copied;
       {
         std::lock_guard lock(mutex_);
         auto found = asked_.find(header.transfer);
         if (found == asked_.end() || !found->second->wants_region) return false;
+        copied = found->second->wants_copied;
       }
       bool memory = header.status == 0 && (header.flags & (kReadable | kWritable)) != 0;
       if (!shm_ || !memory) return granted(header, body, {});
-      auto examine = [header](const DescriptorMessage& message, Passed& passed) {
+      auto examine = [header, copied](const DescriptorMessage& message, Passed& passed) {
         if (message.count() != 1) throw Error(Code::kInvalid, "one descriptor was expected");
         passed.mapping = message.map(0, header.total, (header.flags & kWritable) != 0);
+        if (copied) passed.copied = message.map_private(0, passed.mapping);
       };
       return receive_memory(header, examine,
                             [this, header, name = std::string(body)](Passed& passed) {

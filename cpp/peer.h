@@ -47,6 +47,7 @@ struct Asked {
   TransferPtr transfer;
   RemoteRegionPtr region;  // valid when the transfer is done well
   bool wants_region = true;
+  bool wants_copied = false;  // also a private mapping, where memory is shared
   bool leases = false;     // the region is ours to give back
   bool granted = false;    // the Peer's lock
   bool abandoned = false;  // the Peer's lock
@@ -82,7 +83,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   // Regions of the peer. Non-blocking: wait for ->transfer; finish() gives the region or throws.
   AskedPtr ask_allocate(uint64_t size, const std::string& name, Access access);
   AskedPtr ask_lookup(const std::string& name);
-  AskedPtr ask_attach(uint32_t id, uint64_t generation);
+  AskedPtr ask_attach(uint32_t id, uint64_t generation, bool copied = false);
   AskedPtr ask_free(const RemoteRegion& region);
   RemoteRegionPtr finish(const AskedPtr& asked) const;
   // Nobody waits any more: a region that still comes is given back.
@@ -115,11 +116,13 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string describe() const;
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
-  AskedPtr ask(Header header, std::string_view body, bool wants_region, bool leases = false);
+  AskedPtr ask(Header header, std::string_view body, bool wants_region, bool leases = false,
+               bool wants_copied = false);
   // What came with a frame on the socket for descriptors.
   struct Passed {
     Status status;
     std::shared_ptr<Mapping> mapping;
+    std::shared_ptr<PrivateMapping> copied;
     Descriptor doorbell;
   };
   bool granted(const Header& header, std::string_view body, Passed passed);

@@ -21,6 +21,7 @@
 
 #include "error.h"
 #include "mapping.h"
+#include "private_mapping.h"
 #include "region.h"
 #include "transfer.h"
 
@@ -36,8 +37,9 @@ struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   uint64_t incarnation = 0;  // of the peer
   Access access;
   std::string name;
-  std::shared_ptr<Mapping> mapping;  // on one host: its memory
-  std::shared_ptr<RemoteKey> key;    // on rdma: what reaches it
+  std::shared_ptr<Mapping> mapping;        // on one host: its memory
+  std::shared_ptr<PrivateMapping> copied;  // the same copy-on-write, if that was asked for
+  std::shared_ptr<RemoteKey> key;          // on rdma: what reaches it
 
   bool contains(uint64_t offset, uint64_t length) const {
     return offset <= size && length <= size - offset;

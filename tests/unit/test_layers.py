@@ -35,7 +35,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "page", "sha256", "text", "word"),
     ("blocking", "frame", "mapping", "rdma_ports", "ucx"),
-    ("progress", "region"),
+    ("private_mapping", "progress", "region"),
     ("descriptors", "handshake", "rdma_fabric", "stream", "transfer"),
     ("listener", "service", "transport"),
     ("connect", "fault", "rdma", "shm", "tcp"),

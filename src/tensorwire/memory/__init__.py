@@ -3,11 +3,12 @@
 Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
 """
 
-from tensorwire._core import Transfer
+from tensorwire._core import Transfer, checksum, same_bytes
 
 from .handle import Handle
 from .node import Node, wait_all
 from .peer import Path, Peer, Prepared
+from .private import PrivateMapping, local_memory
 from .region import Region, Word
 from .remote import RemoteRegion, RemoteWord
 from .slower import PathWarning
@@ -19,10 +20,14 @@ __all__ = [
     "PathWarning",
     "Peer",
     "Prepared",
+    "PrivateMapping",
     "Region",
     "RemoteRegion",
     "RemoteWord",
     "Transfer",
     "Word",
+    "checksum",
+    "local_memory",
+    "same_bytes",
     "wait_all",
 ]

@@ -148,7 +148,14 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self.name!r} at {self.address}{', closed' if self.closed else ''}>"
 
-    def allocate(self, size_bytes: int, *, name: str | None = None, access: str = "rw") -> Region:
+    def allocate(
+        self,
+        size_bytes: int,
+        *,
+        name: str | None = None,
+        access: str = "rw",
+        mappable: bool = False,
+    ) -> Region:
         """Allocates zeroed memory that peers can reach.
 
         Args:
@@ -157,6 +164,7 @@ class Node:
                 need its handle.
             access: what peers may do: "rw", "r" (a write grant cannot be revoked later on one
                 host, so give it only where it is needed), "w", or "none".
+            mappable: `Region.private` works also if this Node's transports leave out shm.
 
         Raises:
             ValueError: size, access or name is not valid, or the name is taken.
@@ -166,7 +174,9 @@ class Node:
         """
         readable, writable = access_flags(access)
         size_bytes = byte_count(size_bytes)
-        core = self._core.allocate(size_bytes, name_text(name or "", "region"), writable, readable)
+        core = self._core.allocate(
+            size_bytes, name_text(name or "", "region"), writable, readable, mappable
+        )
         return Region(self, core, 0, core.size_bytes)
 
     def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:

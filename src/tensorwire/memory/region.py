@@ -23,6 +23,7 @@ from . import aio
 from .arguments import byte_range, word_offset, word_value
 from .buffers import array_over, check_tensor, describe, is_tensor, shape_in
 from .handle import Handle, access_name
+from .private import PrivateMapping
 
 if TYPE_CHECKING:
     from .node import Node
@@ -201,6 +202,19 @@ class Region:
         view.copy_(tensor.detach())
         tensor.data = view
         return view
+
+    def private(self) -> PrivateMapping:
+        """The same memory copy-on-write: what is written there stays in this process.
+
+        Raises:
+            ValueError: this is a slice.
+            UnavailableError: the Node shares no memory (its transports leave out shm), and the
+                region was not allocated with mappable=True.
+            ClosedError: in a forked child.
+            MemoryError: no address space.
+        """
+        self._check_whole("private")
+        return PrivateMapping(self._core.map_private())
 
     def discard(self) -> None:
         """Gives the pages back to the system; the region stays, and its bytes become zero.

@@ -20,6 +20,7 @@ from .aio import inline_limit
 from .arguments import addend, byte_range, word_offset, word_value
 from .buffers import array_over, as_local
 from .handle import Handle, access_name
+from .private import PrivateMapping
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -177,6 +178,28 @@ class RemoteRegion:
             UnavailableError, ClosedError: as for `memoryview`.
         """
         return array_over(self, dtype, shape)
+
+    def private(self, timeout_s: float | None = 10.0) -> PrivateMapping:
+        """The peer's memory copy-on-write: what is written there stays in this process.
+
+        Only on one host (`mapped`). The peer is asked for the memory again, within `timeout_s`.
+
+        Raises:
+            UnavailableError: the path to the peer maps nothing.
+            ValueError: this is a slice.
+            StaleHandleError: the region was freed.
+            TimeoutError, ClosedError, PeerLostError: as everywhere.
+        """
+        core = self._core
+        if self.size_bytes != core.size_bytes:
+            raise ValueError(f"private() is for a whole region and this is a slice: {self!r}")
+        again = self.peer._core.attach(core.id, core.generation, timeout_s, True)
+        if again.copied is None:
+            raise UnavailableError(
+                f"{self!r} is on another host or was reached by {self.peer.path.transport}: its "
+                "memory cannot be mapped here"
+            )
+        return PrivateMapping(again.copied)
 
     def word(self, offset: int) -> RemoteWord:
         """The 64-bit word at a byte offset of this slice.

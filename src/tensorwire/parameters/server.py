@@ -51,6 +51,8 @@ from .shard import Memory, Shard
 # New values leave for workers that do not see them mapped in pieces of about this size.
 _CHUNK_BYTES = 1 << 20
 _JOIN_S = 10.0
+# A slot that nothing was pushed into for so many steps gives its pages back.
+_KEPT_STEPS = 8
 
 
 def most_threads() -> int:
@@ -324,7 +326,7 @@ class StoreServer:
         size = share.size_bytes
         slots = [self._allocate(f"slot/{i}", size, "rw") for i in range(spec.slices)]
         self._slots = slots
-        self._pushes = [True] * spec.slices
+        self._unused = [0] * spec.slices  # steps in a row that pushed nothing into it
         # A NIC may have the slots registered.
         self._remote = not all(self._is_here(rank) for rank in range(member.count))
         produced = [
@@ -516,13 +518,17 @@ class StoreServer:
             raise ValueError(f"worker {rank}: {error}") from None
 
     def _discard_unused(self, commits: list[Commit]) -> None:
-        """Once all gradients of a slice are produced in place, its other slot needs no memory."""
+        """Once all gradients of a slice are produced in place, its other slot needs no memory.
+
+        Not at once: who edits parameters between steps writes to the slot again, and new pages take
+        longer than the copy.
+        """
         for index, commit in enumerate(commits):
             steps = commit.operation == APPLY and not commit.flags & REDUCED
             pushes = not steps or PUSHED in commit.present
-            if self._pushes[index] and not pushes and not self._remote:
+            self._unused[index] = 0 if pushes else self._unused[index] + 1
+            if self._unused[index] == _KEPT_STEPS and not self._remote:
                 self._slots[index].discard()
-            self._pushes[index] = pushes
 
     def _wait_commit(self, region: Region, version: int, rank: int) -> None:
         peer = self._member.workers[rank]

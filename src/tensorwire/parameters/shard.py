@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -289,20 +289,35 @@ class Shard:
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
                 tile.reduce(equal, 0, cell.stop - cell.start, True)
-            self.publish([index])
-            if placed:
-                placed(cell.start, cell.stop)
+            self._take(cell.start, cell.stop, placed)
 
-    def publish(self, cells: Iterable[int] | None = None) -> None:
-        """Parameters := slot 0, for some cells of the share or for all."""
-        memory = self.memory
-        if cells is None:
-            memory.master[:] = memory.slots[0]
+    def publish(
+        self, present: bytes, placed: Placed | None = None, arrivals: Arrivals | None = None
+    ) -> None:
+        """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
+
+        def work(index: int) -> Sequence[float]:
+            start = stop = -1
+            for piece in self.share.cells[index].pieces:
+                if not present[piece.tensor]:
+                    continue
+                if piece.start != stop:
+                    self._take(start, stop, placed)
+                    start = piece.start
+                stop = piece.stop
+            self._take(start, stop, placed)
+            return ()
+
+        self._map(work, arrivals, range(len(self.share.cells)))
+
+    def _take(self, start: int, stop: int, placed: Placed | None) -> None:
+        """Bytes [start, stop) of the store from slot 0."""
+        if start == stop:
             return
-        for index in cells:
-            cell = self.share.cells[index]
-            piece = slice(cell.start - self.share.start, cell.stop - self.share.start)
-            memory.master[piece] = memory.slots[0][piece]
+        piece = slice(start - self.share.start, stop - self.share.start)
+        self.memory.master[piece] = self.memory.slots[0][piece]
+        if placed:
+            placed(start, stop)
 
     def advance(
         self,
@@ -327,12 +342,7 @@ class Shard:
         if head.operation == RELEASE:
             return True, math.nan
         if head.operation == PUBLISH:
-            if arrivals:
-                for index in range(len(self.share.cells)):
-                    arrivals.wait(index)
-            self.publish()
-            if placed:
-                placed(self.share.start, self.share.stop)
+            self.publish(head.present, placed, arrivals)
             return True, math.nan
         reduced = bool(head.flags & REDUCED)
         look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
@@ -354,10 +364,14 @@ class Shard:
         return finite, norm
 
     def _map(
-        self, work: Callable[[int], Sequence[float]], arrivals: Arrivals | None
+        self,
+        work: Callable[[int], Sequence[float]],
+        arrivals: Arrivals | None,
+        cells: Sequence[int] | None = None,
     ) -> list[float]:
-        """The results for each trained cell and each table, in their order."""
-        indices = self._worked_on if arrivals is None else arrivals.order(self._worked_on)
+        """The results for some cells in order; None: each trained cell and each table."""
+        cells = self._worked_on if cells is None else cells
+        indices = cells if arrivals is None else arrivals.order(cells)
         # Each thread takes the next: one whose core is wanted by others holds up nobody.
         left = deque(indices)
 
@@ -383,7 +397,7 @@ class Shard:
             wait(helpers)
         for helper in helpers:
             results |= helper.result()
-        return [each for index in self._worked_on for each in results[index]]
+        return [each for index in cells for each in results[index]]
 
 
 def _root_of_sum(squares: Sequence[float]) -> float:

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.membership import WorkerMember, called, why_lost
-from tensorwire.memory import Peer, RemoteRegion, Transfer, wait_all
+from tensorwire.memory import (
+    Peer,
+    Region,
+    RemoteRegion,
+    Transfer,
+    local_memory,
+    wait_all,
+)
 
 from .apply import Apply, Rows
 from .arrivals import Outbox, remote_part
@@ -45,6 +52,7 @@ from .rows import (
     take_change,
 )
 from .shard import Memory, Shard
+from .view import View
 
 _BUCKET_BYTES = 512 << 10
 
@@ -106,7 +114,24 @@ class Store(Protocol):
         """
 
     def value(self, tensor: int) -> Bytes:
-        """A tensor that this worker has, in place; only PUBLISH and APPLY change it."""
+        """A tensor that this worker has, in place; only PUBLISH and APPLY change it.
+
+        What the caller writes there is seen by nobody else, and found by `take_back`.
+        """
+
+    def differs(self, tensor: int, data: Any) -> bool:
+        """Bytes are not those of the tensor in the present version."""
+
+    def take_back(self, always: bool = False) -> list[int]:
+        """Takes back what was written by way of `value`, and tells to which tensors.
+
+        It looks at pages. A tensor that shares a page with one that was written to is told only if
+        its bytes differ, or if nobody's do. Where the kernel does not tell what was written
+        (`PrivateMapping.compares`), a call looks at a 32nd, and only what differs is found.
+
+        Args:
+            always: take everything back also if nothing is found.
+        """
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """Where each tensor's gradient is best produced, or the reason why there is no such place.
@@ -184,7 +209,8 @@ class LocalStore:
         self.layout = Layout(spec)
         self.own = Selection(self.layout)
         size = self.layout.size_bytes
-        self._view = _zeros(size)
+        self._view, private = local_memory(size)
+        self._seen = View(self.layout, self.own, self._view, private)
         self._slots = [_zeros(size) for _ in range(spec.slices)]
         self._produced = [_zeros(size) for _ in range(spec.slices)]
         self._pools = [_zeros(size) for _ in range(spec.slices)]
@@ -211,7 +237,15 @@ class LocalStore:
 
     def value(self, tensor: int) -> Bytes:
         """See `Store`."""
-        return self._view[self.own.place(tensor)]
+        return self._seen.value(tensor)
+
+    def differs(self, tensor: int, data: Any) -> bool:
+        """See `Store`."""
+        return self._seen.differs(tensor, data)
+
+    def take_back(self, always: bool = False) -> list[int]:
+        """See `Store`."""
+        return self._seen.take_back(always)
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""
@@ -339,7 +373,9 @@ class RemoteStore:
         neighbour = member.neighbour() if home < 0 else None
         own_view = None
         if home < 0 and neighbour is None:
-            own_view = node.allocate(self.own.size_bytes, name=self._name("view"), access="rw")
+            own_view = node.allocate(
+                self.own.size_bytes, name=self._name("view"), access="rw", mappable=True
+            )
         self._tables = [tables_of(share) for share in self._shares]
         self._changed: NDArray[np.uint8] | None = None
         self._changed_at = starts = changed_starts(self._shares)
@@ -390,16 +426,24 @@ class RemoteStore:
             ]
             for i in self._mine()
         }
+        viewed: Region | RemoteRegion
+        self._viewed = Selection(layout) if home >= 0 else self.own
         if home >= 0:
-            self._view = servers[home].region(self._name("view")).array()
-            self._viewed = Selection(layout)
+            viewed = servers[home].region(self._name("view"))
         elif neighbour is None:
             assert own_view is not None
-            self._view, self._viewed = own_view.array(), self.own
+            viewed = own_view
         else:
-            self._view, self._viewed = self._of(neighbour[1], "view").array(), self.own
+            viewed = self._of(neighbour[1], "view")
             if starts[-1]:
                 self._changed = self._of(neighbour[1], "changed").array()
+        # What arrives from servers; the script's tensors are in a private mapping of it.
+        self._view = viewed.array()
+        if isinstance(viewed, Region):
+            private = viewed.private()
+        else:
+            private = self._do(viewed.peer, viewed.private)
+        self._seen = View(layout, self._viewed, self._view, private, self.own)
         self._at_server = home >= 0
         self._viewed_tables = [
             list(self._view_tables(server)) for server in range(len(servers)) if starts[-1]
@@ -475,7 +519,15 @@ class RemoteStore:
 
     def value(self, tensor: int) -> Bytes:
         """See `Store`."""
-        return self._view[self._viewed.place(tensor)]
+        return self._seen.value(tensor)
+
+    def differs(self, tensor: int, data: Any) -> bool:
+        """See `Store`."""
+        return self._seen.differs(tensor, data)
+
+    def take_back(self, always: bool = False) -> list[int]:
+        """See `Store`."""
+        return self._seen.take_back(always)
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         """See `Store`."""

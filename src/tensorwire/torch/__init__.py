@@ -23,6 +23,7 @@ from .job import Job, init
 from .loader import Loader
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .placing import PlacementWarning
+from .same_batches import SameBatchesWarning
 from .scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "Loader",
     "Machines",
     "PlacementWarning",
+    "SameBatchesWarning",
     "Split",
     "clip_grad_norm_",
     "connect",

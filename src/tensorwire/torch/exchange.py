@@ -42,7 +42,10 @@ from . import state
 from .apply import TorchApply, hyper_of, path_of
 from .buffers import Buffers
 from .declaring import declare_all, declare_whole
+from .editing import EditMemory
+from .looks import Looks, sum_of
 from .placing import NO_PLACE, NOT_YET, SLOT, SPARSE, Placed, Placing, try_placing
+from .same_batches import SameBatches
 from .samples import SampleCount
 from .sharing import Sharing
 from .views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
@@ -84,6 +87,7 @@ class _Left(NamedTuple):
     gradient: torch.Tensor
     version: int
     address: int
+    checksum: int | None  # of what is looked at
 
 
 class Exchange:
@@ -114,6 +118,8 @@ class Exchange:
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
         self._samples = SampleCount(job)
+        self._same_batches = SameBatches(job)
+        self._edit_memory = EditMemory()
         self.scaling: tuple[float | None, bool] = (None, False)  # of the next step, by a scaler
         self.finite = True  # the last step's gradient, where a scaler asked
         self._turn = 0  # which of this worker's slices is being computed
@@ -170,7 +176,7 @@ class Exchange:
         self._placing = self._find_places()
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._held = {i: self.parameters[i] for i in here}
-        self._watch = Watch(self.model, names, planned, self._held)
+        self._watch = Watch(self.model, names, planned, self._held, self.store)
         self._pushed: dict[int, _Left] = {}
         self._produced: set[int] = set()  # of what counts as pushed: lies there by itself
         self._pooled: dict[int, int] = {}  # of these, what lies in the pool: in whose block
@@ -187,8 +193,12 @@ class Exchange:
         self._all_present = self._present = (sent * PUSHED).tobytes()
         self._all_produced = (sent * PRODUCED).tobytes()
         self._blocks: tuple[int, ...] = ()
+        self._sums: list[int | None] = []  # of the gradients that are committed
         # What backward makes here and this process speaks for.
         self._left = [i for i in self.trained if sent[i]]
+        dense = [i for i in self._left if i not in self._tables]
+        self._looks = Looks({i: self.parameters[i].nbytes for i in dense})
+        self._look = self._looks.at(self.steps)
         for i in self._left:
             hook = self.parameters[i].register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
@@ -284,14 +294,21 @@ class Exchange:
 
     # ---- versions
 
-    def _publish(self) -> None:
-        """Replica 0's parameters and buffers become everybody's."""
+    def _publish(self, edited: bool = False) -> None:
+        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed."""
+        present = bytearray(len(self._all_present))
         if self.job.replica == 0:
             kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends]
             for index, data in (*kept, *self.buffers.values()):
-                if data.nbytes:
+                if data.nbytes and (not edited or self.store.differs(index, data)):
                     self.store.push(self.job.my_slices[0], index, data)
-        self._commit_all(PUBLISH)
+                    present[index] = PUSHED
+        self._blocks = ()
+        for slice_index in self.job.my_slices:
+            # Only slice 0 says what there is.
+            self._present = bytes(present) if slice_index == 0 else bytes(len(present))
+            self._commit(slice_index, PUBLISH, 0, 1.0)
+        self._wait()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -306,11 +323,6 @@ class Exchange:
     def _make_private(self) -> None:
         for parameter in self._held.values():
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-
-    def _commit_all(self, operation: int, flags: int = 0) -> Result:
-        for slice_index in self.job.my_slices:
-            self._commit(slice_index, operation, flags, 1.0)
-        return self._wait()
 
     def _commit(self, slice_index: int, operation: int, flags: int, weight: float) -> None:
         # Clipping is for steps; a reduction tells the norm that there was.
@@ -397,7 +409,8 @@ class Exchange:
                     copied += self.store.push(self.job.my_slices[self._turn], index, data)
                 self._count_copied(index, copied)
         self._was_in_place[index] = where is not None or self._is_in_place(index, gradient)
-        self._pushed[index] = _Left(gradient, gradient._version, address_of(gradient))
+        looked = sum_of(gradient, parameter, self._look.get(index))
+        self._pushed[index] = _Left(gradient, gradient._version, address_of(gradient), looked)
 
     def _check_layout(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.strided:
@@ -470,6 +483,12 @@ class Exchange:
                 self._push(i, self.parameters[i], where)
             else:
                 self._check_unchanged(i, gradient)
+        self._sums = [left.checksum for _, left in sorted(self._pushed.items())]
+
+    def _gradients_now(self) -> Iterator[torch.Tensor]:
+        for i in self._left:
+            if (gradient := self.parameters[i].grad) is not None:
+                yield gradient
 
     def _check_unchanged(self, index: int, gradient: torch.Tensor | None) -> None:
         left = self._pushed[index]
@@ -477,6 +496,7 @@ class Exchange:
             gradient is not left.gradient
             or gradient._version != left.version
             or address_of(gradient) != left.address
+            or self._looks_different(index, left)
         ):
             raise RuntimeError(
                 f"the gradient of {self._name(index)} was changed after it had left for the "
@@ -484,6 +504,13 @@ class Exchange:
                 "loss scaling tw.GradScaler; to read or edit averaged gradients call "
                 "opt.synchronize() first"
             )
+
+    def _looks_different(self, index: int, left: _Left) -> bool:
+        """By its bytes: what goes through `.grad.data` leaves no other trace."""
+        if left.checksum is None:
+            return False
+        now = sum_of(left.gradient, self.parameters[index], self._look.get(index))
+        return now != left.checksum
 
     def _copy_pushed(self) -> None:
         """Alone, gradients need not leave early: all go into the slot with one call."""
@@ -553,6 +580,8 @@ class Exchange:
             self._present_now()
             self._copy_pushed()
         self._check_hyper()
+        if self._same_batches.looks:
+            self._same_batches.slice_comes(self._sums, self._gradients_now())
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, self._samples.weight())
         self.store.settle()
@@ -574,6 +603,10 @@ class Exchange:
         self._spent.exposed_s += time.perf_counter() - started
         self.finite = result.finite
         self.steps += 1
+        self._look = self._looks.at(self.steps)
+        self._edit_memory.stepped()
+        if self._same_batches.looks:
+            self._same_batches.stepped()
         if isinstance(self._placing, Placing):
             self._placing.stepped()
         self.job.stepped(result)
@@ -696,11 +729,11 @@ class Exchange:
 
     @contextlib.contextmanager
     def editing(self) -> Iterator[None]:
-        """Parameters are private copies inside; worker 0's become everybody's."""
+        """Parameters are copies inside; what worker 0 has changed becomes everybody's."""
         self.between_steps("edit()")
         self._watch.check()
         self.withdraw()
-        self._make_private()
+        self._edit_memory.lend(self.store, self._held)
         before = [_format_of(parameter) for parameter in self.parameters]
         try:
             yield
@@ -709,7 +742,7 @@ class Exchange:
             raise
         self._check_format(before)
         if self._watch.frozen_or_not() is None:
-            self._publish()
+            self._publish(edited=True)
         else:
             if self._sharing is not None:
                 self._restore(before)

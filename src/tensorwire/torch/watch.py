@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorwire.parameters import Store
+
 
 class Watch:
     """Of one optimizer.
@@ -21,6 +23,7 @@ class Watch:
         names: of every parameter by its id.
         planned: the optimizer's parameters, which are frozen or not for good.
         held: the parameters whose memory is the store's, by index; may lose some later.
+        store: has them.
     """
 
     def __init__(
@@ -29,11 +32,13 @@ class Watch:
         names: Mapping[int, str],
         planned: Sequence[nn.Parameter],
         held: Mapping[int, nn.Parameter],
+        store: Store,
     ) -> None:
         self._model = model
         self._names = names
         self._planned = [(parameter, parameter.requires_grad) for parameter in planned]
         self._held = held
+        self._store = store
         self._owners = self._find_owners()
         self._versions: dict[int, tuple[int, int]] = {}
 
@@ -47,19 +52,31 @@ class Watch:
             if parameters.get(name) is not parameter:
                 self._check_owners()
                 break
-        for i, parameter in self._held.items():
-            if (parameter._version, parameter.data_ptr()) != self._versions[i]:
-                raise RuntimeError(
-                    f"parameter {self._name(parameter)} was changed outside step(); other workers "
-                    "would not see it. Change parameters inside 'with tw.edit(model):', on all "
-                    "workers"
-                )
+        self._check_values()
         if (changed := self.frozen_or_not()) is not None:
             what = "unfrozen" if changed.requires_grad else "frozen"
             raise RuntimeError(
                 f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
                 "change requires_grad inside 'with tw.edit(model):', on all workers"
             )
+
+    def _check_values(self) -> None:
+        """What was written in place is undone, so that the caller may go on after the error."""
+        now = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
+        changed = [i for i, each in now.items() if each != self._versions[i]]
+        written = [i for i in self._store.take_back(bool(changed)) if i in self._held]
+        if not changed and not written:
+            return
+        for i in changed:
+            if now[i][1] == self._versions[i][1]:
+                self._versions[i] = now[i]
+        raise RuntimeError(
+            f"parameter {self._name(self._held[(changed or written)[0]])} was changed outside "
+            "step(), in place or by way of .data; other workers would not see it. Change "
+            "parameters inside 'with tw.edit(model):', on all workers. To evaluate with other "
+            "values (an average of weights), put them in and back inside one such block, or load "
+            "them into copy.deepcopy(model)"
+        )
 
     def frozen_or_not(self) -> nn.Parameter | None:
         """The first parameter of the optimizer whose requires_grad is not what was planned."""

@@ -1,0 +1,95 @@
+"""Shared memory seen copy-on-write: what others write appears, what is written here stays here.
+
+For memory that a script may reach by accident and must not change for others. Knows no peers: a
+`Region` or `RemoteRegion` makes one of its memory, and `local_memory` of memory without a Node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import DTypeLike, NDArray
+
+from tensorwire import _core
+
+from .buffers import array_over
+
+
+class PrivateMapping:
+    """A private mapping (mmap's MAP_PRIVATE) of a whole region, writable.
+
+    Made by `Region.private`, `RemoteRegion.private` and `local_memory`. It shows what others write
+    until this process writes to a page here: that page becomes this process's own copy, which no
+    longer follows. `written` finds such pages, `revert` lets go of them. It keeps the memory alive;
+    arrays over it keep the mapping alive. One thread at a time calls its methods.
+
+    Attributes:
+        size_bytes: of the region.
+        compares: the kernel does not tell which pages were written here, so `written` compares a
+            part of them per call.
+    """
+
+    __slots__ = ("__weakref__", "_core", "compares", "size_bytes")
+
+    def __init__(self, core: _core.PrivateMapping) -> None:
+        self._core = core
+        self.size_bytes = core.size_bytes
+        self.compares = not _core.PrivateMapping.told_by_kernel
+
+    def memoryview(self) -> memoryview:
+        """The bytes, writable.
+
+        Raises:
+            ClosedError: this process was forked from the one that made the mapping.
+        """
+        core: Any = self._core  # before Python 3.12 stubs cannot say that it is a buffer
+        return memoryview(core)
+
+    def array(
+        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
+    ) -> NDArray[Any]:
+        """A writable numpy array over the mapping; arguments and errors as for `Region.array`."""
+        return array_over(self, dtype, shape)
+
+    def written(self) -> list[tuple[int, int]]:
+        """[start, stop) in bytes of the pages that this process has written to, rising.
+
+        Takes about 25 ns per page, also if the bytes written are those that were there. Where
+        `compares`, a call sees a 32nd of the pages, in turn, and only those whose bytes differ.
+
+        Raises:
+            UnavailableError: the kernel has stopped telling.
+            ClosedError: in a forked child.
+        """
+        return self._core.written(self.compares)
+
+    def revert(self) -> None:
+        """All bytes are those of the shared memory again, and follow it.
+
+        Raises:
+            UnavailableError: the pages are locked (mlockall).
+            ClosedError: in a forked child.
+        """
+        self._core.revert()
+
+
+def local_memory(size_bytes: int) -> tuple[NDArray[Any], PrivateMapping]:
+    """Zeroed memory of this process, as uint8, and a private mapping of it; on page boundaries.
+
+    Raises:
+        MemoryError, BusyError: no memory, or no descriptor for it.
+    """
+    memory: Any = _core.LocalMemory(size_bytes)
+    private = PrivateMapping(memory.map_private())
+    return array_over(_Sized(memory, size_bytes), "uint8", None), private
+
+
+class _Sized:
+    """What `array_over` asks for."""
+
+    def __init__(self, memory: Any, size_bytes: int) -> None:
+        self._memory, self.size_bytes = memory, size_bytes
+
+    def memoryview(self) -> memoryview:
+        return memoryview(self._memory)
