@@ -193,7 +193,6 @@ class Exchange:
         self._all_present = self._present = (sent * PUSHED).tobytes()
         self._all_produced = (sent * PRODUCED).tobytes()
         self._blocks: tuple[int, ...] = ()
-        self._sums: list[int | None] = []  # of the gradients that are committed
         # What backward makes here and this process speaks for.
         self._left = [i for i in self.trained if sent[i]]
         dense = [i for i in self._left if i not in self._tables]
@@ -483,12 +482,11 @@ class Exchange:
                 self._push(i, self.parameters[i], where)
             else:
                 self._check_unchanged(i, gradient)
-        self._sums = [left.checksum for _, left in sorted(self._pushed.items())]
 
-    def _gradients_now(self) -> Iterator[torch.Tensor]:
+    def _gradients_now(self) -> Iterator[tuple[int, torch.Tensor]]:
         for i in self._left:
             if (gradient := self.parameters[i].grad) is not None:
-                yield gradient
+                yield i, gradient
 
     def _check_unchanged(self, index: int, gradient: torch.Tensor | None) -> None:
         left = self._pushed[index]
@@ -581,7 +579,7 @@ class Exchange:
             self._copy_pushed()
         self._check_hyper()
         if self._same_batches.looks:
-            self._same_batches.slice_comes(self._sums, self._gradients_now())
+            self._same_batches.slice_comes(self._gradients_now())
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, self._samples.weight())
         self.store.settle()

@@ -37,7 +37,7 @@ from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, S
 from . import bootstrap, checkpoint
 from .apply import TorchApply
 from .connecting import Machines, connect, machine_name
-from .loader import Loader
+from .loader import Loader, seed_of
 from .progress import ProgressLine
 from .report import Statistics
 
@@ -361,6 +361,35 @@ class Job:
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
         return Subset(dataset, range(self.replica, len(dataset), self.replicas))
+
+    def generator(
+        self, step: int, slice_index: int | None = None, *, epoch: int | None = None
+    ) -> torch.Generator:
+        """A new generator for what is random in one slice of one step, whoever computes it.
+
+        A function of its arguments and `seed` alone; nothing is remembered, and no other worker
+        takes part. For numpy: `numpy.random.default_rng(job.generator(step).initial_seed())`.
+
+        Args:
+            step: a number from 0 that all workers count alike, of the step in its epoch.
+            slice_index: one of `my_slices`; None: the only one of this worker.
+            epoch: None: the present one of `epochs`.
+
+        Raises:
+            ValueError: this worker has several slices and none is named; a number is negative.
+        """
+        if slice_index is None:
+            if len(self.my_slices) > 1:
+                raise ValueError(
+                    f"this worker computes the slices {list(self.my_slices)}: say for which one "
+                    "the generator is, job.generator(step, slice_index)"
+                )
+            slice_index = self.my_slices[0]
+        epoch = self.epoch if epoch is None else epoch
+        if min(step, slice_index, epoch) < 0:
+            raise ValueError("step, slice and epoch are numbers from 0 up")
+        # The last part keeps these apart from the loader's.
+        return torch.Generator().manual_seed(seed_of(self.seed, epoch, step, slice_index, -1))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""

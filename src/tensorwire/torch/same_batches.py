@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tensorwire.memory import checksum
+
+from .views import flat_bytes
+
 if TYPE_CHECKING:
     from .job import Job
 
@@ -40,11 +44,16 @@ class SameBatches:
         """Gradients of this step are wanted."""
         return self._steps > 0
 
-    def slice_comes(self, sums: Sequence[int | None], gradients: Iterable[torch.Tensor]) -> None:
-        """A slice is committed, with these checksums of the gradients that were looked at."""
-        nonzero = any(bool(_values(each).any()) for each in gradients)
+    def slice_comes(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """A slice is committed with these gradients, by the index of the parameter."""
+        found: list[int] = []
+        nonzero = False
+        for index, gradient in gradients:
+            parts = _parts(gradient.detach())
+            nonzero = nonzero or bool(parts[-1].any())
+            found += [index, *(checksum(flat_bytes(part)) for part in parts)]
         self._counts = self._counts and nonzero and self._job.batches == 0
-        self._found = hash((self._found, tuple(each or 0 for each in sums)))
+        self._found = hash((self._found, tuple(found)))
 
     def stepped(self) -> None:
         """After the version; warns in worker 0, at most once."""
@@ -64,8 +73,11 @@ class SameBatches:
                 return
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient._values()
+def _parts(gradient: torch.Tensor) -> list[torch.Tensor]:
+    if gradient.layout == torch.strided:
+        return [gradient.contiguous()]
+    gradient = gradient.coalesce()
+    return [gradient.indices(), gradient.values().contiguous()]
 
 
 def _text(ranks: Sequence[int]) -> str:
