@@ -378,12 +378,13 @@ bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
       if (known && known->id == region->id && known->size == region->size &&
           known->access.write == region->access.write) {
         region->mapping = known->mapping;  // one mapping, however often it is looked up
+        if (asked->wants_copied) status = passed.status;
       } else {
         region->mapping = std::move(passed.mapping);
         status = passed.status;
-        // Out of address space or descriptors is our trouble; anything else is a lie.
-        well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
       }
+      // Out of address space or descriptors is our trouble; anything else is a lie.
+      well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
       region->copied = std::move(passed.copied);
       if (status.ok()) known_[region->generation] = region;
       std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });

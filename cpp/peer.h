@@ -48,9 +48,9 @@ struct Asked {
   RemoteRegionPtr region;  // valid when the transfer is done well
   bool wants_region = true;
   bool wants_copied = false;  // also a private mapping, where memory is shared
-  bool leases = false;     // the region is ours to give back
-  bool granted = false;    // the Peer's lock
-  bool abandoned = false;  // the Peer's lock
+  bool leases = false;        // the region is ours to give back
+  bool granted = false;       // the Peer's lock
+  bool abandoned = false;     // the Peer's lock
 };
 using AskedPtr = std::shared_ptr<Asked>;
 

@@ -58,8 +58,7 @@ bool try_kernel() {
 PrivateMapping::PrivateMapping(std::shared_ptr<Mapping> shared, int memory)
     : shared_(std::move(shared)), epoch_(fork::epoch()) {
   mapped_ = (shared_->size() + page_bytes() - 1) / page_bytes() * page_bytes();
-  void* address =
-      ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory, 0);
+  void* address = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory, 0);
   if (address == MAP_FAILED) {
     throw Error(Code::kNoMemory,
                 system_message("cannot map " + std::to_string(mapped_) + " bytes", errno));
@@ -98,7 +97,8 @@ std::vector<ByteRange> PrivateMapping::told() const {
       throw Error(Code::kUnavailable, system_message("cannot read /proc/self/pagemap", errno));
     }
     for (size_t i = 0; i < static_cast<size_t>(got) / sizeof(uint64_t); ++i, ++at) {
-      if (is_private(entries[i])) add(ranges, at * page, std::min<uint64_t>((at + 1) * page, size()));
+      if (is_private(entries[i]))
+        add(ranges, at * page, std::min<uint64_t>((at + 1) * page, size()));
     }
   }
   return ranges;
@@ -130,9 +130,7 @@ uint64_t checksum(std::span<const std::byte> bytes) {
   // Eight chains, so that multiplications overlap. Zero stays zero in each.
   constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
   std::array<uint64_t, 8> chains{};
-  auto mix = [](uint64_t& chain, uint64_t word) {
-    chain = std::rotl((chain ^ word) * kOdd, 29);
-  };
+  auto mix = [](uint64_t& chain, uint64_t word) { chain = std::rotl((chain ^ word) * kOdd, 29); };
   size_t at = 0;
   for (; at + sizeof chains <= bytes.size(); at += sizeof chains) {
     std::array<uint64_t, 8> words;

@@ -10,6 +10,7 @@ from team import Team
 from torch import nn
 
 import tensorwire.torch as tw
+from tensorwire.memory import private
 from tensorwire.torch.looks import TURNS, Looks
 
 WIDTH = 200  # a weight has 160,000 bytes: many pages, and a bias shares one with others
@@ -118,8 +119,10 @@ def test_a_change_by_way_of_data_alone(team: Team, change: str) -> None:
 
 def untold(job: tw.Job) -> int:
     """The kernel does not tell which pages were written: in which step a change is found."""
-    model, opt = ready(job)
-    opt._tensorwire.store._seen._mapping.compares = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(private, "told_by_kernel", lambda: False)
+        with pytest.warns(RuntimeWarning, match="found by comparing, within 32 steps"):
+            model, opt = ready(job)
     before = digest(model)
     model[0].weight.data[WIDTH // 2] += 1.0
     for step in range(100):

@@ -35,7 +35,7 @@ class PrivateMapping:
     def __init__(self, core: _core.PrivateMapping) -> None:
         self._core = core
         self.size_bytes = core.size_bytes
-        self.compares = not _core.PrivateMapping.told_by_kernel
+        self.compares = not told_by_kernel()
 
     def memoryview(self) -> memoryview:
         """The bytes, writable.
@@ -72,6 +72,11 @@ class PrivateMapping:
             ClosedError: in a forked child.
         """
         self._core.revert()
+
+
+def told_by_kernel() -> bool:
+    """Whether the kernel tells which pages a process has written; it was tried in this one."""
+    return _core.PrivateMapping.told_by_kernel
 
 
 def local_memory(size_bytes: int) -> tuple[NDArray[Any], PrivateMapping]:

@@ -97,6 +97,7 @@ class Store(Protocol):
         layout: where tensors lie.
         own: the tensors that this worker has, as `read_reduced` gives them.
         path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
+        compares: the kernel does not tell what was written by way of `value`; see `take_back`.
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
     """
@@ -104,6 +105,7 @@ class Store(Protocol):
     layout: Layout
     own: Selection
     path: str
+    compares: bool
     asynchronous: bool
 
     @property
@@ -211,6 +213,7 @@ class LocalStore:
         size = self.layout.size_bytes
         self._view, private = local_memory(size)
         self._seen = View(self.layout, self.own, self._view, private)
+        self.compares = private.compares
         self._slots = [_zeros(size) for _ in range(spec.slices)]
         self._produced = [_zeros(size) for _ in range(spec.slices)]
         self._pools = [_zeros(size) for _ in range(spec.slices)]
@@ -444,6 +447,7 @@ class RemoteStore:
         else:
             private = self._do(viewed.peer, viewed.private)
         self._seen = View(layout, self._viewed, self._view, private, self.own)
+        self.compares = private.compares
         self._at_server = home >= 0
         self._viewed_tables = [
             list(self._view_tables(server)) for server in range(len(servers)) if starts[-1]

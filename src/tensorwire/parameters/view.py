@@ -45,11 +45,6 @@ class View:
         self._places = sorted((place.start, place.stop, tensor) for place, tensor in places)
         self._starts = [start for start, _, _ in self._places]
 
-    @property
-    def compares(self) -> bool:
-        """The kernel does not tell what was written; see `PrivateMapping`."""
-        return self._mapping.compares
-
     def value(self, tensor: int) -> Bytes:
         """See `Store`."""
         return self._private[self._selection.place(tensor)]

@@ -6,6 +6,7 @@ in the model by identity, and which parameters are frozen.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,14 @@ class Watch:
         self._store = store
         self._owners = self._find_owners()
         self._versions: dict[int, tuple[int, int]] = {}
+        if store.compares:
+            warnings.warn(
+                "the kernel does not tell which memory this process has written "
+                "(/proc/self/pagemap): parameters that a script changes by way of .data, outside "
+                "of tw.edit, are found by comparing, within 32 steps instead of at once",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def remember(self) -> None:
         """All is as it should be now."""
