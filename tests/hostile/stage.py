@@ -1,0 +1,304 @@
+"""Where trials happen: the victim and the honest parties, each a process; a training job beside.
+
+`Ground` is the network they stand on and lives as long as the run; a `Stage` is built on it and
+serves trial after trial until somebody was harmed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import honest
+import hosts
+from actor import memory_of
+from attack import Aim
+from judge import Evidence
+
+from tensorwire.testing import Member, PeerGroup
+
+SECRET = b"known to every member"
+QUOTA_BYTES = 16 << 20
+HERE = Path(__file__).parent
+CALL_S = 10.0
+SETTLE_S = 3.0  # to forget attackers and to give everything back
+UNDISTURBED_S = 0.6
+FILL = {"open": 0x11, "read": 0x22, "write": 0x33, "none": 0x44, "secret": 0x55}
+ACCESS = {"open": "rw", "read": "r", "write": "w", "none": "none", "secret": "rw"}
+CHANGEABLE = ("open", "write")
+
+
+class Ground(contextlib.ExitStack):
+    """Two network namespaces, if this machine makes them: all stand in one, attackers may be away.
+
+    Attributes:
+        away: path of the other namespace; None if there is one network only.
+        why: the reason for that.
+        host: the address of the victim as seen from away.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: str | None = None
+        self.host = "127.0.0.1"
+        self.why = hosts.missing()
+        if self.why is None:
+            home, away = self.enter_context(hosts.two_hosts())
+            self.enter_context(hosts.enter(home.path))
+            self.away, self.host = away.path, home.address
+
+
+class Stage:
+    """A victim with honest parties, at work. `begin` and `end` enclose an attack."""
+
+    def __init__(self, ground: Ground, with_job: bool) -> None:
+        self.ground = ground
+        self._stack = contextlib.ExitStack()
+        try:
+            self._build()
+            self.job = self._stack.enter_context(Job()) if with_job else None
+            self._undisturbed: dict[tuple[str, str], float] = {}
+            self._undisturbed = self._look_undisturbed()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self) -> None:
+        # What is left to end is killed: a victim that was harmed may not end by itself.
+        group = self._stack.enter_context(_Killed())
+        options = {"name": "victim", "secret": SECRET, "quota_bytes": QUOTA_BYTES,
+                   "listen": "0.0.0.0:0", "advertise": "127.0.0.1"}  # fmt: skip
+        self.victim = group.start(honest.victim, options, name="victim")
+        handles = {}
+        for name, fill in FILL.items():
+            size = 65_536
+            access = ACCESS[name]
+            handle = self.ask("allocate", name, size, access, None if name == "secret" else name)
+            handles[name] = (handle.id, handle.generation, size)
+            self.ask("fill", name, 0, bytes([fill]) * size)
+        for name in ("for shm", "for tcp", "for newcomers"):
+            size = 64 + honest.PAYLOAD_BYTES if name != "for newcomers" else 8
+            self.ask("allocate", name, size, "rw", name)
+        address = self.ask("address")
+        self.port = int(address.rpartition(":")[2])
+        self.aim = Aim(address, SECRET.hex(), handles, (self.ask("incarnation"),))
+        self.parties: dict[str, Member] = {}
+        for transport in ("shm", "tcp"):
+            member = group.start(honest.pair, address, transport, SECRET, name=transport)
+            self.ask("answer", transport, member.recv(CALL_S))
+            member.send("go")
+            self.parties[transport] = member
+        self.parties["newcomer"] = group.start(honest.newcomer, address, SECRET, name="newcomer")
+        echo = group.start(honest.plain_echo, name="echo")
+        self.plain = group.start(honest.plain, echo.recv(CALL_S), name="plain")
+        self.ask("work")
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the victim."""
+        return call(self.victim, method, *args)
+
+    def _look_undisturbed(self) -> dict[tuple[str, str], float]:
+        time.sleep(0.2)
+        self._all("begin")
+        time.sleep(UNDISTURBED_S)
+        seen = self._all("end")
+        if any(party.errors for party in seen.values()):
+            raise AssertionError(f"honest parties fail before any attack: {seen}")
+        self._rest()
+        self.ask("reasons_missing")
+        self.ask("mark")
+        self._peers = self.ask("peer_count")
+        self._memory = memory_of(self.victim.pid)
+        self._go_on()
+        return {
+            (name, kind): timed.median_s
+            for name, party in seen.items()
+            for kind, timed in party.operations.items()
+        }
+
+    def _all(self, method: str) -> dict[str, Any]:
+        everybody = {**self.parties, "victim": self.victim}
+        return {name: call(member, method) for name, member in everybody.items()}
+
+    def _rest(self) -> None:
+        for name, rests in self._all("rest").items():
+            assert rests, f"{name} does not come to rest"
+
+    def _go_on(self) -> None:
+        self._all("go_on")
+
+    # ---- a trial
+
+    def begin(self) -> None:
+        """The attack begins now."""
+        self._all("begin")
+        call(self.plain, "begin")
+        if self.job:
+            self.job.begin()
+
+    def end(self) -> Evidence:
+        """The attack ends now, its processes may still be there."""
+        parties: dict[str, Any] = {}
+        facts = []
+        for name, member in {**self.parties, "victim": self.victim}.items():
+            try:
+                parties[name] = call(member, "end")
+            except Exception as error:
+                facts.append(f"{name}: does not answer: {str(error).splitlines()[0]}")
+        evidence = Evidence(parties, call(self.plain, "end"), self._undisturbed, facts=facts)
+        if self.job:
+            evidence.job_steps = self.job.steps()
+            evidence.job_undisturbed_s = self.job.undisturbed_s
+            evidence.facts += self.job.ended()
+        return evidence
+
+    def settle(self, evidence: Evidence) -> None:
+        """No attacker is left: what is still held, changed or missing is added to the evidence."""
+        try:
+            self._settle(evidence)
+        except Exception as error:
+            evidence.facts.append(f"afterwards: {' '.join(str(error).split())[:200]}")
+
+    def _settle(self, evidence: Evidence) -> None:
+        self._rest()
+        deadline = time.monotonic() + SETTLE_S
+        while (count := self.ask("peer_count")) != self._peers:
+            if time.monotonic() > deadline:
+                evidence.facts.append(f"{count} peers are left where {self._peers} were")
+                break
+            time.sleep(0.01)
+        for name, fill in FILL.items():
+            size = self.aim.regions[name][2]
+            if name not in CHANGEABLE and not self.ask("is_filled", name, 0, size, fill):
+                evidence.facts.append(f"the region {name!r} was changed")
+        evidence.facts += self.ask("reasons_missing")[:3]
+        evidence.growth = self.ask("growth", SETTLE_S)
+        now = memory_of(self.victim.pid)
+        evidence.memory_bytes = now["RssAnon"] - self._memory["RssAnon"]
+        evidence.peak_bytes = now["VmHWM"] - self._memory["VmHWM"]
+        evidence.idle_share = processor_share(self.victim.pid, 0.15)
+        self._go_on()
+
+
+class _Killed(PeerGroup):
+    """A group whose processes are killed at the end."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for member in self.members:
+            member.kill()
+        super().__exit__(kind, error, trace)
+
+
+def call(member: Member, method: str, *args: Any) -> Any:
+    """Calls a method of the object in another process.
+
+    Raises:
+        TimeoutError, MemberError: there is no answer in time, or the process has ended.
+    """
+    member.send((method, args))
+    error, result = member.recv(CALL_S)
+    if error is not None:
+        raise AssertionError(f"{method} in {member.name}: {error}")
+    return result
+
+
+def processor_share(pid: int, seconds: float) -> float:
+    """How much of a core a process uses in the next seconds."""
+
+    def used_s() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+    before_s, start = used_s(), time.monotonic()
+    time.sleep(seconds)
+    return (used_s() - before_s) / (time.monotonic() - start)
+
+
+class Job:
+    """A small training job that goes on all the time: two workers and a server, `training.py`."""
+
+    START_S = 90.0
+
+    def __enter__(self) -> Job:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._log = stack.enter_context((folder / "log").open("w+"))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--transports",
+                 "shm,tcp", str(HERE / "training.py"), str(folder)],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                start_new_session=True,
+            )  # fmt: skip
+            stack.callback(self._stop)
+            self._steps = folder / "steps"
+            self._wait_for_steps(20)
+            address, secret = (folder / "aim").read_text().split()
+            self.aim = Aim(address, secret)
+            self.begin()
+            time.sleep(UNDISTURBED_S)
+            self.undisturbed_s = median(self.steps())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + self.START_S
+        while len(self._times()) < count:
+            assert time.monotonic() < deadline and not self.ended(), "".join(self.ended())
+            time.sleep(0.05)
+
+    def _times(self) -> list[float]:
+        with contextlib.suppress(FileNotFoundError):
+            data = self._steps.read_bytes()
+            return [time_s for (time_s,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+        return []
+
+    def begin(self) -> None:
+        self._begun = time.monotonic()
+
+    def steps(self) -> list[float]:
+        """Seconds between two steps since `begin`; the last one is still under way."""
+        times = [time_s for time_s in self._times() if time_s >= self._begun]
+        ends = [self._begun, *times, time.monotonic()]
+        gaps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return gaps if times else [math.inf]
+
+    def ended(self) -> list[str]:
+        """What is to be said if it does not run any more."""
+        if self._process.poll() is None:
+            return []
+        self._log.flush()
+        text = Path(self._log.name).read_text()[-600:]
+        return [f"the job ended with {self._process.returncode}: {' '.join(text.split())}"]
