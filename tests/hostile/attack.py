@@ -120,6 +120,11 @@ def granted(stream: Wire, name: str) -> dict[str, int]:
     return {"region": answer.region, "generation": answer.generation}
 
 
+def here(address: str) -> bool:
+    """Whether the victim's unix socket can be reached, too: it is in the same network namespace."""
+    return address.startswith("127.")
+
+
 def abort(stream: socket.socket) -> None:
     """Closes a TCP stream by a reset."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

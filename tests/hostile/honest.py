@@ -179,14 +179,12 @@ class Pair(Party):
 class Newcomer(Party):
     """Connects to the victim, moves some bytes and leaves, again and again."""
 
-    TRANSPORTS = ("shm", "tcp")
-
-    def __init__(self, address: str, secret: bytes) -> None:
-        super().__init__("newcomer")
+    def __init__(self, name: str, address: str, transports: list[str], secret: bytes) -> None:
+        super().__init__(name)
         self._address = address
         self._nodes = [
-            Node(f"newcomer {transport}", secret=secret, transports=[transport])
-            for transport in self.TRANSPORTS
+            Node(f"{name} {transport}", secret=secret, transports=[transport])
+            for transport in transports
         ]
         self._rounds = 0
 
@@ -196,7 +194,7 @@ class Newcomer(Party):
         with self.timed(f"connect {node.transports[0]}"):
             peer = node.connect(self._address, timeout_s=CONNECT_S)
         with contextlib.closing(peer), self.timed("first bytes"):
-            remote = peer.region("for newcomers", timeout_s=OPERATION_S)
+            remote = peer.region(f"for {self.name}", timeout_s=OPERATION_S)[:8]
             remote.write(bytes([self._rounds % 256]) * 8).wait(OPERATION_S)
             back = np.zeros(8, np.uint8)
             remote.read(back).wait(OPERATION_S)
@@ -421,9 +419,11 @@ def pair(channel: Channel, address: str, transport: str, secret: bytes) -> None:
     _serve(channel, party)
 
 
-def newcomer(channel: Channel, address: str, secret: bytes) -> None:
+def newcomer(
+    channel: Channel, name: str, address: str, transports: list[str], secret: bytes
+) -> None:
     """Process function: a Newcomer."""
-    _serve(channel, Newcomer(address, secret))
+    _serve(channel, Newcomer(name, address, transports, secret))
 
 
 def plain(channel: Channel, port: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import descriptors
 import wire
-from attack import Attack, granted
+from attack import Attack, granted, here
 from wire import HungUp, Wire
 
 SPACES = ("here", "mounts and processes", "user")
@@ -36,7 +36,7 @@ class ProvesAndIdles(Attack):
         stop = self.values["stop"]
         if len(self.kept) >= self.values["connections"]:
             self.kept.pop(0).close()
-        if stop == "attach" and self.aim.address.startswith("127."):
+        if stop == "attach" and here(self.aim.address):
             self.kept.append(wire.connect_unix(self.aim.address, self.aim.key, attach=False))
         else:
             stream = wire.dial(self.aim.address)
@@ -141,7 +141,7 @@ class Frames(Attack):
                 "cut": random.choice((0, 0.1))}  # fmt: skip
 
     def act(self) -> None:
-        transport = self.values["transport"] if self.aim.address.startswith("127.") else "tcp"
+        transport = self.values["transport"] if here(self.aim.address) else "tcp"
         with self.member(transport) as stream:
             # What the honest may rightly not find changed is not granted for writing.
             regions = [granted(stream, name) for name in ("open", "read", "write", "none")]
@@ -197,7 +197,7 @@ class Greedy(Attack):
                 "read_answers": random.random() < 0.7}  # fmt: skip
 
     def act(self) -> None:
-        transport = self.values["transport"] if self.aim.address.startswith("127.") else "tcp"
+        transport = self.values["transport"] if here(self.aim.address) else "tcp"
         with self.member(transport) as stream:
             for number in range(self.random.randrange(10, 1500)):
                 name = self.random.choice(
@@ -233,7 +233,7 @@ class Deaf(Attack):
         return {}
 
     def act(self) -> None:
-        transport = self.values["transport"] if self.aim.address.startswith("127.") else "tcp"
+        transport = self.values["transport"] if here(self.aim.address) else "tcp"
         stream = self.member(transport)
         self.kept.append(stream)
         if len(self.kept) > 20:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import descriptors
 import wire
-from attack import NOBODY, Attack, abort
+from attack import NOBODY, Attack, abort, here
 from wire import Wire
 
 EVERYWHERE = ("here", "mounts and processes", "user")
@@ -76,7 +76,7 @@ class Garbage(Attack):
         return {}
 
     def act(self) -> None:
-        unix = self.values["door"] == "unix" and os.geteuid() == 0
+        unix = self.values["door"] == "unix" and here(self.aim.address) and os.geteuid() == 0
         stream = wire.dial_unix(self.name) if unix else wire.dial(self.aim.address)
         with stream:
             kind = wire.ATTACH_KIND if unix else wire.SESSION
@@ -131,7 +131,7 @@ class ConnectFlood(Attack):
 
     def _connect(self) -> None:
         then = self.values["then"]
-        if self.values["door"] == "unix":
+        if self.values["door"] == "unix" and here(self.aim.address):
             stream = socket.socket(socket.AF_UNIX)
             target: Any = f"\0tensorwire-{self.name:016x}"
         else:
