@@ -6,6 +6,7 @@
 #   make JOBS=2 test                files of tests by turns in so many processes, as in CI
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 #   make TORCH=2.14.0 test-torch    another torch than the second one of CI
+#   make SEED=7 TRIALS=200 test-hostile     these trials; SEED=7 TRIAL=31 repeats one of them
 
 PYTHON ?= python3
 # The second torch, beside that of constraints.txt; docs/placement.md names the minors of both.
@@ -13,6 +14,9 @@ TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000
 JOBS ?= 1
+SEED ?=
+TRIALS ?= 20
+TRIAL ?=
 ARGS ?=
 
 VENV := .venv
@@ -29,7 +33,7 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-torch test-rdma bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-torch test-rdma test-hostile bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
@@ -55,6 +59,10 @@ test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place w
 test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig
 	pytest tests/rdma $(ARGS)
+
+test-hostile: build $(VENV)/.with-torch ## TRIALS random attacks from SEED; honest processes must not be harmed
+	@$(NEED) ?ip
+	python tests/hostile/run.py --trials $(TRIALS) $(if $(SEED),--seed $(SEED)) $(if $(TRIAL),--trial $(TRIAL)) $(ARGS)
 
 bench-rdma: build ## measure rdma beside perftest, between two such machines
 	@$(NEED) rig

@@ -43,12 +43,14 @@ class Aim:
         secret: of the job, in hexadecimal; strangers do not look at it.
         regions: name -> (id, generation, size) of what members may look up.
         others: incarnations of honest Nodes.
+        pid: its process, for the test of the judge alone.
     """
 
     address: str
     secret: str
     regions: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     others: tuple[int, ...] = ()
+    pid: int = 0
 
     @property
     def key(self) -> bytes:

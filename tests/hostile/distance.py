@@ -30,7 +30,7 @@ async def _relay(channel: Channel, address: str) -> None:
         await asyncio.gather(_pass_on(client, to_server), _pass_on(server, to_client))
 
     listener = await asyncio.start_server(arrived, "127.0.0.1", 0)
-    channel.send("127.0.0.1:%d" % listener.sockets[0].getsockname()[1])
+    channel.send(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     await listener.serve_forever()
 
 

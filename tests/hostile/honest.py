@@ -440,5 +440,3 @@ def plain_echo(channel: Channel) -> None:
         with stream:
             while data := stream.recv(1):
                 stream.sendall(data)
-
-

@@ -112,9 +112,7 @@ class LyingOwner(Owner):
         for _ in range(repeat):
             self._answer(stream, question, values, lies)
 
-    def _answer(
-        self, stream: Wire, question: Frame, values: dict[str, Any], lies: bool
-    ) -> None:
+    def _answer(self, stream: Wire, question: Frame, values: dict[str, Any], lies: bool) -> None:
         random = self.random
         transfer = values.get("transfer", question.transfer)
         if question.type in (wire.LOOKUP, wire.ALLOCATE):

@@ -19,9 +19,8 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "peers")]
 # The processes of a group are started afresh and import the same modules.
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])
 
-from attacker import KINDS  # noqa: E402
 from stage import Ground, Stage  # noqa: E402
-from trial import Verdict, draw, run  # noqa: E402
+from trial import ALL, Verdict, draw, run  # noqa: E402
 
 JOBS = 0.15  # of the trials attack a training job
 REBUILD_AFTER = 25  # trials, so that stages begin afresh also when nobody is harmed
@@ -33,6 +32,10 @@ class Run:
     def __init__(self, seed: str, jobs: float, only: list[str] | None) -> None:
         self.seed, self.jobs, self.only = seed, jobs, only
         self.verdicts: list[Verdict] = []
+        # What else repeats a trial.
+        options = [f"--jobs {jobs:g}"] if jobs != JOBS else []
+        options += [f"--only {' '.join(only)}"] if only else []
+        self.narrowed = f" ARGS='{' '.join(options)}'" if options else ""
 
     def trials(self, numbers: list[int]) -> None:
         """Runs them, a line each and more lines where somebody was harmed."""
@@ -59,7 +62,7 @@ class Run:
     def _say(self, verdict: Verdict) -> None:
         plan = verdict.plan
         attacks = " & ".join(map(str, plan.attacks))
-        again = f"SEED={self.seed} TRIAL={plan.number}"
+        again = f"SEED={self.seed} TRIAL={plan.number}{self.narrowed}"
         place = " on a job" if plan.on_job else ""
         print(f"{again}{place}: {attacks}: {verdict}", flush=True)
         for line in verdict.harm + verdict.broken:
@@ -97,7 +100,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--trial", default="", help="run this one alone")
     parser.add_argument("--jobs", type=float, default=JOBS, help="share of trials on a job")
-    parser.add_argument("--only", nargs="+", choices=sorted(KINDS), help="draw from these kinds")
+    parser.add_argument("--only", nargs="+", choices=sorted(ALL), help="draw from these kinds")
     options = parser.parse_args()
     seed = options.seed or str(secrets.randbelow(1_000_000))
     numbers = [int(options.trial)] if options.trial else list(range(1, options.trials + 1))

@@ -7,6 +7,7 @@ serves trial after trial until somebody was harmed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -102,7 +103,8 @@ class Stage:
             self.ask("allocate", f"for {name}", size, "rw", f"for {name}")
         address = self.ask("address")
         self.port = int(address.rpartition(":")[2])
-        self.aim = Aim(address, SECRET.hex(), handles, (self.ask("incarnation"),))
+        self.aim = Aim(address, SECRET.hex(), handles, (self.ask("incarnation"),),
+                       self.victim.pid)  # fmt: skip
         self.parties: dict[str, Member] = {}
         for transport in ("shm", "tcp"):
             member = group.start(honest.pair, address, transport, SECRET, name=transport)
@@ -279,7 +281,8 @@ class Job:
     def _wait_for_steps(self, count: int) -> None:
         deadline = time.monotonic() + self.START_S
         while len(self._times()) < count:
-            assert time.monotonic() < deadline and not self.ended(), "".join(self.ended())
+            assert not self.ended(), self.ended()[0]
+            assert time.monotonic() < deadline, f"the job does no step in {self.START_S:g} s"
             time.sleep(0.05)
 
     def _times(self) -> list[float]:
@@ -295,7 +298,7 @@ class Job:
         """Seconds between two steps since `begin`; the last one is still under way."""
         times = [time_s for time_s in self._times() if time_s >= self._begun]
         ends = [self._begun, *times, time.monotonic()]
-        gaps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        gaps = [after - before for before, after in itertools.pairwise(ends)]
         return gaps if times else [math.inf]
 
     def ended(self) -> list[str]:

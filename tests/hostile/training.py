@@ -1,6 +1,6 @@
 """A training job that does small steps until it is killed, and notes when each was done.
 
-Argument: a folder for `steps`, a number of 8 bytes per step, seconds of the monotonic clock; and for
+Argument: a folder for `steps`, 8 bytes per step: a double, seconds of the monotonic clock; and for
 `aim`, the address of the server and the secret.
 """
 

@@ -19,12 +19,13 @@ from typing import Any
 import members
 import strangers
 from attack import Attack, Order
-from attacker import KINDS
+from attacker import FOR_TESTS, KINDS
 from judge import Evidence, complaints
 from stage import HERE, Stage
 
 SECONDS = 1.5  # of an attack
 START_S = 15.0
+ALL = KINDS | FOR_TESTS
 JOB_KINDS = [kind.__name__ for kind in strangers.KINDS] + [
     members.ProvesAndIdles.__name__, members.MemberDescriptors.__name__, members.Greedy.__name__,
 ]  # fmt: skip
@@ -80,9 +81,7 @@ class Verdict:
         return f"{word}, worst {worst_s:.3f} s ({what})"
 
 
-def draw(
-    seed: str, number: int, stage: Stage, jobs: float, only: list[str] | None = None
-) -> Plan:
+def draw(seed: str, number: int, stage: Stage, jobs: float, only: list[str] | None = None) -> Plan:
     """The plan of a trial.
 
     Args:
@@ -101,7 +100,7 @@ def draw(
 
 
 def _draw_one(random: Random, name: str, seed: str, stage: Stage, on_job: bool) -> Drawn:
-    kind: type[Attack] = KINDS[name]
+    kind: type[Attack] = ALL[name]
     values = kind.draw(random)
     spaces = [space for space in kind.spaces if space != "network" or stage.ground.away]
     space, uid = random.choice(spaces), random.choice(kind.uids)
@@ -185,7 +184,7 @@ def attackers(plan: Plan) -> Iterator[list[tuple[Drawn, Attacker]]]:
 
 def run(stage: Stage, plan: Plan) -> Verdict:
     """Runs a trial. Whoever finds it harmed builds a new stage."""
-    aim_second = any(KINDS[drawn.kind].second for drawn in plan.attacks)
+    aim_second = any(ALL[drawn.kind].second for drawn in plan.attacks)
     if aim_second:
         plan = _aim_at_second(plan, stage.ask("close_under_fire"))
     broken: list[str] = []
@@ -216,7 +215,7 @@ def _aim_at_second(plan: Plan, address: str) -> Plan:
     attacks = []
     for drawn in plan.attacks:
         orders = drawn.orders
-        if KINDS[drawn.kind].second:
+        if ALL[drawn.kind].second:
             orders = tuple(
                 dataclasses.replace(order, aim=dataclasses.replace(order.aim, address=address))
                 for order in orders
@@ -237,7 +236,7 @@ def _prepared(
             continue
         prepared.append((drawn, attacker))
         ready = said["ready"]
-        if KINDS[drawn.kind].owner and not asked:
+        if ALL[drawn.kind].owner and not asked:
             asked = True  # one liar at a time is asked
             stage.ask("start_asking", ready["address"], ready["transport"])
     return prepared
@@ -273,5 +272,3 @@ def _stop_asking(stage: Stage, evidence: Evidence) -> None:
     evidence.facts += wrong[:3]
     if hangs:
         evidence.facts.append("a call on a liar does not end although the liar is dead")
-
-
