@@ -7,8 +7,10 @@ honest parties were harmed: see judge.py for the limits. Ends with 1 if anybody 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -19,8 +21,8 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "peers")]
 # The processes of a group are started afresh and import the same modules.
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])
 
-from stage import Ground, Stage  # noqa: E402
-from trial import ALL, Verdict, draw, run  # noqa: E402
+from stage import Ground, Job, Stage  # noqa: E402
+from trial import ALL, Verdict, draw, is_on_job, run  # noqa: E402
 
 JOBS = 0.15  # of the trials attack a training job
 REBUILD_AFTER = 25  # trials, so that stages begin afresh also when nobody is harmed
@@ -39,25 +41,28 @@ class Run:
 
     def trials(self, numbers: list[int]) -> None:
         """Runs them, a line each and more lines where somebody was harmed."""
-        with Ground() as ground:
+        with contextlib.ExitStack() as stack:
+            ground = stack.enter_context(Ground())
             if ground.why:
                 print(f"no attacks from another network: {ground.why}", flush=True)
-            stage, used = None, 0
-            try:
-                for number in numbers:
-                    if stage is None:
-                        stage, used = Stage(ground, self.jobs > 0), 0
-                    plan = draw(self.seed, number, stage, self.jobs, self.only)
-                    verdict = run(stage, plan)
-                    self.verdicts.append(verdict)
-                    self._say(verdict)
-                    used += 1
-                    if verdict.harm or used == REBUILD_AFTER:
-                        stage.close()
-                        stage = None
-            finally:
-                if stage is not None:
-                    stage.close()
+            on_stage = stack.enter_context(contextlib.ExitStack())
+            stage: Stage | None = None
+            job: Job | None = None
+            used = 0
+            for number in numbers:
+                if stage is None:
+                    stage, job, used = on_stage.enter_context(Stage(ground)), None, 0
+                on_job = is_on_job(self.seed, number, self.jobs)
+                if on_job and job is None:
+                    job = on_stage.enter_context(Job())
+                stage.job = job if on_job else None
+                verdict = run(stage, draw(self.seed, number, stage, self.jobs, self.only))
+                self.verdicts.append(verdict)
+                self._say(verdict)
+                used += 1
+                if verdict.harm or used == REBUILD_AFTER:
+                    on_stage.close()
+                    stage = None
 
     def _say(self, verdict: Verdict) -> None:
         plan = verdict.plan
@@ -106,6 +111,8 @@ def main() -> int:
     numbers = [int(options.trial)] if options.trial else list(range(1, options.trials + 1))
     print(f"SEED={seed}, {len(numbers)} trials", flush=True)
     start = time.monotonic()
+    # Also then the networks go away and the processes end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     trials = Run(seed, options.jobs, options.only)
     try:
         trials.trials(numbers)

@@ -64,12 +64,12 @@ class Ground(contextlib.ExitStack):
 class Stage:
     """A victim with honest parties, at work. `begin` and `end` enclose an attack."""
 
-    def __init__(self, ground: Ground, with_job: bool) -> None:
+    def __init__(self, ground: Ground) -> None:
         self.ground = ground
+        self.job: Job | None = None  # while it is the job that is attacked
         self._stack = contextlib.ExitStack()
         try:
             self._build()
-            self.job = self._stack.enter_context(Job()) if with_job else None
             self._undisturbed: dict[tuple[str, str], float] = {}
             self._undisturbed = self._look_undisturbed()
         except BaseException:
@@ -247,7 +247,7 @@ def processor_share(pid: int, seconds: float) -> float:
 class Job:
     """A small training job that goes on all the time: two workers and a server, `training.py`."""
 
-    START_S = 90.0
+    START_S = 240.0
 
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:
@@ -265,7 +265,7 @@ class Job:
             address, secret = (folder / "aim").read_text().split()
             self.aim = Aim(address, secret)
             self.begin()
-            time.sleep(UNDISTURBED_S)
+            self._wait_for_steps(60)
             self.undisturbed_s = median(self.steps())
             self._stack = stack.pop_all()
         return self

@@ -81,6 +81,11 @@ class Verdict:
         return f"{word}, worst {worst_s:.3f} s ({what})"
 
 
+def is_on_job(seed: str, number: int, jobs: float) -> bool:
+    """Whether a trial attacks the training job; `draw` needs one then."""
+    return Random(f"{seed}/{number}").random() < jobs
+
+
 def draw(seed: str, number: int, stage: Stage, jobs: float, only: list[str] | None = None) -> Plan:
     """The plan of a trial.
 
@@ -104,7 +109,7 @@ def _draw_one(random: Random, name: str, seed: str, stage: Stage, on_job: bool) 
     values = kind.draw(random)
     spaces = [space for space in kind.spaces if space != "network" or stage.ground.away]
     space, uid = random.choice(spaces), random.choice(kind.uids)
-    aim = stage.job.aim if on_job and stage.job else stage.aim
+    aim = stage.job.aim if stage.job else stage.aim
     if space == "network" and on_job:
         space = "here"  # the job listens on loopback
     if space == "network":
