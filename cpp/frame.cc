@@ -40,6 +40,28 @@ bool FrameParser::commit(size_t received) {
   return consume();
 }
 
+namespace {
+
+// What the owner of memory can answer. The other codes tell what happened on the asker's own side:
+// it closed, lost the peer, waited for too long, or passed an argument of the wrong type.
+bool is_answer(uint16_t status) {
+  switch (static_cast<Code>(status)) {
+    case Code::kOk:
+    case Code::kStaleHandle:
+    case Code::kBusy:
+    case Code::kUnavailable:
+    case Code::kInvalid:
+    case Code::kPermission:
+    case Code::kNotFound:
+    case Code::kNoMemory:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
 bool FrameParser::check_header() {
   const auto type = static_cast<uint8_t>(header_.type);
   if (header_.magic != kFrameMagic) return fail("not a frame");
@@ -48,7 +70,7 @@ bool FrameParser::check_header() {
       header_.reserved3 != 0) {
     return fail("reserved bits are set");
   }
-  if (header_.status > kLastCode) return fail("unknown status");
+  if (!is_answer(header_.status)) return fail("a status that is no answer");
   if (carries_payload(header_.type)) {
     if (header_.length > kMaxChunkBytes) return fail("payload longer than a chunk");
   } else if (header_.type != FrameType::kRead && header_.length > kMaxBodyBytes) {

@@ -18,9 +18,11 @@ bool well_formed(const Header& header) {
   const auto type = static_cast<uint8_t>(header.type);
   bool payload = type == 1 || type == 3, asks = type == 2;
   uint64_t limit = payload ? kMaxChunkBytes : asks ? UINT64_MAX : kMaxBodyBytes;
+  auto s = header.status;
+  bool answers = s == 0 || s == 3 || s == 4 || (s >= 6 && s <= 10);
   return header.magic == 0x54 && type >= 1 && type <= 14 && header.flags < 8 &&
-         header.reserved == 0 && header.reserved2 == 0 && header.reserved3 == 0 &&
-         header.status <= kLastCode && header.length <= limit;
+         header.reserved == 0 && header.reserved2 == 0 && header.reserved3 == 0 && answers &&
+         header.length <= limit;
 }
 
 class Checker : public FrameSink {

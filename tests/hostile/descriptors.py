@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import os
 import select
+import signal
 import socket
 import struct
 import tempfile
@@ -279,15 +280,27 @@ class Store:
         return descriptor
 
 
-def let_go(descriptor: int) -> None:
-    """Closes ours, in a thread of its own: if the message never left, ours blocks us."""
-    threading.Thread(target=os.close, args=[descriptor], daemon=True).start()
-
-
 def send(stream: Wire, data: bytes, descriptors: Sequence[int]) -> None:
-    """Sends bytes with descriptors and lets go of these, also if they did not leave."""
+    """Sends bytes with descriptors and lets go of these, also if they did not leave.
+
+    At once, so that the receiver is the last who has them.
+    """
+    sockets = [os.readlink(f"/proc/self/fd/{each}").startswith("socket:") for each in descriptors]
     try:
         stream.send(data, descriptors)
     finally:
-        for descriptor in descriptors:
-            let_go(descriptor)
+        for descriptor, is_socket in zip(descriptors, sockets, strict=True):
+            if is_socket:
+                _close_soon(descriptor)
+            else:  # a hung file does not let go of us, either
+                threading.Thread(target=os.close, args=[descriptor], daemon=True).start()
+
+
+def _close_soon(descriptor: int) -> None:
+    """If ours is the last one after all, closing lingers, until a signal comes."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        os.close(descriptor)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

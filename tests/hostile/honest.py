@@ -21,7 +21,7 @@ import numpy as np
 from actor import serve
 from hostile import Asker
 
-from tensorwire import Node, Peer, TensorwireError
+from tensorwire import ClosedError, Node, Peer, TensorwireError
 from tensorwire.testing import Channel, warm_up
 
 PAUSE_S = 0.003  # between two rounds: honest parties are there all the time and load nobody
@@ -208,7 +208,7 @@ class Newcomer(Party):
 
 
 class Plain(Party):
-    """Sends bytes to another process and waits for them, by plain sockets: the machine's share."""
+    """Computes, sends a byte to another process and waits for it: the machine's share."""
 
     def __init__(self, port: int) -> None:
         super().__init__("plain")
@@ -216,6 +216,8 @@ class Plain(Party):
         self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _round(self) -> None:
+        with self.timed("computation"):
+            sum(range(20_000))
         with self.timed("answer"):
             self._stream.sendall(b"?")
             self._stream.recv(1)
@@ -385,6 +387,9 @@ class Asking:
                 TimeoutError) as error:  # fmt: skip
             if isinstance(error, UnicodeError) or not str(error).isprintable() or not str(error):
                 self._wrong.append(f"{what} of a liar ended with {error!r}, which names no reason")
+            early = isinstance(error, TimeoutError) and time.monotonic() - start < self.LIMIT_S / 2
+            if early or isinstance(error, ClosedError):
+                self._wrong.append(f"{what} of a liar ended with {error!r}, which is not true")
         except Exception as error:
             self._wrong.append(f"{what} of a liar ended with {type(error).__name__}: {error}")
         finally:

@@ -1,8 +1,8 @@
 """What harm is: from what was seen in a trial to a list of complaints. Pure.
 
 The limits are for a machine of two cores that others use as well. What the machine itself did in
-the meantime is known from `plain`, two processes that play ping-pong over plain sockets, and is
-allowed on top.
+the meantime is known from `plain`, two processes that compute a little and play ping-pong over
+plain sockets, and is allowed on top.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from honest import CONNECT_S, Observed, Timed
 
+TURNS = 20  # of processes, one after the other, that a step of the job takes
 LIMIT_S = 1.0  # for the worst of all operations of honest parties, and for a step of the job
 MULTIPLE = 30.0  # medians, of the undisturbed ones
 LEAST_S = 0.3e-3  # a median below is never compared
@@ -51,7 +52,7 @@ class Evidence:
     @property
     def machine(self) -> Timed:
         """What the machine did to the plain pair."""
-        timed = Timed(list(self.plain.operations.get("answer", Timed()).seconds))
+        timed = Timed([s for of in self.plain.operations.values() for s in of.seconds])
         if self.plain.under_way:
             timed.seconds.append(self.plain.under_way[1])
         return timed
@@ -128,7 +129,7 @@ def _of_job(evidence: Evidence, machine_s: float) -> list[str]:
     if not steps.seconds:
         return ["job: no step was done"]
     found = []
-    if steps.worst_s > LIMIT_S + machine_s:
+    if steps.worst_s > LIMIT_S + TURNS * machine_s:
         found.append(f"job: a step took {steps.worst_s:.2f} s (the machine: {machine_s:.2f} s)")
     limit_s = MULTIPLE * max(evidence.job_undisturbed_s, LEAST_S)
     if steps.median_s > limit_s:

@@ -135,7 +135,7 @@ class LyingOwner(Owner):
             if lies and random.random() < 0.3:
                 stream.frame(wire.DONE, transfer=transfer)
         elif question.type in (wire.WRITE, wire.SIGNAL, wire.FETCH_ADD, wire.FREE):
-            status = random.choice((0, 3, 11, 12)) if lies else 0
+            status = random.choice((0, 1, 3, 5, 11, 12)) if lies else 0
             text = random.choice((b"", b"\xff", b"because")) if status else b""
             stream.frame(wire.DONE, text, status=status, transfer=transfer)
 

@@ -205,6 +205,9 @@ class Stage:
         self._go_on()
 
 
+_silent: list[Member] = []  # who did not answer a call in time
+
+
 class _Killed(PeerGroup):
     """A group whose processes are killed at the end."""
 
@@ -223,10 +226,17 @@ def call(member: Member, method: str, *args: Any) -> Any:
     """Calls a method of the object in another process.
 
     Raises:
-        TimeoutError, MemberError: there is no answer in time, or the process has ended.
+        TimeoutError, MemberError: there is no answer in time, or the process has ended. It is not
+            asked again: a late answer would be taken for one to another question.
     """
+    if member in _silent:
+        raise TimeoutError(f"{member.name} did not answer before")
     member.send((method, args))
-    error, result = member.recv(CALL_S)
+    try:
+        error, result = member.recv(CALL_S)
+    except TimeoutError:
+        _silent.append(member)
+        raise
     if error is not None:
         raise AssertionError(f"{method} in {member.name}: {error}")
     return result

@@ -57,8 +57,8 @@ HARM = {
     "a connect": (evidence(seen(**{"connect tcp": [5.6]})), "connect tcp took 5.60 s"),
     "nothing at all": (evidence(Observed()), "did nothing"),
     "a long step": (
-        evidence(seen(read=[0.001]), job_steps=[0.1, 1.6], job_undisturbed_s=0.1),
-        "a step took 1.60 s",
+        evidence(seen(read=[0.001]), job_steps=[0.1, 0.1, 12.0], job_undisturbed_s=0.1),
+        "a step took 12.00 s",
     ),
     "no step": (evidence(seen(read=[0.001]), job_steps=[]), "no step"),
     "growth": (evidence(seen(read=[0.001]), growth=["descriptors: 1"]), "descriptors: 1"),

@@ -110,6 +110,19 @@ def test_answers_to_a_write_that_nobody_sent(asker: Any) -> None:
         assert "broke the protocol" in asker.lost_reason()
 
 
+@pytest.mark.parametrize("status", [1, 2, 5, 11, 12])
+def test_an_answer_does_not_tell_what_the_asker_did(asker: Any, status: int) -> None:
+    """Such as that it closed its own Node, or passed an argument of the wrong type."""
+    with wire.FakeNode(SECRET) as fake, linked(asker, fake) as stream:
+        writing = asker.begin("ask", "write", 1000)
+        question = stream.answer(wire.WRITE)
+        stream.frame(wire.DONE, b"because", status=status, transfer=question.transfer)
+        assert stream.hung_up()
+        reason = writing()
+        assert reason.startswith("PeerLostError")
+        assert "a status that is no answer" in reason
+
+
 @pytest.mark.parametrize(
     "grant",
     [{"total": 0}, {"generation": 0}, {"type_": wire.DONE}],
