@@ -265,6 +265,13 @@ class Wire:
         descriptors = self._take_descriptors() if brings and self.beside is not None else []
         return Frame(header, self.receive(size), descriptors)
 
+    def let_go(self, frame: Frame) -> None:
+        """Closes the descriptors of a frame before the end."""
+        for descriptor in frame.descriptors:
+            self._descriptors.remove(descriptor)
+            os.close(descriptor)
+        frame.descriptors.clear()
+
     def answer(self, type_: int | None = None) -> Frame:
         """The next frame that is not the other side's kAttach."""
         while (frame := self.next_frame()).type == ATTACH:
@@ -429,14 +436,23 @@ class Wires(list[Wire]):
 
 
 class FakeNode:
-    """A listener that speaks the protocol to whoever comes and then does as the test says."""
+    """A listener that speaks the protocol to whoever comes and then does as the test says.
 
-    def __init__(self, secret: bytes = b"", incarnation: int = 0x5EED, **values: Any) -> None:
+    `claim` changes fields of the Hellos that it sends from then on.
+    """
+
+    def __init__(
+        self,
+        secret: bytes = b"",
+        incarnation: int = 0x5EED,
+        patience_s: float = PATIENCE_S,
+        **values: Any,
+    ) -> None:
         self.secret = secret
         self.incarnation = incarnation
         self._values = {"transports": TCP_BIT, "incarnation": incarnation, **values}
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(PATIENCE_S)
+        self._listener.settimeout(patience_s)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> FakeNode:
@@ -444,6 +460,9 @@ class FakeNode:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
+
+    def claim(self, **values: Any) -> None:
+        self._values |= values
 
     def accept(self) -> Wire:
         """A connection, before the handshake."""

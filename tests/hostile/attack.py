@@ -151,7 +151,7 @@ def enter_space(space: str) -> None:
     if space == "mounts and processes":
         call("unshare", CLONE_NEWNS | CLONE_NEWPID)
         if pid := os.fork():
-            _die_with_parent_of(pid)
+            _wait_for(pid)
     elif space == "user":
         uid = os.geteuid()
         call("unshare", CLONE_NEWUSER)
@@ -166,8 +166,8 @@ def enter_space(space: str) -> None:
         assert space == "here", space
 
 
-def _die_with_parent_of(pid: int) -> None:
-    """The rest of a process that has forked itself into a namespace of processes."""
+def _wait_for(pid: int) -> None:
+    """Ends as a child does: the rest of a process that forked to enter a namespace of processes."""
     _, status = os.waitpid(pid, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 

@@ -138,8 +138,8 @@ class Pair(Party):
 
     def __init__(self, address: str, transport: str, secret: bytes) -> None:
         super().__init__(transport)
-        self._node = Node(f"honest {transport}", secret=secret, transports=[transport])
-        self._answers = self._node.allocate(64, name=ANSWERS)
+        self.node = Node(f"honest {transport}", secret=secret, transports=[transport])
+        self._answers = self.node.allocate(64, name=ANSWERS)
         self._address = address
         self._rounds = 0
         self._payload = np.empty(PAYLOAD_BYTES, np.uint8)
@@ -147,7 +147,7 @@ class Pair(Party):
         self._join()
 
     def _join(self) -> None:
-        self._peer = self._node.connect(self._address, timeout_s=CONNECT_S)
+        self._peer = self.node.connect(self._address, timeout_s=CONNECT_S)
         self._remote = self._peer.region(f"for {self.name}")
 
     def _round(self) -> None:
@@ -173,7 +173,7 @@ class Pair(Party):
 
     def close(self) -> None:
         super().close()
-        self._node.close()
+        self.node.close()
 
 
 class Newcomer(Party):
@@ -417,9 +417,9 @@ def _serve(channel: Channel, party: Party) -> None:
 
 
 def pair(channel: Channel, address: str, transport: str, secret: bytes) -> None:
-    """Process function: a Pair; sends its own address first."""
+    """Process function: a Pair; sends its own address and incarnation first."""
     party = Pair(address, transport, secret)
-    channel.send(party._node.address)
+    channel.send((party.node.address, party.node.incarnation))
     channel.recv(None)  # the victim answers from now on
     _serve(channel, party)
 

@@ -211,9 +211,7 @@ class Greedy(Attack):
                     return
                 if self.values["read_answers"]:
                     answer = stream.answer(wire.GRANT)
-                    for descriptor in answer.descriptors:
-                        os.close(descriptor)
-                        stream._descriptors.remove(descriptor)
+                    stream.let_go(answer)
                     if answer.status == wire.OK and self.random.random() < 0.5:
                         stream.ask(wire.FREE, region=answer.region, generation=answer.generation)
 

@@ -18,7 +18,7 @@ from attack import PR_SET_PDEATHSIG, Attack, call
 from wire import Frame, HungUp, Wire
 
 REGION_BYTES = 1 << 20
-ONE_OF_TWO = wire.TCP_BIT | wire.SHM_BIT
+BOTH = wire.TCP_BIT | wire.SHM_BIT
 
 
 class Owner(Attack):
@@ -29,10 +29,8 @@ class Owner(Attack):
 
     def prepare(self) -> dict[str, Any]:
         claimed = self.random.getrandbits(63) | 1
-        bits = wire.TCP_BIT if self.transport() == "tcp" else ONE_OF_TWO
-        self.node = wire.FakeNode(self.aim.key, claimed, transports=bits)
-        self.node._listener.settimeout(0.3)
-        self.node._unix.settimeout(0.3)
+        bits = wire.TCP_BIT if self.transport() == "tcp" else BOTH
+        self.node = wire.FakeNode(self.aim.key, claimed, patience_s=0.3, transports=bits)
         return {"address": self.node.address, "transport": self.transport()}
 
     def transport(self) -> str:
@@ -240,16 +238,13 @@ class OtherIncarnation(Owner):
     owner = "tcp"
 
     def prepare(self) -> dict[str, Any]:
-        made = super().prepare()
-        self.claimed = [*self.aim.others]
-        return {**made, "transport": "any"}
+        return {**super().prepare(), "transport": "any"}
 
     def arrive(self) -> Wire:
         stream = self.node.accept()
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
-            self.node._values["incarnation"] = self.random.choice(self.claimed)
-            self.node._values["transports"] = ONE_OF_TWO
+            self.node.claim(incarnation=self.random.choice(self.aim.others), transports=BOTH)
             self.node.welcome(stream, self.aim.key)
             stack.pop_all()
         return stream

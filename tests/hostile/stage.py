@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import distance
 import honest
@@ -33,7 +33,8 @@ from tensorwire.testing import Member, PeerGroup
 SECRET = b"known to every member"
 QUOTA_BYTES = 16 << 20
 HERE = Path(__file__).parent
-CALL_S = 6.0
+CALL_S = 6.0  # for a call to a process
+START_S = 60.0  # for a process to start, on a machine that others use
 SETTLE_S = 3.0  # to forget attackers and to give everything back
 UNDISTURBED_S = 0.6
 FILL = {"open": 0x11, "read": 0x22, "write": 0x33, "none": 0x44, "secret": 0x55}
@@ -91,6 +92,7 @@ class Stage:
         options = {"name": "victim", "secret": SECRET, "quota_bytes": QUOTA_BYTES,
                    "listen": "0.0.0.0:0", "advertise": "127.0.0.1"}  # fmt: skip
         self.victim = group.start(honest.victim, options, name="victim")
+        address = call(self.victim, "address", within_s=START_S)
         handles = {}
         for name, fill in FILL.items():
             size = 65_536
@@ -101,22 +103,25 @@ class Stage:
         for name in ("shm", "tcp", "newcomer", "distant"):
             size = 64 + honest.PAYLOAD_BYTES
             self.ask("allocate", f"for {name}", size, "rw", f"for {name}")
-        address = self.ask("address")
         self.port = int(address.rpartition(":")[2])
-        self.aim = Aim(address, SECRET.hex(), handles, (self.ask("incarnation"),),
-                       self.victim.pid)  # fmt: skip
         self.parties: dict[str, Member] = {}
+        incarnations = [self.ask("incarnation")]
         for transport in ("shm", "tcp"):
             member = group.start(honest.pair, address, transport, SECRET, name=transport)
-            self.ask("answer", transport, member.recv(CALL_S))
+            where, incarnation = member.recv(START_S)
+            incarnations.append(incarnation)
+            self.ask("answer", transport, where)
             member.send("go")
             self.parties[transport] = member
-        far = group.start(distance.relay, address, name="distance").recv(CALL_S)
+        self.aim = Aim(address, SECRET.hex(), handles, tuple(incarnations), self.victim.pid)
+        far = group.start(distance.relay, address, name="distance").recv(START_S)
         for name, where, how in (("newcomer", address, ["shm", "tcp"]), ("distant", far, ["tcp"])):
             self.parties[name] = group.start(honest.newcomer, name, where, how, SECRET, name=name)
         echo = group.start(honest.plain_echo, name="echo")
-        self.plain = group.start(honest.plain, echo.recv(CALL_S), name="plain")
+        self.plain = group.start(honest.plain, echo.recv(START_S), name="plain")
         self.ask("work")
+        for member in (*self.parties.values(), self.plain):
+            call(member, "begin", within_s=START_S)
 
     def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of the victim."""
@@ -222,7 +227,7 @@ class _Killed(PeerGroup):
         super().__exit__(kind, error, trace)
 
 
-def call(member: Member, method: str, *args: Any) -> Any:
+def call(member: Member, method: str, *args: Any, within_s: float = CALL_S) -> Any:
     """Calls a method of the object in another process.
 
     Raises:
@@ -233,7 +238,7 @@ def call(member: Member, method: str, *args: Any) -> Any:
         raise TimeoutError(f"{member.name} did not answer before")
     member.send((method, args))
     try:
-        error, result = member.recv(CALL_S)
+        error, result = member.recv(within_s)
     except TimeoutError:
         _silent.append(member)
         raise
@@ -257,7 +262,7 @@ def processor_share(pid: int, seconds: float) -> float:
 class Job:
     """A small training job that goes on all the time: two workers and a server, `training.py`."""
 
-    START_S = 240.0
+    START_S: ClassVar = 240.0
 
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:

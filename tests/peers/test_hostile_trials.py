@@ -13,13 +13,13 @@ sys.path.append(str(HOSTILE))
 from honest import Observed, Timed  # noqa: E402
 from judge import Evidence, complaints  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 
 
 def trials(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(HOSTILE / "run.py"), "--jobs", "0", *arguments],
-        capture_output=True, text=True, timeout=50,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
 
 
