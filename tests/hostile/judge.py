@@ -2,7 +2,8 @@
 
 The limits are for a machine of two cores that others use as well. What the machine itself did in
 the meantime is known from `plain`, two processes that compute a little and play ping-pong over
-plain sockets, and is allowed on top.
+plain sockets, and from how long the victim was ready to run and had no core; that is allowed on
+top.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Evidence:
     Attributes:
         parties: what honest parties saw.
         plain: what the plain pair saw.
+        waited_s: the longest that a thread of the victim was ready to run and did not.
+        seconds: of the attack.
         undisturbed: median seconds of each operation, (party, kind), before any attack.
         job_steps: seconds between two steps of the training job; None without one.
         job_undisturbed_s: median of that before any attack.
@@ -40,6 +43,8 @@ class Evidence:
 
     parties: dict[str, Observed] = field(default_factory=dict)
     plain: Observed = field(default_factory=Observed)
+    waited_s: float = 0.0
+    seconds: float = 1.5
     undisturbed: dict[tuple[str, str], float] = field(default_factory=dict)
     job_steps: list[float] | None = None
     job_undisturbed_s: float = 0.0
@@ -57,6 +62,16 @@ class Evidence:
             timed.seconds.append(self.plain.under_way[1])
         return timed
 
+    @property
+    def machine_s(self) -> float:
+        """What the machine may have added to one operation."""
+        return self.machine.worst_s + self.waited_s
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer the victim's work took, because it had no core."""
+        return 1 / (1 - min(self.waited_s / self.seconds, 0.98))
+
     def worst(self) -> tuple[float, str]:
         """The longest operation of an honest party, also one under way, in seconds; and which."""
         found = [(0.0, "nothing")]
@@ -73,7 +88,7 @@ class Evidence:
 def complaints(evidence: Evidence) -> list[str]:
     """How honest parties were harmed; empty if they were not."""
     found = list(evidence.facts)
-    machine_s = evidence.machine.worst_s
+    machine_s = evidence.machine_s
     for party, seen in evidence.parties.items():
         found += _few(seen.errors)
         found += _too_long(party, seen, machine_s)
@@ -117,7 +132,8 @@ def _slower(party: str, seen: Observed, evidence: Evidence) -> list[str]:
         before_s = evidence.undisturbed.get((party, kind))
         if before_s is None or not timed.seconds:
             continue
-        limit_s = MULTIPLE * max(before_s, evidence.machine.median_s, LEAST_S)
+        plain_s = evidence.machine.median_s
+        limit_s = MULTIPLE * evidence.slowdown * max(before_s, plain_s, LEAST_S)
         if timed.median_s > limit_s:
             found.append(f"{party}: {kind} takes {1e3 * timed.median_s:.1f} ms,"
                          f" and {1e3 * before_s:.2f} ms undisturbed")  # fmt: skip
@@ -131,7 +147,7 @@ def _of_job(evidence: Evidence, machine_s: float) -> list[str]:
     found = []
     if steps.worst_s > LIMIT_S + TURNS * machine_s:
         found.append(f"job: a step took {steps.worst_s:.2f} s (the machine: {machine_s:.2f} s)")
-    limit_s = MULTIPLE * max(evidence.job_undisturbed_s, LEAST_S)
+    limit_s = MULTIPLE * evidence.slowdown * max(evidence.job_undisturbed_s, LEAST_S)
     if steps.median_s > limit_s:
         found.append(f"job: a step takes {1e3 * steps.median_s:.0f} ms,"
                      f" and {1e3 * evidence.job_undisturbed_s:.0f} ms undisturbed")  # fmt: skip

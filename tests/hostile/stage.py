@@ -165,9 +165,11 @@ class Stage:
         call(self.plain, "begin")
         if self.job:
             self.job.begin()
+        self._begun, self._waited = time.monotonic(), waited(self.victim.pid)
 
     def end(self) -> Evidence:
         """The attack ends now, its processes may still be there."""
+        after, seconds = waited(self.victim.pid), time.monotonic() - self._begun
         parties: dict[str, Any] = {}
         facts = []
         for name, member in {**self.parties, "victim": self.victim}.items():
@@ -175,7 +177,12 @@ class Stage:
                 parties[name] = call(member, "end")
             except Exception as error:
                 facts.append(f"{name}: does not answer: {str(error).splitlines()[0]}")
-        evidence = Evidence(parties, call(self.plain, "end"), self._undisturbed, facts=facts)
+        evidence = Evidence(parties, call(self.plain, "end"), seconds=seconds, facts=facts)
+        evidence.undisturbed = self._undisturbed
+        evidence.waited_s = max(
+            (after_s - self._waited.get(thread, 0.0) for thread, after_s in after.items()),
+            default=0.0,
+        )
         if self.job:
             evidence.job_steps = self.job.steps()
             evidence.job_undisturbed_s = self.job.undisturbed_s
@@ -257,6 +264,15 @@ def processor_share(pid: int, seconds: float) -> float:
     before_s, start = used_s(), time.monotonic()
     time.sleep(seconds)
     return (used_s() - before_s) / (time.monotonic() - start)
+
+
+def waited(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process was ready to run and had no core, so far."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or the kernel does not count
+            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) * 1e-9
+    return found
 
 
 class Job:

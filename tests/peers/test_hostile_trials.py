@@ -46,7 +46,8 @@ def seen(**operations: list[float]) -> Observed:
 
 def evidence(party: Observed, **values: object) -> Evidence:
     plain = seen(answer=[0.0001, 0.0001, 0.5])
-    return Evidence({"tcp": party}, plain, {("tcp", "read"): 0.001}, **values)  # type: ignore[arg-type]
+    before = {("tcp", "read"): 0.001}
+    return Evidence({"tcp": party}, plain, undisturbed=before, **values)  # type: ignore[arg-type]
 
 
 HARM = {
@@ -76,5 +77,7 @@ def test_every_kind_of_harm_is_a_complaint(case: tuple[Evidence, str]) -> None:
 
 
 def test_what_the_machine_does_is_no_harm() -> None:
-    """The plain pair waited for 0.5 s meanwhile."""
+    """The plain pair waited for 0.5 s meanwhile, or the victim had no core for as long."""
     assert complaints(evidence(seen(read=[0.001, 1.4, 0.001]))) == []
+    assert complaints(evidence(seen(read=[0.001, 1.9, 0.001]), waited_s=0.5)) == []
+    assert complaints(evidence(seen(read=[0.05]), waited_s=1.2, seconds=1.5)) == []
