@@ -16,8 +16,11 @@ constexpr size_t kSmallWindow = 64;  // of these, that large transfers leave to 
 constexpr uint64_t kSmallBytes = 16 << 10;
 constexpr size_t kSmallParts = 4;
 
-std::string text_of(std::string_view message) {
-  return presentable(message) ? std::string(message) : "(unprintable)";
+// What an answer says, for people; an answer to a read whose region is freed meanwhile has no text.
+std::string reason_of(Code code, std::string_view message) {
+  if (!presentable(message)) return "(unprintable)";
+  if (code == Code::kOk || !message.empty()) return std::string(message);
+  return code == Code::kStaleHandle ? "the region was freed" : "its owner gave no reason";
 }
 
 }  // namespace
@@ -286,14 +289,14 @@ bool TcpChannel::done(const Header& header, std::string_view message) {
   auto code = static_cast<Code>(header.status);
   if (request->is_read) {
     if (code == Code::kOk) return false;  // a read is answered by data
-    if (request->status.ok()) request->status = {code, text_of(message)};
+    if (request->status.ok()) request->status = {code, reason_of(code, message)};
     if (request->answers_left-- > 1) {
       answered(lock);
       return true;
     }
     code = request->status.code;
   } else {
-    request->status.message = text_of(message);
+    request->status.message = reason_of(code, message);
   }
   pending_.erase(header.transfer);
   answered(lock);

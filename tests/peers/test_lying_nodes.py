@@ -110,6 +110,17 @@ def test_answers_to_a_write_that_nobody_sent(asker: Any) -> None:
         assert "broke the protocol" in asker.lost_reason()
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"), [(3, "StaleHandleError: the region was freed"), (7, "gave no reason")]
+)
+def test_a_refusal_without_a_reason(asker: Any, status: int, reason: str) -> None:
+    with wire.FakeNode(SECRET) as fake, linked(asker, fake) as stream:
+        reading = asker.begin("ask", "read", 1000)
+        question = stream.answer(wire.READ)
+        stream.frame(wire.DONE, status=status, transfer=question.transfer)
+        assert reason in reading()
+
+
 @pytest.mark.parametrize("status", [1, 2, 5, 11, 12])
 def test_an_answer_does_not_tell_what_the_asker_did(asker: Any, status: int) -> None:
     """Such as that it closed its own Node, or passed an argument of the wrong type."""
