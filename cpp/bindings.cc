@@ -16,8 +16,10 @@
 #include <mutex>
 
 #include "drivers.h"
+#include "memory_limit.h"
 #include "node.h"
 #include "prepared.h"
+#include "resolve.h"
 #include "word.h"
 
 namespace nb = nanobind;
@@ -128,6 +130,8 @@ class Local {
     }
     int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+      // An object's own __buffer__ may be Python code: what interrupts it is no matter of buffers.
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
       PyErr_Clear();
       explain(object, writable);
     }
@@ -238,6 +242,12 @@ bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (deadline.passed()) return false;
   }
+}
+
+// For the core's Interrupted, in a thread that has let go of the GIL.
+void run_signal_handlers() {
+  nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 [[noreturn]] void time_out(const std::string& what, double timeout_s) {
@@ -406,6 +416,20 @@ void check_not_forked(const Mapping& mapping) {
   if (!mapping.usable()) throw Error(Code::kClosed, kForked);
 }
 
+// Sets Python's error. Making it runs Python code, and so perhaps a signal's handler: what that
+// raises (KeyboardInterrupt) is then the error.
+void set_error(Code code, std::string_view what) {
+  try {
+    nb::object text = nb::steal(
+        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
+    nb::object made =
+        nb::module_::import_("tensorwire.errors").attr("from_code")(static_cast<int>(code), text);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+  } catch (nb::python_error& raised) {
+    raised.restore();
+  }
+}
+
 int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* mapping, size_t size,
                 bool writable) {
   view->obj = nullptr;
@@ -414,9 +438,7 @@ int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* map
     return -1;
   }
   if (!mapping->usable()) {
-    nb::object made = nb::module_::import_("tensorwire.errors")
-                          .attr("from_code")(static_cast<int>(Code::kClosed), kForked);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    set_error(Code::kClosed, kForked);
     return -1;
   }
   return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(size), !writable,
@@ -448,12 +470,7 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    std::string_view what = error.what();
-    nb::object text = nb::steal(
-        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
-    nb::object made = nb::module_::import_("tensorwire.errors")
-                          .attr("from_code")(static_cast<int>(error.code()), text);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    set_error(error.code(), error.what());
   }
 }
 
@@ -776,10 +793,7 @@ void bind_node(nb::module_& m) {
           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
              const std::string& require) {
             WithoutGil release;
-            return n.connect(host, port, Deadline::after(timeout_s), require, [] {
-              nb::gil_scoped_acquire acquire;
-              if (PyErr_CheckSignals() != 0) throw nb::python_error();
-            });
+            return n.connect(host, port, Deadline::after(timeout_s), require, run_signal_handlers);
           },
           "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
       .def(
@@ -896,6 +910,29 @@ NB_MODULE(_core, m) {
       "expect_leaks", [] { nb::set_leak_warnings(false); },
       "Says nothing at the end about objects that outlive the interpreter, as tensors of torch's "
       "own globals do.");
+  m.def(
+      "resolve",
+      [](const std::string& host, std::optional<double> timeout_s) {
+        Resolved found;
+        {
+          WithoutGil release;
+          found = resolve(host, 0, Deadline::after(timeout_s), run_signal_handlers);
+        }
+        if (found.addresses.empty()) {
+          throw Error(Code::kInvalid, "cannot resolve '" + host + "': " + found.failure);
+        }
+        std::vector<std::string> numeric;
+        for (const auto& address : found.addresses) numeric.push_back(address.text());
+        return numeric;
+      },
+      "host"_a, "timeout_s"_a.none(), "The addresses of a host, as text, the best first.");
+  m.def(
+      "memory_limit",
+      [](const std::string& root) {
+        MemoryLimit most = memory_limit(root);
+        return std::make_pair(most.bytes, most.of);
+      },
+      "root"_a = "", "How many bytes of memory this process may have, and what sets that limit.");
   m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
   m.def(
       "hmac_sha256",

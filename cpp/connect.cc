@@ -1,7 +1,6 @@
 #include "connect.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -16,6 +15,7 @@
 
 #include "error.h"
 #include "listener.h"
+#include "resolve.h"
 
 namespace tensorwire {
 namespace {
@@ -27,8 +27,7 @@ constexpr int kDyingMs = 500;
 // One stream in the handshake: blocking reads and writes with a deadline.
 class Line {
  public:
-  Line(Descriptor socket, std::string where, Deadline deadline,
-       const std::function<void()>& interrupted)
+  Line(Descriptor socket, std::string where, Deadline deadline, const Interrupted& interrupted)
       : socket_(std::move(socket)),
         where_(std::move(where)),
         deadline_(deadline),
@@ -42,16 +41,9 @@ class Line {
   }
 
   void wait(short events) {
-    for (;;) {
-      pollfd entry{socket_.get(), events, 0};
-      int count = ::poll(&entry, 1, deadline_.left_ms());
-      if (count > 0) return;
-      if (count == 0 && deadline_.passed()) {
-        throw Error(Code::kTimeout, "no answer from " + where_ +
-                                        " in time; is a Node running there, and is it awake?");
-      }
-      if (count < 0 && errno == EINTR && interrupted_) interrupted_();
-    }
+    if (wait_ready(socket_.get(), events, deadline_, interrupted_)) return;
+    throw Error(Code::kTimeout,
+                "no answer from " + where_ + " in time; is a Node running there, and is it awake?");
   }
   void send(const void* data, size_t size) {
     auto* bytes = static_cast<const char*>(data);
@@ -73,10 +65,12 @@ class Line {
       if (got > 0) {
         bytes += got, size -= static_cast<size_t>(got);
       } else if (got == 0) {
-        throw Error(Code::kPeerLost,
-                    where_ +
-                        " hung up during the handshake; it is not a tensorwire Node, speaks "
-                        "another version, is closing, or has too many strangers");
+        throw Error(
+            Code::kPeerLost,
+            where_ +
+                " hung up during the handshake; it is not a tensorwire Node, speaks "
+                "another version, is closing, is out of descriptors (ulimit -n), or has too "
+                "many strangers");
       } else if (errno == EAGAIN || errno == EINTR) {
         wait(POLLIN);
       } else {
@@ -89,11 +83,11 @@ class Line {
   Descriptor socket_;
   std::string where_;
   Deadline deadline_;
-  const std::function<void()>& interrupted_;
+  const Interrupted& interrupted_;
 };
 
 Descriptor dial(const sockaddr* address, socklen_t size, const std::string& where,
-                Deadline deadline, const std::function<void()>& interrupted) {
+                Deadline deadline, const Interrupted& interrupted) {
   Descriptor fd(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
   if (::connect(fd.get(), address, size) == 0) return fd;
@@ -113,19 +107,17 @@ Descriptor dial(const sockaddr* address, socklen_t size, const std::string& wher
 }
 
 Descriptor dial_tcp(const std::string& host, uint16_t port, const std::string& where,
-                    Deadline deadline, const std::function<void()>& interrupted) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  if (int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) {
-    throw Error(Code::kPeerLost, "cannot resolve '" + host + "': " + ::gai_strerror(error));
+                    Deadline deadline, const Interrupted& interrupted) {
+  Resolved found = resolve(host, port, deadline, interrupted);
+  if (found.addresses.empty()) {
+    throw Error(Code::kPeerLost, "cannot resolve '" + host + "': " + found.failure);
   }
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
-  for (addrinfo* each = found;; each = each->ai_next) {
+  for (size_t i = 0;; ++i) {
     try {
-      return dial(each->ai_addr, each->ai_addrlen, where, deadline, interrupted);
+      const SocketAddress& each = found.addresses[i];
+      return dial(each.get(), each.size, where, deadline, interrupted);
     } catch (const Error& error) {
-      if (each->ai_next == nullptr || error.code() != Code::kPeerLost) throw;
+      if (i + 1 == found.addresses.size() || error.code() != Code::kPeerLost) throw;
     }
   }
 }
@@ -178,7 +170,7 @@ Trusted shake_hands(Line& line, Hello me, std::span<const uint8_t> secret,
 
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
                       uint32_t require, std::string no_rdma, double peer_timeout_s,
-                      Deadline deadline, const std::function<void()>& interrupted) {
+                      Deadline deadline, const Interrupted& interrupted) {
   std::string where =
       (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
   me.kind = HelloKind::kSession;

@@ -2,12 +2,12 @@
 // stream that both sides trust.
 #pragma once
 
-#include <functional>
 #include <string>
 
 #include "clock.h"
 #include "fork.h"
 #include "handshake.h"
+#include "resolve.h"
 
 namespace tensorwire {
 
@@ -25,6 +25,6 @@ struct Connection {
 // (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
                       uint32_t require, std::string no_rdma, double peer_timeout_s,
-                      Deadline deadline, const std::function<void()>& interrupted);
+                      Deadline deadline, const Interrupted& interrupted);
 
 }  // namespace tensorwire

@@ -13,6 +13,7 @@ namespace {
 
 constexpr char kMagic[8] = {'T', 'W', 'I', 'R', 'E', 'v', '0', '1'};
 constexpr size_t kMessageBytes = 112;
+constexpr size_t kKindAt = 10;  // in a Hello, see encode()
 
 template <class T>
 void put(uint8_t* at, T value) {
@@ -114,9 +115,16 @@ Welcome Welcome::decode(std::span<const uint8_t, kWelcomeBytes> bytes) {
 
 Keys::Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes> client_hello,
            std::span<const uint8_t, kHelloBytes> server_hello) {
-  std::array<uint8_t, 2 * kHelloBytes> transcript;
-  std::copy(client_hello.begin(), client_hello.end(), transcript.begin());
-  std::copy(server_hello.begin(), server_hello.end(), transcript.begin() + kHelloBytes);
+  std::vector<uint8_t> transcript(client_hello.begin(), client_hello.end());
+  transcript.insert(transcript.end(), server_hello.begin(), server_hello.end());
+  // HMAC fills a key up with zeros and hashes one that is longer than a block: such secrets would
+  // equal others but for their length. (The keys of sessions all have the same.)
+  bool of_session = client_hello[kKindAt] == static_cast<uint8_t>(HelloKind::kAttach);
+  bool ends_in_zero = !secret.empty() && secret.back() == 0;
+  if (!of_session && (ends_in_zero || secret.size() > kHmacBlockBytes)) {
+    transcript.resize(2 * kHelloBytes + sizeof(uint64_t));
+    put<uint64_t>(transcript.data() + 2 * kHelloBytes, secret.size());
+  }
   client = hmac(secret, "tensorwire client proof", transcript);
   server = hmac(secret, "tensorwire server proof", transcript);
   session = hmac(secret, "tensorwire session key.", transcript);
@@ -190,8 +198,9 @@ ServerHandshake::State ServerHandshake::on_hello(std::vector<uint8_t>& reply) {
   key_ = context_.secret;
   if (attach) {
     auto session = context_.find_session(client_.session);
-    // An unknown session gets a key that nobody has, so that it fails like a wrong proof.
+    // An unknown session gets a key that nobody has.
     bool known = session && session->client.incarnation == client_.incarnation;
+    session_is_over_ = !session;
     auto key = known ? session->key : random_nonce();
     key_.assign(key.begin(), key.end());
     session_ = client_.session;
@@ -220,6 +229,13 @@ ServerHandshake::State ServerHandshake::on_proof(std::vector<uint8_t>& reply) {
   Keys keys(key_, client_bytes_, server_bytes_);
   Digest offered;
   std::memcpy(offered.data(), received_.data(), offered.size());
+  if (session_is_over_) {
+    return refuse(
+        {Code::kBusy,
+         "the session is over; out of descriptors (ulimit -n) or handshakes, or too slow? "
+         "Connect again"},
+        reply);
+  }
   if (!same_digest(offered, keys.client)) {
     return refuse({Code::kPermission, "wrong secret"}, reply);
   }

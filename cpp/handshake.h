@@ -120,6 +120,7 @@ class ServerHandshake {
   Hello client_;
   Secret key_;
   uint64_t session_ = 0;
+  bool session_is_over_ = false;
   uint32_t chosen_ = 0;
   Status failure_;
 };

@@ -16,6 +16,10 @@ namespace tensorwire {
 
 inline constexpr size_t kMaxNameBytes = 255;
 
+// Throws kInvalid if no region can have this name: it is too long, or peers could not show it. ""
+// is no name.
+void check_region_name(const std::string& name);
+
 // What peers may do with a region.
 struct Access {
   bool read = true;

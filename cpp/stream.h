@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "fork.h"
 #include "frame.h"
 #include "progress.h"
+#include "silence.h"
 
 namespace tensorwire {
 
@@ -102,8 +104,7 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
   void lose(Status status);
-  void watch_silence();
-  void look(double pause_s, double limit_s, bool suspected);
+  void look_for_silence();
 
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;
@@ -113,6 +114,7 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   FrameParser parser_;
   std::deque<Descriptor> received_;  // driving thread only
   int wake_bytes_ = 1;               // driving thread only
+  std::optional<Silence> silence_;   // of tcp; driving thread only
 
   bool dropped_descriptors_ = false;  // driving thread only
 

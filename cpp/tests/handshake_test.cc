@@ -336,11 +336,39 @@ TEST_CASE("handshake: a further stream needs the session, its key and the same p
   CHECK(attach(side, {session, other, me.incarnation}) == Code::kPermission);
   CHECK(attach(side, {session, kSecret, me.incarnation}) == Code::kPermission);
   CHECK(attach(side, {session, {}, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {session + 1, good, me.incarnation}) == Code::kPermission);
-  CHECK(attach(side, {0, {}, me.incarnation}) == Code::kPermission);
+  CHECK(attach(side, {session + 1, good, me.incarnation}) == Code::kBusy);
+  CHECK(attach(side, {0, {}, me.incarnation}) == Code::kBusy);
   CHECK(attach(side, {session, good, me.incarnation + 1}) == Code::kPermission);
-  side.sessions.erase(session);
-  CHECK(attach(side, {session, good, me.incarnation}) == Code::kPermission);
+  side.sessions.erase(session);  // over: no matter of secrets
+  CHECK(attach(side, {session, good, me.incarnation}) == Code::kBusy);
+}
+
+TEST_CASE("handshake: secrets that HMAC takes for the same key are told apart") {
+  Hello first = hello("client"), again = first;
+  auto challenge = hello("server").encode();
+  again.kind = HelloKind::kAttach;
+  auto client_proof = [&](const Hello& me, const Secret& secret) {
+    return Keys(secret, me.encode(), challenge).client;
+  };
+  Secret zero = kSecret, zeros = kSecret, full(64, 'x'), beyond(65, 'x');
+  zero.push_back(0);
+  zeros.resize(64, 0);
+  Sha256 hash;
+  hash.update(beyond.data(), beyond.size());
+  Digest hashed = hash.finish();
+  Secret digest(hashed.begin(), hashed.end());
+  CHECK_FALSE(same_digest(client_proof(first, kSecret), client_proof(first, zero)));
+  CHECK_FALSE(same_digest(client_proof(first, zero), client_proof(first, zeros)));
+  CHECK_FALSE(same_digest(client_proof(first, beyond), client_proof(first, digest)));
+  CHECK(same_digest(client_proof(first, zero), client_proof(first, zero)));
+  // All others, and the keys of sessions, are what HMAC makes of the two Hellos alone.
+  for (const auto& [me, secret] : {std::pair{first, kSecret}, {first, full}, {again, zero}}) {
+    Bytes both;
+    auto mine = me.encode();
+    both.insert(both.end(), mine.begin(), mine.end());
+    both.insert(both.end(), challenge.begin(), challenge.end());
+    CHECK(same_digest(client_proof(me, secret), hmac(secret, "tensorwire client proof", both)));
+  }
 }
 
 TEST_CASE("handshake: each door takes its own kind of stream") {

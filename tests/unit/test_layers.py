@@ -33,8 +33,8 @@ ROOT_IMPORTS = {"errors", "memory"}
 
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
-    ("clock", "copy", "error", "fork", "page", "sha256", "text", "word"),
-    ("frame", "mapping", "rdma_ports", "ucx"),
+    ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
+    ("frame", "mapping", "rdma_ports", "resolve", "silence", "ucx"),
     ("progress", "region"),
     ("handshake", "rdma_fabric", "stream", "transfer"),
     ("listener", "service", "transport"),

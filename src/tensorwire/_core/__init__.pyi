@@ -258,6 +258,14 @@ def expect_leaks() -> None:
     Says nothing at the end about objects that outlive the interpreter, as tensors of torch's own globals do.
     """
 
+def resolve(host: str, timeout_s: float | None) -> list[str]:
+    """The addresses of a host, as text, the best first."""
+
+def memory_limit(root: str = '') -> tuple[int, str]:
+    """
+    How many bytes of memory this process may have, and what sets that limit.
+    """
+
 def fork_epoch() -> int:
     """Grows by one in each forked child."""
 
