@@ -133,7 +133,11 @@ class Local {
       // An object's own __buffer__ may be Python code: what interrupts it is no matter of buffers.
       if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
       PyErr_Clear();
-      explain(object, writable);
+      owner_ = as_plain_items(object);
+      if (!owner_.is_valid() || PyObject_GetBuffer(owner_.ptr(), &view_, flags) != 0) {
+        PyErr_Clear();
+        explain(owner_.is_valid() ? owner_ : object, writable);
+      }
     }
     if (holds_objects(view_.format)) {
       PyBuffer_Release(&view_);
@@ -183,6 +187,15 @@ class Local {
     }
     return false;
   }
+  // numpy exports no dtype that struct has no letter for (datetime64, also in a structure), though
+  // its items are bytes like others: the same array as items without a meaning. Else nothing.
+  static nb::object as_plain_items(nb::handle object) {
+    nb::object dtype = nb::getattr(object, "dtype", nb::none());
+    nb::object has_object = nb::getattr(dtype, "hasobject", nb::none());
+    if (!has_object.is(nb::bool_(false))) return {};
+    nb::object items = nb::str("V{}").attr("format")(dtype.attr("itemsize"));
+    return object.attr("view")(items);
+  }
   static Error read_only() {
     return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
   }
@@ -205,8 +218,9 @@ class Local {
       if (writable && read_only_view) throw read_only();
     }
     PyErr_Clear();
-    throw Error(Code::kType,
-                std::string("cannot get at the memory of a ") + Py_TYPE(object.ptr())->tp_name);
+    throw Error(Code::kType, std::string("cannot get at the memory of a ") +
+                                 Py_TYPE(object.ptr())->tp_name +
+                                 "; if it is an array, use a numeric dtype");
   }
 
   Py_buffer view_{};
@@ -412,6 +426,9 @@ constexpr const char* kForked =
     "the memory belongs to the process that this one was forked from; create a Node of its own "
     "here";
 
+constexpr const char* kGone =
+    "the Node is closed and its memory given back; only arrays and views from before stay";
+
 void check_not_forked(const Mapping& mapping) {
   if (!mapping.usable()) throw Error(Code::kClosed, kForked);
 }
@@ -430,39 +447,37 @@ void set_error(Code code, std::string_view what) {
   }
 }
 
-int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* mapping, size_t size,
-                bool writable) {
-  view->obj = nullptr;
-  if (mapping == nullptr) {
-    PyErr_SetString(PyExc_BufferError, "the region has no memory in this process");
-    return -1;
+// Whatever shows memory of a region refers to one of these: it keeps the memory, also when the Node
+// is closed. (numpy refers to the exporter of a memoryview and not to its buffer, so that counting
+// exports would not do.)
+struct View {
+  View(std::shared_ptr<Mapping> of, uint64_t size, bool writable)
+      : mapping(std::move(of)), size(size), writable(writable) {
+    if (!mapping) throw Error(Code::kUnavailable, "the region has no memory in this process");
+    check_not_forked(*mapping);
+    if (!mapping->add_view()) throw Error(Code::kClosed, kGone);
   }
-  if (!mapping->usable()) {
+  ~View() { mapping->drop_view(); }
+  View(const View&) = delete;
+
+  const std::shared_ptr<Mapping> mapping;
+  const uint64_t size;
+  const bool writable;
+};
+
+int view_buffer(PyObject* object, Py_buffer* buffer, int flags) {
+  auto* view = nb::inst_ptr<View>(nb::handle(object));
+  buffer->obj = nullptr;
+  if (!view->mapping->usable()) {
     set_error(Code::kClosed, kForked);
     return -1;
   }
-  return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(size), !writable,
-                           flags);
+  return PyBuffer_FillInfo(buffer, object, view->mapping->data(),
+                           static_cast<Py_ssize_t>(view->size), !view->writable, flags);
 }
 
-int region_buffer(PyObject* object, Py_buffer* view, int flags) {
-  auto* region = nb::inst_ptr<Region>(nb::handle(object));
-  return fill_buffer(object, view, flags, region->mapping.get(), region->size, true);
-}
-
-int remote_region_buffer(PyObject* object, Py_buffer* view, int flags) {
-  auto* region = nb::inst_ptr<RemoteRegion>(nb::handle(object));
-  return fill_buffer(object, view, flags, region->mapping.get(), region->size,
-                     region->access.write);
-}
-
-PyType_Slot kRegionSlots[] = {
-    {Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)},
-    {0, nullptr},
-};
-
-PyType_Slot kRemoteRegionSlots[] = {
-    {Py_bf_getbuffer, reinterpret_cast<void*>(remote_region_buffer)},
+PyType_Slot kViewSlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)},
     {0, nullptr},
 };
 
@@ -532,7 +547,9 @@ void bind_transfer(nb::module_& m) {
 }
 
 void bind_regions(nb::module_& m) {
-  nb::class_<Region>(m, "Region", nb::type_slots(kRegionSlots))
+  nb::class_<View>(m, "View", nb::type_slots(kViewSlots));
+  nb::class_<Region>(m, "Region")
+      .def("view", [](const Region& r) { return new View(r.mapping, r.size, true); })
       .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
       .def_prop_ro("name", [](const Region& r) { return r.name; })
       .def_prop_ro("id", [](const Region& r) { return r.id; })
@@ -553,10 +570,23 @@ void bind_regions(nb::module_& m) {
               throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
             }
             check_not_forked(*r.mapping);
-            return word_at(r.data() + offset).load(std::memory_order_acquire);
+            uint64_t value = word_at(r.data() + offset).load(std::memory_order_acquire);
+            if (r.mapping->gone()) throw Error(Code::kClosed, kGone);
+            return value;
           },
-          "offset"_a);
-  nb::class_<RemoteRegion>(m, "RemoteRegion", nb::type_slots(kRemoteRegionSlots))
+          "offset"_a)
+      .def(
+          "reaches",  // for event loops: throws nothing but in a forked child
+          [](const Region& r, uint64_t offset, uint64_t value) {
+            check_not_forked(*r.mapping);
+            bool high = r.contains(offset, 8) &&
+                        word_at(r.data() + offset).load(std::memory_order_acquire) >= value;
+            return high || r.mapping->gone();
+          },
+          "offset"_a, "value"_a);
+  nb::class_<RemoteRegion>(m, "RemoteRegion")
+      .def("view",
+           [](const RemoteRegion& r) { return new View(r.mapping, r.size, r.access.write); })
       .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
       .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
       .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })

@@ -69,7 +69,8 @@ Node::Node(NodeOptions options)
   fabric_.counters = std::make_shared<Transfer::Counters>();
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
-  regions_ = std::make_unique<RegionTable>(page);
+  fabric_.mappings = std::make_shared<Mappings>();
+  regions_ = std::make_unique<RegionTable>(page, fabric_.mappings);
   fabric_.regions = regions_.get();
   fabric_.limits.quota_bytes = options_.quota_bytes;
   fabric_.shareable = (options_.transports & kShmBit) != 0;
@@ -386,6 +387,10 @@ void Node::close() {
     }
   });
   fabric_.progress->stop();
+  // Nobody drives any more. Objects of the user may stay; memory and descriptors do not, except
+  // memory that a view shows.
+  regions_->close();
+  fabric_.mappings->retire_all();
 }
 
 }  // namespace tensorwire

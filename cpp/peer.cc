@@ -384,6 +384,7 @@ bool Peer::granted(const Header& header, std::string_view body) {
       } else {
         try {
           region->mapping = Mapping::import(std::move(memory), region->size, region->access.write);
+          fabric_.mappings->add(region->mapping);
         } catch (const Error& error) {
           status = {error.code(), error.what()};
           if (!had_memory && stream_->dropped_descriptors()) status = out_of_descriptors();

@@ -148,7 +148,8 @@ class Progress {
 
   std::shared_ptr<Mapping> page_mapping_;
   NodePage* page_ = nullptr;
-  Descriptor epoll_, doorbell_;
+  Descriptor epoll_, doorbell_;  // with handlers_mutex_, doorbell_mutex_; the driver reads without
+  std::mutex doorbell_mutex_;
   uint32_t epoch_ = 0;
 
   std::atomic<int> driver_{kNobody};

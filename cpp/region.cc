@@ -71,6 +71,7 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->mapping = Mapping::create(size, shareable, access.write);
 
   std::lock_guard lock(mutex_);
+  if (closed_) throw Error(Code::kClosed, "the Node is closed");
   if (!name.empty() && names_.contains(name)) throw taken();
   if (!free_slots_.empty()) {
     region->id = free_slots_.back();
@@ -84,6 +85,7 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
     slots_.emplace_back();
   }
   slots_[region->id] = region;
+  mappings_->add(region->mapping);
   if (!name.empty()) names_[name] = region->id;
   if (lessee != 0) {
     region->leased = leased_;
@@ -113,6 +115,15 @@ void RegionTable::free(Region& region) {
   if (!region.name.empty()) names_.erase(region.name);
   free_slots_.push_back(region.id);
   slots_[region.id].reset();  // last: may destroy the region
+}
+
+void RegionTable::close() {
+  std::vector<std::shared_ptr<Region>> gone;  // destroyed without the lock
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  gone.swap(slots_);
+  free_slots_.clear();
+  names_.clear();
 }
 
 std::vector<std::shared_ptr<Region>> RegionTable::leased_to(uint64_t peer) const {

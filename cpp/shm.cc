@@ -62,15 +62,23 @@ Status ShmChannel::down() const {
 Status ShmChannel::check(std::span<const Piece> pieces, const SignalTo& signal) const {
   if (down_.load(std::memory_order_acquire)) return down();
   for (const Piece& piece : pieces) {
-    if (!live(*piece.remote)) return stale();
+    if (!live(*piece.remote)) return down_ ? down() : stale();
   }
-  if (signal.region != nullptr && !live(*signal.region)) return stale();
+  if (signal.region != nullptr && !live(*signal.region)) return down_ ? down() : stale();
   return {};
+}
+
+// To be asked when the bytes are moved: if the Node was closed meanwhile, the peer's memory may
+// have been given back before them.
+Status ShmChannel::ended() const {
+  return down_.load(std::memory_order_acquire) ? down() : Status{};
 }
 
 void ShmChannel::ring() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (page_->armed.load(std::memory_order_relaxed) == 0) return;
+  std::lock_guard lock(mutex_);
+  if (!doorbell_) return;
   // The peer may have made its bell blocking and filled it; a full one needs no more ringing.
   pollfd bell{doorbell_.get(), POLLOUT, 0};
   if (::poll(&bell, 1, 0) != 1) return;
@@ -114,7 +122,8 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
   if (inline_limit == 0 || total <= inline_limit) {
     for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
     if (signal.region != nullptr) raise(signal);
-    transfer->complete();
+    Status end = ended();
+    transfer->complete(end.code, std::move(end.message));
     return transfer;
   }
   auto job = std::make_shared<CopyJob>();
@@ -144,7 +153,8 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     }
     if (job->piece < job->pieces.size()) return true;
     if (job->signal.region != nullptr) raise(job->signal);
-    job->transfer->complete();
+    Status end = ended();
+    job->transfer->complete(end.code, std::move(end.message));
     return false;
   });
   if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
@@ -170,7 +180,8 @@ TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, u
   }
   uint64_t before = word_at(region.mapping->data() + offset).fetch_add(value);
   ring();
-  transfer->complete(Code::kOk, {}, before);
+  Status end = ended();
+  transfer->complete(end.code, std::move(end.message), before);
   return transfer;
 }
 
@@ -178,6 +189,8 @@ void ShmChannel::shutdown(const Status& status) {
   std::lock_guard lock(mutex_);
   down_status_ = status;
   down_.store(true, std::memory_order_release);
+  doorbell_.reset();
+  if (page_mapping_) page_mapping_->retire();
 }
 
 }  // namespace tensorwire

@@ -57,7 +57,12 @@ class Transfer:
 
     def __await__(self) -> Generator[Any, None, None]: ...
 
+class View:
+    pass
+
 class Region:
+    def view(self) -> View: ...
+
     @property
     def size_bytes(self) -> int: ...
 
@@ -86,7 +91,11 @@ class Region:
 
     def load_word(self, offset: int) -> int: ...
 
+    def reaches(self, offset: int, value: int) -> bool: ...
+
 class RemoteRegion:
+    def view(self) -> View: ...
+
     @property
     def mapped(self) -> bool: ...
 

@@ -278,7 +278,9 @@ class Node:
         """Ends everything; calling it again, or in a forked child, does nothing.
 
         Transfers in flight complete with `ClosedError`, waiting calls raise it, and peers see this
-        Node as lost at once. Memory that arrays and tensors still use stays valid for them.
+        Node as lost at once. Every descriptor is closed, and the memory of regions, its own and
+        mapped ones, is given back, whatever objects of the Node are still referenced: all but what
+        arrays, tensors and memoryviews show, which stays for them and goes with the last of them.
         """
         self._closer.detach()
         _close(self._core, self._owner_pid)
