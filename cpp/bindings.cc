@@ -16,8 +16,10 @@
 #include <mutex>
 
 #include "drivers.h"
+#include "memory_limit.h"
 #include "node.h"
 #include "prepared.h"
+#include "resolve.h"
 #include "text.h"
 #include "word.h"
 
@@ -129,8 +131,14 @@ class Local {
     }
     int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+      // An object's own __buffer__ may be Python code: what interrupts it is no matter of buffers.
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
       PyErr_Clear();
-      explain(object, writable);
+      owner_ = as_plain_items(object);
+      if (!owner_.is_valid() || PyObject_GetBuffer(owner_.ptr(), &view_, flags) != 0) {
+        PyErr_Clear();
+        explain(owner_.is_valid() ? owner_ : object, writable);
+      }
     }
     if (holds_objects(view_.format)) {
       PyBuffer_Release(&view_);
@@ -180,6 +188,15 @@ class Local {
     }
     return false;
   }
+  // numpy exports no dtype that struct has no letter for (datetime64, also in a structure), though
+  // its items are bytes like others: the same array as items without a meaning. Else nothing.
+  static nb::object as_plain_items(nb::handle object) {
+    nb::object dtype = nb::getattr(object, "dtype", nb::none());
+    nb::object has_object = nb::getattr(dtype, "hasobject", nb::none());
+    if (!has_object.is(nb::bool_(false))) return {};
+    nb::object items = nb::str("V{}").attr("format")(dtype.attr("itemsize"));
+    return object.attr("view")(items);
+  }
   static Error read_only() {
     return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
   }
@@ -202,8 +219,9 @@ class Local {
       if (writable && read_only_view) throw read_only();
     }
     PyErr_Clear();
-    throw Error(Code::kType,
-                std::string("cannot get at the memory of a ") + Py_TYPE(object.ptr())->tp_name);
+    throw Error(Code::kType, std::string("cannot get at the memory of a ") +
+                                 Py_TYPE(object.ptr())->tp_name +
+                                 "; if it is an array, use a numeric dtype");
   }
 
   Py_buffer view_{};
@@ -239,6 +257,12 @@ bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (deadline.passed()) return false;
   }
+}
+
+// For the core's Interrupted, in a thread that has let go of the GIL.
+void run_signal_handlers() {
+  nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 [[noreturn]] void time_out(const std::string& what, double timeout_s) {
@@ -403,6 +427,9 @@ constexpr const char* kForked =
     "the memory belongs to the process that this one was forked from; create a Node of its own "
     "here";
 
+constexpr const char* kGone =
+    "the Node is closed and its memory given back; only arrays and views from before stay";
+
 void check_not_forked(const Mapping& mapping) {
   if (!mapping.usable()) throw Error(Code::kClosed, kForked);
 }
@@ -421,44 +448,69 @@ std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapp
   return std::make_shared<PrivateMapping>(mapping, mapping->descriptor());
 }
 
-int fill_buffer(PyObject* object, Py_buffer* view, int flags, const Mapping* mapping, size_t size,
-                bool writable) {
-  view->obj = nullptr;
-  if (mapping == nullptr) {
-    PyErr_SetString(PyExc_BufferError, "the region has no memory in this process");
-    return -1;
-  }
-  if (!mapping->usable()) {
-    nb::object made = nb::module_::import_("tensorwire.errors")
-                          .attr("from_code")(static_cast<int>(Code::kClosed), kForked);
+// Sets Python's error. Making it runs Python code, and so perhaps a signal's handler: what that
+// raises (KeyboardInterrupt) is then the error.
+void set_error(Code code, std::string_view what) {
+  try {
+    nb::object text = nb::steal(
+        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
+    nb::object made =
+        nb::module_::import_("tensorwire.errors").attr("from_code")(static_cast<int>(code), text);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+  } catch (nb::python_error& raised) {
+    raised.restore();
+  }
+}
+
+// Whatever shows memory of a region refers to one of these: it keeps the memory, also when the Node
+// is closed. (numpy refers to the exporter of a memoryview and not to its buffer, so that counting
+// exports would not do.)
+struct View {
+  View(std::shared_ptr<Mapping> of, uint64_t size, bool writable)
+      : mapping(std::move(of)), size(size), writable(writable) {
+    if (!mapping) throw Error(Code::kUnavailable, "the region has no memory in this process");
+    check_not_forked(*mapping);
+    if (!mapping->add_view()) throw Error(Code::kClosed, kGone);
+  }
+  ~View() { mapping->drop_view(); }
+  View(const View&) = delete;
+
+  const std::shared_ptr<Mapping> mapping;
+  const uint64_t size;
+  const bool writable;
+};
+
+int view_buffer(PyObject* object, Py_buffer* buffer, int flags) {
+  auto* view = nb::inst_ptr<View>(nb::handle(object));
+  buffer->obj = nullptr;
+  if (!view->mapping->usable()) {
+    set_error(Code::kClosed, kForked);
     return -1;
   }
-  return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(size), !writable,
-                           flags);
-}
-
-int region_buffer(PyObject* object, Py_buffer* view, int flags) {
-  auto* region = nb::inst_ptr<Region>(nb::handle(object));
-  return fill_buffer(object, view, flags, region->mapping.get(), region->size, true);
-}
-
-int remote_region_buffer(PyObject* object, Py_buffer* view, int flags) {
-  auto* region = nb::inst_ptr<RemoteRegion>(nb::handle(object));
-  return fill_buffer(object, view, flags, region->mapping.get(), region->size,
-                     region->access.write);
+  return PyBuffer_FillInfo(buffer, object, view->mapping->data(),
+                           static_cast<Py_ssize_t>(view->size), !view->writable, flags);
 }
 
 int private_buffer(PyObject* object, Py_buffer* view, int flags) {
   auto* mapping = nb::inst_ptr<PrivateMapping>(nb::handle(object));
-  if (!mapping->usable()) return fill_buffer(object, view, flags, &mapping->shared(), 0, false);
+  view->obj = nullptr;
+  if (!mapping->usable()) {
+    set_error(Code::kClosed, kForked);
+    return -1;
+  }
   return PyBuffer_FillInfo(view, object, mapping->data(), static_cast<Py_ssize_t>(mapping->size()),
                            0, flags);
 }
 
 int memory_buffer(PyObject* object, Py_buffer* view, int flags) {
   auto& mapping = *nb::inst_ptr<LocalMemory>(nb::handle(object))->mapping;
-  return fill_buffer(object, view, flags, &mapping, mapping.size(), true);
+  view->obj = nullptr;
+  if (!mapping.usable()) {
+    set_error(Code::kClosed, kForked);
+    return -1;
+  }
+  return PyBuffer_FillInfo(view, object, mapping.data(), static_cast<Py_ssize_t>(mapping.size()), 0,
+                           flags);
 }
 
 PyType_Slot kPrivateSlots[] = {
@@ -471,13 +523,8 @@ PyType_Slot kMemorySlots[] = {
     {0, nullptr},
 };
 
-PyType_Slot kRegionSlots[] = {
-    {Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)},
-    {0, nullptr},
-};
-
-PyType_Slot kRemoteRegionSlots[] = {
-    {Py_bf_getbuffer, reinterpret_cast<void*>(remote_region_buffer)},
+PyType_Slot kViewSlots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)},
     {0, nullptr},
 };
 
@@ -502,12 +549,7 @@ void translate(const std::exception_ptr& pointer, void*) {
       PyErr_SetNone(PyExc_SystemExit);
       return;
     }
-    std::string_view what = error.what();
-    nb::object text = nb::steal(
-        PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
-    nb::object made = nb::module_::import_("tensorwire.errors")
-                          .attr("from_code")(static_cast<int>(error.code()), text);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    set_error(error.code(), error.what());
   }
 }
 
@@ -612,7 +654,9 @@ void bind_private(nb::module_& m) {
 }
 
 void bind_regions(nb::module_& m) {
-  nb::class_<Region>(m, "Region", nb::type_slots(kRegionSlots))
+  nb::class_<View>(m, "View", nb::type_slots(kViewSlots));
+  nb::class_<Region>(m, "Region")
+      .def("view", [](const Region& r) { return new View(r.mapping, r.size, true); })
       .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
       .def_prop_ro("name", [](const Region& r) { return r.name; })
       .def_prop_ro("id", [](const Region& r) { return r.id; })
@@ -634,10 +678,23 @@ void bind_regions(nb::module_& m) {
               throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
             }
             check_not_forked(*r.mapping);
-            return word_at(r.data() + offset).load(std::memory_order_acquire);
+            uint64_t value = word_at(r.data() + offset).load(std::memory_order_acquire);
+            if (r.mapping->gone()) throw Error(Code::kClosed, kGone);
+            return value;
           },
-          "offset"_a);
-  nb::class_<RemoteRegion>(m, "RemoteRegion", nb::type_slots(kRemoteRegionSlots))
+          "offset"_a)
+      .def(
+          "reaches",  // for event loops: throws nothing but in a forked child
+          [](const Region& r, uint64_t offset, uint64_t value) {
+            check_not_forked(*r.mapping);
+            bool high = r.contains(offset, 8) &&
+                        word_at(r.data() + offset).load(std::memory_order_acquire) >= value;
+            return high || r.mapping->gone();
+          },
+          "offset"_a, "value"_a);
+  nb::class_<RemoteRegion>(m, "RemoteRegion")
+      .def("view",
+           [](const RemoteRegion& r) { return new View(r.mapping, r.size, r.access.write); })
       .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
       .def_prop_ro("copied", [](const RemoteRegion& r) { return r.copied; })
       .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
@@ -877,10 +934,7 @@ void bind_node(nb::module_& m) {
           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
              const std::string& require) {
             WithoutGil release;
-            return n.connect(host, port, Deadline::after(timeout_s), require, [] {
-              nb::gil_scoped_acquire acquire;
-              if (PyErr_CheckSignals() != 0) throw nb::python_error();
-            });
+            return n.connect(host, port, Deadline::after(timeout_s), require, run_signal_handlers);
           },
           "host"_a, "port"_a, "timeout_s"_a.none(), "require"_a)
       .def(
@@ -1016,6 +1070,29 @@ NB_MODULE(_core, m) {
   m.def(
       "exiting", [] { return ending_thread.load(std::memory_order_acquire) != 0; },
       "True after `begin_exit`.");
+  m.def(
+      "resolve",
+      [](const std::string& host, std::optional<double> timeout_s) {
+        Resolved found;
+        {
+          WithoutGil release;
+          found = resolve(host, 0, Deadline::after(timeout_s), run_signal_handlers);
+        }
+        if (found.addresses.empty()) {
+          throw Error(Code::kInvalid, "cannot resolve '" + host + "': " + found.failure);
+        }
+        std::vector<std::string> numeric;
+        for (const auto& address : found.addresses) numeric.push_back(address.text());
+        return numeric;
+      },
+      "host"_a, "timeout_s"_a.none(), "The addresses of a host, as text, the best first.");
+  m.def(
+      "memory_limit",
+      [](const std::string& root) {
+        MemoryLimit most = memory_limit(root);
+        return std::make_pair(most.bytes, most.of);
+      },
+      "root"_a = "", "How many bytes of memory this process may have, and what sets that limit.");
   m.def("fork_epoch", &fork::epoch, "Grows by one in each forked child.");
   m.def(
       "hmac_sha256",

@@ -1,7 +1,6 @@
 #include "connect.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -14,6 +13,7 @@
 
 #include "error.h"
 #include "listener.h"
+#include "resolve.h"
 
 namespace tensorwire {
 namespace {
@@ -32,8 +32,7 @@ struct TurnedAway {
 // One stream in the handshake: blocking reads and writes with a deadline.
 class Line {
  public:
-  Line(Descriptor socket, std::string where, Deadline deadline,
-       const std::function<void()>& interrupted)
+  Line(Descriptor socket, std::string where, Deadline deadline, const Interrupted& interrupted)
       : socket_(std::move(socket)),
         where_(std::move(where)),
         deadline_(deadline),
@@ -41,16 +40,9 @@ class Line {
 
   Descriptor& socket() { return socket_; }
   void wait(short events) {
-    for (;;) {
-      pollfd entry{socket_.get(), events, 0};
-      int count = ::poll(&entry, 1, deadline_.left_ms());
-      if (count > 0) return;
-      if (count == 0 && deadline_.passed()) {
-        throw Error(Code::kTimeout, "no answer from " + where_ +
-                                        " in time; is a Node running there, and is it awake?");
-      }
-      if (count < 0 && errno == EINTR && interrupted_) interrupted_();
-    }
+    if (wait_ready(socket_.get(), events, deadline_, interrupted_)) return;
+    throw Error(Code::kTimeout,
+                "no answer from " + where_ + " in time; is a Node running there, and is it awake?");
   }
   void send(const void* data, size_t size) {
     auto* bytes = static_cast<const char*>(data);
@@ -75,7 +67,7 @@ class Line {
         throw Error(Code::kPeerLost,
                     where_ +
                         " hung up during the handshake; it is not a tensorwire Node, speaks "
-                        "another version, or is closing");
+                        "another version, is closing, or is out of descriptors (ulimit -n)");
       } else if (errno == EAGAIN || errno == EINTR) {
         wait(POLLIN);
       } else {
@@ -88,11 +80,11 @@ class Line {
   Descriptor socket_;
   std::string where_;
   Deadline deadline_;
-  const std::function<void()>& interrupted_;
+  const Interrupted& interrupted_;
 };
 
 Descriptor dial(const sockaddr* address, socklen_t size, const std::string& where,
-                Deadline deadline, const std::function<void()>& interrupted) {
+                Deadline deadline, const Interrupted& interrupted) {
   Descriptor fd(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
   if (::connect(fd.get(), address, size) == 0) return fd;
@@ -112,19 +104,17 @@ Descriptor dial(const sockaddr* address, socklen_t size, const std::string& wher
 }
 
 Descriptor dial_tcp(const std::string& host, uint16_t port, const std::string& where,
-                    Deadline deadline, const std::function<void()>& interrupted) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  if (int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) {
-    throw Error(Code::kPeerLost, "cannot resolve '" + host + "': " + ::gai_strerror(error));
+                    Deadline deadline, const Interrupted& interrupted) {
+  Resolved found = resolve(host, port, deadline, interrupted);
+  if (found.addresses.empty()) {
+    throw Error(Code::kPeerLost, "cannot resolve '" + host + "': " + found.failure);
   }
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
-  for (addrinfo* each = found;; each = each->ai_next) {
+  for (size_t i = 0;; ++i) {
     try {
-      return dial(each->ai_addr, each->ai_addrlen, where, deadline, interrupted);
+      const SocketAddress& each = found.addresses[i];
+      return dial(each.get(), each.size, where, deadline, interrupted);
     } catch (const Error& error) {
-      if (each->ai_next == nullptr || error.code() != Code::kPeerLost) throw;
+      if (i + 1 == found.addresses.size() || error.code() != Code::kPeerLost) throw;
     }
   }
 }
@@ -227,7 +217,7 @@ std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std
 Connection connect_once(const std::string& host, uint16_t port, const std::string& where,
                         const Hello& me, const Secret& secret, uint32_t require,
                         const Refused& refused, double peer_timeout_s, Deadline deadline,
-                        const std::function<void()>& interrupted) {
+                        const Interrupted& interrupted) {
   Line line(dial_tcp(host, port, where, deadline, interrupted), where, deadline, interrupted);
   tune_tcp(line.socket().get(), peer_timeout_s);
   Connection result;

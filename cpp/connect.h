@@ -2,7 +2,6 @@
 // stream that both sides trust.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -10,6 +9,7 @@
 #include "descriptors.h"
 #include "fork.h"
 #include "handshake.h"
+#include "resolve.h"
 
 namespace tensorwire {
 
@@ -33,6 +33,6 @@ struct Refused {
 // kBusy (the other side is full).
 Connection connect_to(const std::string& host, uint16_t port, Hello me, const Secret& secret,
                       uint32_t require, const Refused& refused, double peer_timeout_s,
-                      Deadline deadline, const std::function<void()>& interrupted);
+                      Deadline deadline, const Interrupted& interrupted);
 
 }  // namespace tensorwire

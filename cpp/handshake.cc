@@ -12,6 +12,7 @@ namespace {
 
 constexpr char kMagic[8] = {'T', 'W', 'I', 'R', 'E', 'v', '0', '1'};
 constexpr size_t kMessageBytes = 112;
+constexpr size_t kKindAt = 10;  // in a Hello, see encode()
 
 template <class T>
 void put(uint8_t* at, T value) {
@@ -143,9 +144,15 @@ Meeting Meeting::decode(std::span<const uint8_t, kMeetingBytes> bytes) {
 
 Keys::Keys(std::span<const uint8_t> secret, std::span<const uint8_t, kHelloBytes> client_hello,
            std::span<const uint8_t, kHelloBytes> server_hello) {
-  std::array<uint8_t, 2 * kHelloBytes> transcript;
-  std::copy(client_hello.begin(), client_hello.end(), transcript.begin());
-  std::copy(server_hello.begin(), server_hello.end(), transcript.begin() + kHelloBytes);
+  std::vector<uint8_t> transcript(client_hello.begin(), client_hello.end());
+  transcript.insert(transcript.end(), server_hello.begin(), server_hello.end());
+  // HMAC fills a key up with zeros and hashes one that is longer than a block: such secrets would
+  // equal others but for their length.
+  bool ends_in_zero = !secret.empty() && secret.back() == 0;
+  if ((ends_in_zero || secret.size() > kHmacBlockBytes)) {
+    transcript.resize(2 * kHelloBytes + sizeof(uint64_t));
+    put<uint64_t>(transcript.data() + 2 * kHelloBytes, secret.size());
+  }
   client = hmac(secret, "tensorwire client proof", transcript);
   server = hmac(secret, "tensorwire server proof", transcript);
 }

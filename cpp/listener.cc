@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,26 +17,28 @@
 #include <optional>
 #include <span>
 
+#include "resolve.h"
+
 namespace tensorwire {
 namespace {
 
 // Connections that nobody has accepted yet; the kernel cuts it (net.core.somaxconn).
 constexpr int kBacklog = 4096;
 
+// Callers that want another limit, or heed signals, resolve the name themselves.
+constexpr double kResolveS = 10;
+
 Descriptor listen_tcp(const std::string& host, uint16_t port) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-  if (int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) {
-    throw Error(Code::kInvalid, "cannot listen at '" + host + "': " + ::gai_strerror(error));
+  Resolved found = resolve(host, port, Deadline::after(kResolveS), nullptr);
+  if (found.addresses.empty()) {
+    throw Error(Code::kInvalid, "cannot listen at '" + host + "': " + found.failure);
   }
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
-  Descriptor fd(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const SocketAddress& address = found.addresses.front();
+  Descriptor fd(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw Error(Code::kBusy, system_message("socket", errno));
   int one = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-  if (::bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 ||
-      ::listen(fd.get(), kBacklog) != 0) {
+  if (::bind(fd.get(), address.get(), address.size) != 0 || ::listen(fd.get(), kBacklog) != 0) {
     throw Error(Code::kUnavailable,
                 system_message("cannot listen at " + host + ":" + std::to_string(port), errno));
   }
@@ -109,8 +112,8 @@ int largest_send_queue() {
 }  // namespace
 
 // An idle link is asked about every `period`, a fifth of the timeout, and data or a question for
-// room is sent again as often, where the kernel can be told. Stream::watch_silence decides: it
-// reads the timeout back as their product.
+// room is sent again as often, where the kernel can be told. Silence decides: it reads
+// the timeout back as their product.
 void tune_tcp(int socket, double peer_timeout_s) {
   int timeout = static_cast<int>(std::clamp(peer_timeout_s, 3.0, 86400.0));
   int one = 1, period = std::max(1, timeout / 5), probes = timeout / period;
@@ -274,7 +277,10 @@ void Listener::accept() {
   for (int i = 0; i < 16 && !closed_; ++i) {
     Descriptor socket(::accept4(tcp_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+      bool out = errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS;
+      // The kernel looks for a descriptor first, and only then whether anybody is at the door.
+      pollfd queue{tcp_.get(), POLLIN, 0};
+      if (out && ::poll(&queue, 1, 0) > 0) {
         // Out of descriptors: close the door for a moment instead of turning round it.
         make_room();
         progress_->change(tcp_.get(), 0);

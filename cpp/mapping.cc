@@ -91,7 +91,60 @@ std::shared_ptr<Mapping> Mapping::import(int memory, size_t size, bool writable)
   return result;
 }
 
+void Mapping::retire() {
+  if (!usable()) return;
+  std::lock_guard lock(mutex_);
+  retired_ = true;
+  descriptor_.reset();
+  if (views_ == 0) give_back();
+}
+
+bool Mapping::add_view() {
+  std::lock_guard lock(mutex_);
+  if (retired_) return false;
+  ++views_;
+  return true;
+}
+
+void Mapping::drop_view() {
+  if (!usable()) return;
+  std::lock_guard lock(mutex_);
+  if (--views_ == 0 && retired_) give_back();
+}
+
+void Mapping::give_back() {
+  if (gone_.exchange(true)) return;
+  void* zeros = ::mmap(data_, mapped_, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (zeros == MAP_FAILED) return;  // the old memory stays until the destructor takes it away
+  ::madvise(zeros, mapped_, MADV_DONTFORK);
+}
+
+void Mappings::add(const std::shared_ptr<Mapping>& mapping) {
+  std::lock_guard lock(mutex_);
+  if (retired_) return mapping->retire();
+  if (list_.size() >= prune_at_) {
+    std::erase_if(list_, [](const auto& each) { return each.expired(); });
+    prune_at_ = 2 * list_.size() + 64;
+  }
+  list_.push_back(mapping);
+}
+
+void Mappings::retire_all() {
+  std::vector<std::weak_ptr<Mapping>> list;
+  {
+    std::lock_guard lock(mutex_);
+    retired_ = true;
+    list.swap(list_);
+  }
+  for (const auto& each : list) {
+    if (auto mapping = each.lock()) mapping->retire();
+  }
+}
+
 void Mapping::discard() {
+  std::lock_guard lock(mutex_);
+  if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");
   if (keep_.load()) {
     throw Error(Code::kInvalid, "a NIC has this memory registered: its pages cannot be given back");
   }

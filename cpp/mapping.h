@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "fork.h"
 
@@ -32,8 +34,19 @@ class Mapping {
   // False in a forked child, where the range is not accessible.
   bool usable() const { return epoch_ == fork::epoch(); }
   // Gives the pages back to the system: the bytes become zero. Not while a NIC has them registered.
-  // Throws kInvalid if one has, kUnavailable.
+  // Throws kInvalid if one has, kUnavailable, kClosed once it is retired.
   void discard();
+
+  // The Node is closed: the descriptor is closed now, and the memory is given back now, or with the
+  // last view. Where it was lie zeros from then on, so that a thread that is late touches nothing
+  // of anybody. No NIC has the memory registered any more.
+  void retire();
+  // A view of the memory keeps it. False, and no view, once it is retired.
+  bool add_view();
+  void drop_view();
+  // The bytes are gone; what was read before this was looked at is true.
+  bool gone() const { return gone_.load(std::memory_order_acquire); }
+
   // A NIC has, or once had, the pages registered; it would go on with those that were given back.
   void keep_pages() { keep_.store(true); }
   // The memfd of shareable memory, else -1. Imported memory keeps none.
@@ -42,12 +55,33 @@ class Mapping {
  private:
   Mapping() = default;
   void map(int fd, size_t size, int protection, int flags);
+  void give_back();  // locked
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   size_t mapped_ = 0;
   uint32_t epoch_ = 0;
   std::atomic<bool> keep_{false};
   Descriptor descriptor_;
+
+  std::mutex mutex_;
+  size_t views_ = 0;
+  bool retired_ = false;
+  std::atomic<bool> gone_{false};
+};
+
+// The mappings of one Node, those of its own regions and those of peers' memory, as long as
+// somebody uses them. Thread-safe.
+class Mappings {
+ public:
+  // Retired at once if all are.
+  void add(const std::shared_ptr<Mapping>& mapping);
+  void retire_all();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Mapping>> list_;
+  size_t prune_at_ = 64;
+  bool retired_ = false;
 };
 
 }  // namespace tensorwire

@@ -5,12 +5,14 @@
 
 #include <algorithm>
 
+#include "text.h"
 #include "word.h"
 
 namespace tensorwire {
 namespace {
 
 constexpr double kRevokeS = 1;
+constexpr int64_t kLookForSignalsNs = 500'000'000;
 
 // Equal for all processes of one booted system, and for no other.
 std::array<uint8_t, 16> host_id() {
@@ -66,7 +68,8 @@ Node::Node(NodeOptions options)
   fabric_.counters = std::make_shared<Transfer::Counters>();
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
-  regions_ = std::make_unique<RegionTable>(page);
+  fabric_.mappings = std::make_shared<Mappings>();
+  regions_ = std::make_unique<RegionTable>(page, fabric_.mappings);
   fabric_.regions = regions_.get();
   fabric_.limits.quota_bytes = options_.quota_bytes;
   fabric_.shareable = (options_.transports & kShmBit) != 0;
@@ -78,12 +81,12 @@ Node::Node(NodeOptions options)
 
 std::shared_ptr<Node> Node::create(NodeOptions options) {
   if (options.name.size() > kMaxNodeNameBytes) {
-    throw Error(Code::kInvalid,
-                "a Node's name has at most " + std::to_string(kMaxNodeNameBytes) + " bytes");
+    throw Error(Code::kInvalid, "a Node's name has at most " + std::to_string(kMaxNodeNameBytes) +
+                                    " bytes in UTF-8, and this one has " +
+                                    std::to_string(options.name.size()));
   }
-  if (!std::all_of(options.name.begin(), options.name.end(),
-                   [](unsigned char c) { return c >= 0x20 && c != 0x7f; })) {
-    throw Error(Code::kInvalid, "a Node's name has no control characters");
+  if (!presentable(options.name)) {
+    throw Error(Code::kInvalid, "a Node's name is text without control characters");
   }
   // A forked child must not take apart what other threads of its parent were in the middle of: it
   // leaks its copy.
@@ -239,7 +242,7 @@ void Node::forget(Peer& peer) {
 }
 
 PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
-                      const std::string& require, const std::function<void()>& interrupted) {
+                      const std::string& require, const Interrupted& interrupted) {
   check_open();
   uint32_t bit = require.empty() ? 0 : transport_bits({require});
   if (bit != 0 && (options_.transports & bit) == 0) {
@@ -275,8 +278,8 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
 }
 
 PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline deadline,
-                           uint32_t require, const Refused& refused,
-                           const std::function<void()>& interrupted, uint32_t& transport) {
+                           uint32_t require, const Refused& refused, const Interrupted& interrupted,
+                           uint32_t& transport) {
   Connection made = connect_to(host, port, hello(), options_.secret, require, refused,
                                options_.peer_timeout_s, deadline, interrupted);
   transport = made.transport;
@@ -295,13 +298,22 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   if (!peer) throw Error(code, failure);
   for (;;) {
     Progress::set_interruptible(true);
-    bool over = fabric_.progress->wait([&] { return peer->ready() || peer->lost(); }, deadline);
+    // A signal that comes just before the wait does not end it.
+    bool long_way = deadline.never() || deadline.left_ns() > kLookForSignalsNs;
+    bool over =
+        fabric_.progress->wait([&] { return peer->ready() || peer->lost(); },
+                               long_way ? Deadline::after(1e-9 * kLookForSignalsNs) : deadline);
     Progress::set_interruptible(false);
     if (over) break;
-    if (!deadline.passed()) {
+    try {
       if (interrupted) interrupted();
-      continue;
+    } catch (...) {
+      fabric_.progress->run([&] {
+        peer->lose({Code::kClosed, "connecting was interrupted"}, "connecting was interrupted");
+      });
+      throw;
     }
+    if (!deadline.passed()) continue;
     fabric_.progress->run([&] { peer->lose({Code::kTimeout, "it did not finish connecting"}); });
     throw Error(Code::kTimeout, peer->lost_status().message);
   }
@@ -384,6 +396,10 @@ void Node::close() {
     }
   });
   fabric_.progress->stop();
+  // Nobody drives any more. Objects of the user may stay; memory and descriptors do not, except
+  // memory that a view shows.
+  regions_->close();
+  fabric_.mappings->retire_all();
 }
 
 }  // namespace tensorwire

@@ -16,6 +16,7 @@
 #include "peer.h"
 #include "progress.h"
 #include "region.h"
+#include "resolve.h"
 #include "transport.h"
 
 namespace tensorwire {
@@ -72,7 +73,7 @@ class Node : public std::enable_shared_from_this<Node> {
   // else tcp. require names the only path that will do, "" any. interrupted is called when a signal
   // arrives and may throw.
   PeerPtr connect(const std::string& host, uint16_t port, Deadline deadline,
-                  const std::string& require, const std::function<void()>& interrupted);
+                  const std::string& require, const Interrupted& interrupted);
   // The next peer that connected to us; null if the deadline passed (or a signal came).
   PeerPtr accept(Deadline deadline);
   // Those that are connected and ready for use.
@@ -96,8 +97,7 @@ class Node : public std::enable_shared_from_this<Node> {
   // Driving thread.
   PeerPtr adopt(Connection made, bool accepted);
   PeerPtr connect_once(const std::string& host, uint16_t port, Deadline deadline, uint32_t require,
-                       const Refused& refused, const std::function<void()>& interrupted,
-                       uint32_t& transport);
+                       const Refused& refused, const Interrupted& interrupted, uint32_t& transport);
   void start_rdma();
   std::vector<PeerPtr> all_peers() const;  // also those that are not ready yet
   void forget(Peer& peer);

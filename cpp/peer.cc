@@ -277,10 +277,7 @@ AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region, bool
 
 AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access access) {
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
-  if (name.size() > kMaxNameBytes) {
-    throw Error(Code::kInvalid,
-                "a region's name has at most " + std::to_string(kMaxNameBytes) + " bytes");
-  }
+  check_region_name(name);
   Header header;
   header.type = FrameType::kAllocate;
   header.total = size;
@@ -289,10 +286,9 @@ AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access acces
 }
 
 AskedPtr Peer::ask_lookup(const std::string& name) {
-  if (name.empty() || name.size() > kMaxNameBytes) {
-    throw Error(Code::kInvalid,
-                "a region's name has 1 to " + std::to_string(kMaxNameBytes) + " bytes");
-  }
+  if (name.empty())
+    throw Error(Code::kInvalid, "a region is looked up by a name of 1 byte or more");
+  check_region_name(name);
   Header header;
   header.type = FrameType::kLookup;
   return ask(header, name, true);
@@ -382,6 +378,7 @@ bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
       } else {
         region->mapping = std::move(passed.mapping);
         status = passed.status;
+        if (region->mapping) fabric_.mappings->add(region->mapping);
       }
       // Out of address space or descriptors is our trouble; anything else is a lie.
       well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;

@@ -33,6 +33,7 @@ struct Fabric {
   std::shared_ptr<Traffic> traffic;
   std::shared_ptr<Transfer::Counters> counters;
   RegionTable* regions = nullptr;
+  std::shared_ptr<Mappings> mappings;  // those of peers' regions too
   Service::Limits limits;
   bool shareable = false;
   uint64_t incarnation = 0;

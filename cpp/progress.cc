@@ -192,7 +192,17 @@ void Progress::stop() {
     left = !jobs_.empty() || !timers_.empty();
     drained_ = !left;
   }
-  release_drive();
+  // The lead stays taken: whoever waits now waits for a time limit, without descriptors.
+  {
+    std::lock_guard lock(handlers_mutex_);
+    epoll_.reset();
+  }
+  {
+    std::lock_guard lock(doorbell_mutex_);
+    doorbell_.reset();
+    doorbell_out_.reset();
+  }
+  page_mapping_->retire();
   notify();
 }
 
@@ -214,16 +224,16 @@ int64_t Progress::spin_bound_ns(bool polled) {
 // ---- handlers
 
 void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) {
-  {
-    std::lock_guard lock(handlers_mutex_);
-    handlers_[fd] = std::move(handler);
-  }
+  std::shared_ptr<Handler> refused;  // destroyed without the lock
+  std::lock_guard lock(handlers_mutex_);
+  if (!epoll_) throw Error(Code::kClosed, "the Node is closed");
+  handlers_[fd] = std::move(handler);
   epoll_event event{};
   event.events = events;
   event.data.fd = fd;
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     int error_number = errno;
-    std::lock_guard lock(handlers_mutex_);
+    refused = std::move(handlers_[fd]);
     handlers_.erase(fd);
     throw Error(Code::kBusy, system_message("epoll_ctl", error_number));
   }
@@ -233,13 +243,14 @@ void Progress::change(int fd, uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.fd = fd;
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+  std::lock_guard lock(handlers_mutex_);
+  if (epoll_) ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 void Progress::unwatch(int fd) {
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   std::shared_ptr<Handler> gone;  // destroyed without the lock
   std::lock_guard lock(handlers_mutex_);
+  if (epoll_) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   auto found = handlers_.find(fd);
   if (found != handlers_.end()) {
     gone = std::move(found->second);
@@ -358,7 +369,10 @@ int Progress::bounded(int timeout_ms) {
 
 // ---- waking
 
-void Progress::kick() { ring_doorbell(doorbell_.get()); }
+void Progress::kick() {
+  std::lock_guard lock(doorbell_mutex_);
+  if (doorbell_) ring_doorbell(doorbell_.get());
+}
 
 void Progress::notify() {
   wake();

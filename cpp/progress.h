@@ -153,7 +153,9 @@ class Progress {
 
   std::shared_ptr<Mapping> page_mapping_;
   NodePage* page_ = nullptr;
+  // With handlers_mutex_, doorbell_mutex_; the driver reads without.
   Descriptor epoll_, doorbell_, doorbell_out_;
+  std::mutex doorbell_mutex_;
   uint32_t epoch_ = 0;
 
   std::atomic<int> driver_{kNobody};

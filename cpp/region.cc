@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include "error.h"
+#include "memory_limit.h"
+#include "text.h"
 
 namespace tensorwire {
 
@@ -15,6 +17,32 @@ uint64_t random_id() {
   return value;
 }
 
+void check_region_name(const std::string& name) {
+  if (name.size() > kMaxNameBytes) {
+    throw Error(Code::kInvalid, "a region's name has at most " + std::to_string(kMaxNameBytes) +
+                                    " bytes in UTF-8, and this one has " +
+                                    std::to_string(name.size()));
+  }
+  if (!presentable(name)) {
+    throw Error(Code::kInvalid, "a region's name is text without control characters");
+  }
+}
+
+namespace {
+
+// Below that no limit is looked up: nobody could work with so little.
+constexpr uint64_t kSmallBytes = 1 << 20;
+
+void check_fits(uint64_t size) {
+  if (size <= kSmallBytes) return;
+  MemoryLimit most = memory_limit();
+  if (size <= most.bytes) return;
+  throw Error(Code::kNoMemory, "a region of " + std::to_string(size) + " bytes is larger than " +
+                                   most.of + " (" + std::to_string(most.bytes) + " bytes)");
+}
+
+}  // namespace
+
 Region::~Region() {
   if (!leased) return;
   leased->bytes -= size;
@@ -24,17 +52,8 @@ Region::~Region() {
 std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& name, Access access,
                                               bool shareable, uint64_t lessee) {
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
-  uint64_t physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
-                      static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-  if (size > physical) {
-    throw Error(Code::kNoMemory, "a region of " + std::to_string(size) +
-                                     " bytes is larger than this host's memory (" +
-                                     std::to_string(physical) + " bytes)");
-  }
-  if (name.size() > kMaxNameBytes) {
-    throw Error(Code::kInvalid,
-                "a region's name has at most " + std::to_string(kMaxNameBytes) + " bytes");
-  }
+  check_fits(size);
+  check_region_name(name);
   auto taken = [&] {
     return Error(Code::kInvalid,
                  "there is already a region named '" + name + "'; free it or choose another name");
@@ -52,6 +71,7 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->mapping = Mapping::create(size, shareable, access.write);
 
   std::lock_guard lock(mutex_);
+  if (closed_) throw Error(Code::kClosed, "the Node is closed");
   if (!name.empty() && names_.contains(name)) throw taken();
   if (!free_slots_.empty()) {
     region->id = free_slots_.back();
@@ -65,6 +85,7 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
     slots_.emplace_back();
   }
   slots_[region->id] = region;
+  mappings_->add(region->mapping);
   if (!name.empty()) names_[name] = region->id;
   if (lessee != 0) {
     region->leased = leased_;
@@ -94,6 +115,15 @@ void RegionTable::free(Region& region) {
   if (!region.name.empty()) names_.erase(region.name);
   free_slots_.push_back(region.id);
   slots_[region.id].reset();  // last: may destroy the region
+}
+
+void RegionTable::close() {
+  std::vector<std::shared_ptr<Region>> gone;  // destroyed without the lock
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  gone.swap(slots_);
+  free_slots_.clear();
+  names_.clear();
 }
 
 std::vector<std::shared_ptr<Region>> RegionTable::leased_to(uint64_t peer) const {

@@ -16,6 +16,10 @@ namespace tensorwire {
 
 inline constexpr size_t kMaxNameBytes = 255;
 
+// Throws kInvalid if no region can have this name: it is too long, or peers could not show it. ""
+// is no name.
+void check_region_name(const std::string& name);
+
 // What peers may do with a region.
 struct Access {
   bool read = true;
@@ -54,20 +58,25 @@ struct Region {
 // Thread-safe.
 class RegionTable {
  public:
-  explicit RegionTable(NodePage* page) : page_(page) {}
+  RegionTable(NodePage* page, std::shared_ptr<Mappings> mappings)
+      : page_(page), mappings_(std::move(mappings)) {}
 
-  // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory.
+  // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory, kClosed.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
                                    bool shareable, uint64_t lessee);
   std::shared_ptr<Region> find(const std::string& name) const;  // null if there is none
   std::shared_ptr<Region> find(uint32_t id, uint64_t generation) const;
   // Takes it out of the table; peers' handles go stale. The memory lives until the last user.
   void free(Region& region);
+  // Forgets all regions and lets no new one in.
+  void close();
   std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
   const Leased& leased() const { return *leased_; }
 
  private:
   NodePage* page_;
+  const std::shared_ptr<Mappings> mappings_;
+  bool closed_ = false;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Region>> slots_;
   std::vector<uint32_t> free_slots_;

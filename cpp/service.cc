@@ -237,10 +237,6 @@ void Service::refuse(const Header& header, const Status& status) {
 }
 
 bool Service::allocate(const Header& header, std::string_view name) {
-  if (!presentable(name)) {
-    refuse(header, {Code::kInvalid, "a region's name is UTF-8 without control characters"});
-    return true;
-  }
   uint64_t bytes = regions_.leased().bytes;
   if (header.total > limits_.quota_bytes || bytes > limits_.quota_bytes - header.total) {
     refuse(header,
@@ -270,6 +266,10 @@ bool Service::allocate(const Header& header, std::string_view name) {
 }
 
 bool Service::lookup(const Header& header, std::string_view name) {
+  if (!presentable(name)) {  // the answer repeats it
+    refuse(header, {Code::kInvalid, "a region's name is text without control characters"});
+    return true;
+  }
   auto region = name.empty() ? regions_.find(header.region, header.generation)
                              : regions_.find(std::string(name));
   if (region) {

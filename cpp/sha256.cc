@@ -81,7 +81,7 @@ Digest Sha256::finish() {
 
 Digest hmac(std::span<const uint8_t> key, std::string_view role,
             std::span<const uint8_t> transcript) {
-  std::array<uint8_t, 64> padded{};
+  std::array<uint8_t, kHmacBlockBytes> padded{};
   if (key.size() > padded.size()) {
     Sha256 hash;
     hash.update(key.data(), key.size());

@@ -11,6 +11,7 @@
 namespace tensorwire {
 
 using Digest = std::array<uint8_t, 32>;
+inline constexpr size_t kHmacBlockBytes = 64;
 
 class Sha256 {
  public:

@@ -51,16 +51,23 @@ Status ShmChannel::down() const {
 Status ShmChannel::check(std::span<const Piece> pieces, const SignalTo& signal) const {
   if (down_.load(std::memory_order_acquire)) return down();
   for (const Piece& piece : pieces) {
-    if (!live(*piece.remote)) return stale();
+    if (!live(*piece.remote)) return down_ ? down() : stale();
   }
-  if (signal.region != nullptr && !live(*signal.region)) return stale();
+  if (signal.region != nullptr && !live(*signal.region)) return down_ ? down() : stale();
   return {};
+}
+
+// To be asked when the bytes are moved: if the Node was closed meanwhile, the peer's memory may
+// have been given back before them.
+Status ShmChannel::ended() const {
+  return down_.load(std::memory_order_acquire) ? down() : Status{};
 }
 
 void ShmChannel::ring() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (page_->armed.load(std::memory_order_relaxed) == 0) return;
-  ring_doorbell(doorbell_.get());
+  std::lock_guard lock(mutex_);
+  if (doorbell_) ring_doorbell(doorbell_.get());
 }
 
 void ShmChannel::raise(const SignalTo& signal) {
@@ -98,7 +105,8 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
   if (inline_limit == 0 || total <= inline_limit) {
     for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
     if (signal.region != nullptr) raise(signal);
-    transfer->complete();
+    Status end = ended();
+    transfer->complete(end.code, std::move(end.message));
     return transfer;
   }
   auto job = std::make_shared<CopyJob>();
@@ -128,7 +136,8 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     }
     if (job->piece < job->pieces.size()) return true;
     if (job->signal.region != nullptr) raise(job->signal);
-    job->transfer->complete();
+    Status end = ended();
+    job->transfer->complete(end.code, std::move(end.message));
     return false;
   });
   if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
@@ -154,7 +163,8 @@ TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, u
   }
   uint64_t before = word_at(region.mapping->data() + offset).fetch_add(value);
   ring();
-  transfer->complete(Code::kOk, {}, before);
+  Status end = ended();
+  transfer->complete(end.code, std::move(end.message), before);
   return transfer;
 }
 
@@ -162,6 +172,8 @@ void ShmChannel::shutdown(const Status& status) {
   std::lock_guard lock(mutex_);
   down_status_ = status;
   down_.store(true, std::memory_order_release);
+  doorbell_.reset();
+  if (page_mapping_) page_mapping_->retire();
 }
 
 }  // namespace tensorwire

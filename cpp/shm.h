@@ -37,6 +37,7 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   bool live(const RemoteRegion& region) const;
   Status check(std::span<const Piece> pieces, const SignalTo& signal) const;
   Status down() const;
+  Status ended() const;
   void raise(const SignalTo& signal);
   void ring();
   TransferPtr copy(std::span<const Piece> pieces, const SignalTo& signal, uint64_t inline_limit,
@@ -47,9 +48,9 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   std::shared_ptr<Traffic> traffic_;
   std::shared_ptr<Mapping> page_mapping_;
   const NodePage* page_ = nullptr;
-  Descriptor doorbell_;
   std::atomic<bool> down_{false};
   mutable std::mutex mutex_;
+  Descriptor doorbell_;
   Status down_status_;
 };
 

@@ -1,8 +1,7 @@
 #include "stream.h"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -37,29 +36,12 @@ Stream::Stream(std::shared_ptr<Progress> progress, Descriptor socket, FrameSink&
 
 void Stream::start() {
   progress_->watch(socket_.get(), EPOLLIN, shared_from_this());
-  watch_silence();
+  silence_.emplace(socket_.get());
+  if (silence_->pause_s() > 0) look_for_silence();
 }
 
-// The link is lost when nothing was heard for all but one period of the timeout and then, for half
-// a period more, something stays unanswered: data that was sent again, a question for room, a
-// keep-alive. A peer that is only stopped answers all but data. The kernel by itself would try to
-// send data for a quarter of an hour.
-void Stream::watch_silence() {
-  int period = 0, probes = 0;
-  socklen_t size = sizeof period;
-  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPINTVL, &period, &size);
-  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_KEEPCNT, &probes, &size);
-  if (period > 0 && probes > 1) look(0.5 * period, period * (probes - 1.0), false);
-}
-
-void Stream::look(double pause_s, double limit_s, bool suspected) {
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size);
-  bool unanswered = (info.tcpi_unacked > 0 && info.tcpi_retransmits > 0) || info.tcpi_probes > 0;
-  double silent_s = 1e-3 * std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
-  bool silent = unanswered && silent_s >= limit_s;
-  if (silent && suspected) {
+void Stream::look_for_silence() {
+  if (silence_->lost()) {
     // A reset, since what is left to send would keep the end of the stream from a peer that still
     // hears us.
     linger abort{1, 0};
@@ -68,10 +50,9 @@ void Stream::look(double pause_s, double limit_s, bool suspected) {
     lose({Code::kPeerLost, "the link has been silent for too long (peer_timeout_s)"});
     return;
   }
-  double next_s = silent ? pause_s : std::max(pause_s, limit_s - silent_s);
-  progress_->after(next_s, [weak = weak_from_this(), pause_s, limit_s, silent] {
+  progress_->after(silence_->pause_s(), [weak = weak_from_this()] {
     auto self = weak.lock();
-    if (self && !self->closed_) self->look(pause_s, limit_s, silent);
+    if (self && !self->closed_) self->look_for_silence();
   });
 }
 

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "fork.h"
 #include "frame.h"
 #include "progress.h"
+#include "silence.h"
 
 namespace tensorwire {
 
@@ -91,15 +93,15 @@ class Stream : public Handler, public std::enable_shared_from_this<Stream> {
   bool receive();
   ssize_t receive_some(std::span<std::span<std::byte>> spans);
   void lose(Status status);
-  void watch_silence();
-  void look(double pause_s, double limit_s, bool suspected);
+  void look_for_silence();
 
   std::shared_ptr<Progress> progress_;
   Descriptor socket_;
   std::function<void(Status)> on_lost_;
   std::shared_ptr<void> owner_;  // driving thread only
   FrameParser parser_;
-  int wake_bytes_ = 1;  // driving thread only
+  int wake_bytes_ = 1;              // driving thread only
+  std::optional<Silence> silence_;  // driving thread only
 
   std::mutex mutex_;
   std::deque<Segment> wire_;                          // generated, in order

@@ -33,7 +33,9 @@ struct TcpChannel::Request : FrameSource {
     uint64_t generation;
     uint64_t offset;  // in the region
     uint64_t length;
-    uint64_t start;  // in the byte stream of the transfer
+    uint64_t start;         // in the byte stream of the transfer
+    uint64_t received = 0;  // of a read: they come in order, each once
+    bool answered = false;
   };
 
   TransferPtr transfer;
@@ -49,8 +51,19 @@ struct TcpChannel::Request : FrameSource {
   size_t answers = 0;
   // Reads; the channel's lock, then the driving thread.
   size_t answers_left = 0;
-  uint64_t bytes_left = 0;
   Status status;
+
+  // The part of a read that was asked for and has room for these bytes at this position of the
+  // byte stream, where its last bytes ended; null if there is none.
+  Part* receiving(uint64_t position, uint64_t length) {
+    auto asked_end = parts.begin() + static_cast<ptrdiff_t>(asked);
+    auto after = std::upper_bound(parts.begin(), asked_end, position,
+                                  [](uint64_t at, const Part& p) { return at < p.start; });
+    if (after == parts.begin()) return nullptr;
+    Part& found = *(after - 1);
+    bool fits = position - found.start == found.received && length <= found.length - found.received;
+    return fits && !found.answered ? &found : nullptr;
+  }
 
   bool next(Header& header, std::span<const std::byte>& payload) override {
     if (part == parts.size()) {
@@ -105,7 +118,6 @@ TcpChannel::RequestPtr TcpChannel::make(std::span<const Piece> pieces, const Sig
   }
   request->is_small = !is_read && total <= kSmallBytes && request->parts.size() <= kSmallParts;
   request->answers_left = request->parts.size();
-  request->bytes_left = total;
   request->transfer = std::make_shared<Transfer>(progress_, counters_, total);
   if (signal.region != nullptr) {
     Header& header = request->signal;
@@ -246,30 +258,29 @@ TcpChannel::RequestPtr TcpChannel::find(uint64_t id) {
 bool TcpChannel::begin_data(const Header& header, std::byte** target) {
   RequestPtr request = find(header.transfer);
   if (!request || !request->is_read || header.length == 0) return false;
-  // The part that holds this position of the transfer's byte stream.
-  auto after = std::upper_bound(
-      request->parts.begin(), request->parts.end(), header.offset,
-      [](uint64_t position, const Request::Part& part) { return position < part.start; });
-  if (after == request->parts.begin()) return false;
-  const auto& part = *(after - 1);
-  uint64_t inside = header.offset - part.start;
-  if (inside >= part.length || header.length > part.length - inside) return false;
-  *target = part.local + inside;
+  std::lock_guard lock(mutex_);
+  const auto* part = request->receiving(header.offset, header.length);
+  if (part == nullptr) return false;
+  *target = part->local + part->received;
   return true;
 }
 
 bool TcpChannel::end_data(const Header& header) {
   RequestPtr request = find(header.transfer);
-  if (!request || header.length > request->bytes_left) return false;
-  request->bytes_left -= header.length;
-  if (!(header.flags & kLast)) return true;
+  if (!request) return false;
   std::unique_lock lock(mutex_);
+  auto* part = request->receiving(header.offset, header.length);
+  if (part == nullptr) return false;
+  part->received += header.length;
+  if (!(header.flags & kLast)) return true;
+  // All of what was asked for, each byte once: a count of bytes would take the same ones twice.
+  if (part->received != part->length) return false;
+  part->answered = true;
   if (++request->answers > request->asked) return false;
   if (request->answers_left-- > 1) {
     answered(lock);
     return true;
   }
-  if (request->status.ok() && request->bytes_left != 0) return false;
   pending_.erase(header.transfer);
   answered(lock);
   lock.unlock();

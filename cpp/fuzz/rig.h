@@ -27,10 +27,11 @@ class Rig {
  public:
   Rig() {
     fabric.progress = std::make_shared<Progress>();
+    fabric.mappings = std::make_shared<Mappings>();
     fabric.traffic = std::make_shared<Traffic>();
     fabric.counters = std::make_shared<Transfer::Counters>();
     fabric.progress->page()->incarnation = kMyIncarnation;
-    regions = std::make_unique<RegionTable>(fabric.progress->page());
+    regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings);
     fabric.regions = regions.get();
     fabric.limits.quota_bytes = 1 << 20;
     fabric.shareable = true;

@@ -329,6 +329,33 @@ TEST_CASE("handshake: only shm names a socket, and always does") {
   }
 }
 
+TEST_CASE("handshake: secrets that HMAC takes for the same key are told apart") {
+  Hello first = hello("client");
+  auto challenge = hello("server").encode();
+  auto client_proof = [&](const Hello& me, const Secret& secret) {
+    return Keys(secret, me.encode(), challenge).client;
+  };
+  Secret zero = kSecret, zeros = kSecret, full(64, 'x'), beyond(65, 'x');
+  zero.push_back(0);
+  zeros.resize(64, 0);
+  Sha256 hash;
+  hash.update(beyond.data(), beyond.size());
+  Digest hashed = hash.finish();
+  Secret digest(hashed.begin(), hashed.end());
+  CHECK_FALSE(same_digest(client_proof(first, kSecret), client_proof(first, zero)));
+  CHECK_FALSE(same_digest(client_proof(first, zero), client_proof(first, zeros)));
+  CHECK_FALSE(same_digest(client_proof(first, beyond), client_proof(first, digest)));
+  CHECK(same_digest(client_proof(first, zero), client_proof(first, zero)));
+  // All others are what HMAC makes of the two Hellos alone.
+  for (const auto& [me, secret] : {std::pair{first, kSecret}, {first, full}}) {
+    Bytes both;
+    auto mine = me.encode();
+    both.insert(both.end(), mine.begin(), mine.end());
+    both.insert(both.end(), challenge.begin(), challenge.end());
+    CHECK(same_digest(client_proof(me, secret), hmac(secret, "tensorwire client proof", both)));
+  }
+}
+
 TEST_CASE("handshake: only a client may begin") {
   Server side;
   Bytes reply;

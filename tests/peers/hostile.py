@@ -51,6 +51,12 @@ class Asker(Actor):
     def _read(self, size_bytes: int) -> None:
         self._remote[:size_bytes].read(np.zeros(size_bytes, np.uint8)).wait(PATIENCE_S)
 
+    def _read_pieces(self, sizes: list[int]) -> None:
+        remotes = [self._remote[at << 20 :][:size] for at, size in enumerate(sizes)]
+        locals_ = [np.zeros(size, np.uint8) for size in sizes]
+        self._link.read(locals_, remotes).wait(PATIENCE_S)
+        assert all((local == ord("d")).all() for local in locals_)
+
     def _signal(self) -> None:
         self._remote.word(0).set(1).wait(PATIENCE_S)
 

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
+import wire
 from actor import GIB, MIB, PATIENCE_S, background, error_of, eventually, start_actor
 from limited import poor_actor, poor_client, poor_node
 from relay import MESSAGES, Relay
@@ -70,6 +71,27 @@ def test_a_host_runs_out_of_descriptors(transport: str) -> None:
                     peer.close()
             eventually(lambda: target.peer_count() == 1, "the host forgets")
         assert target.growth() == []
+
+
+def test_out_of_descriptors_is_no_wrong_secret() -> None:
+    """Who is on its way to shared memory while its first stream makes room is told so."""
+    secret = b"sixteen bytes or more"
+    with PeerGroup() as group:
+        _, target = start_actor(group, "host", poor_actor, secret=secret)
+        address = target.address()
+        with wire.dial(address) as first:
+            session, key = first.handshake(secret, wire.hello(secret))
+            target.leave_descriptors(0)
+            try:
+                with wire.dial_unix(first.incarnation) as second:
+                    assert first.hung_up(), "the oldest makes room"
+                    hello = wire.hello(secret, kind=wire.ATTACH_KIND, session=session)
+                    keys = wire.Keys.derive(key, hello, second.greet(hello))
+                    welcome = second.prove(keys.client)
+            finally:
+                target.lift()
+        assert welcome["status"] == wire.BUSY
+        assert "descriptors" in welcome["message"]
 
 
 # ---- memory
@@ -228,6 +250,14 @@ def test_names_of_regions(transport: str) -> None:
         ):
             with pytest.raises(ValueError, match="Unicode"):
                 call()
+        for hidden in ("a\n0", "a\0", "\x7f", "a\x85b"):  # control characters, also those of C1
+            for call in (
+                lambda name=hidden: pair.far.allocate(64, name=name),
+                lambda name=hidden: pair.to_far.allocate(64, name),
+                lambda name=hidden: pair.to_far.region(name),
+            ):
+                with pytest.raises(ValueError, match="control characters"):
+                    call()
         with pytest.raises(LookupError):
             pair.far.region("r" * 256)
         with pytest.raises((ValueError, LookupError)):
@@ -250,7 +280,7 @@ def test_the_default_name_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert node.name.endswith(f"-{os.getpid()}")
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\x00b", "\x7f", "\udc80", "n" * 64, "ä" * 32])
+@pytest.mark.parametrize("name", ["a\nb", "a\x00b", "\x7f", "a\x85b", "\udc80", "n" * 64, "ä" * 32])
 def test_names_that_no_node_can_have(name: str) -> None:
     """Refused at once, not by everybody who is asked to connect later."""
     with pytest.raises(ValueError, match="name"):

@@ -83,6 +83,14 @@ ANSWERS: dict[str, Callable[[Wire, Any], None]] = {
         s.frame(wire.DATA, b"d" * 600, transfer=q.transfer),
         s.frame(wire.DATA, b"d" * 600, transfer=q.transfer, flags=wire.LAST),
     )[-1],
+    "half of it twice": lambda s, q: (
+        s.frame(wire.DATA, b"d" * 500, transfer=q.transfer),
+        s.frame(wire.DATA, b"d" * 500, transfer=q.transfer, flags=wire.LAST),
+    )[-1],
+    "backwards": lambda s, q: (
+        s.frame(wire.DATA, b"d" * 500, transfer=q.transfer, offset=500),
+        s.frame(wire.DATA, b"d" * 500, transfer=q.transfer, flags=wire.LAST),
+    )[-1],
     "for another": lambda s, q: s.frame(wire.DATA, b"d" * 1000, transfer=q.transfer + 1),
     "a grant": lambda s, q: answers_to(s, q.transfer, REGION),
     "no frame": lambda s, q: s.send(b"d" * 64),
@@ -96,6 +104,31 @@ def test_wrong_answers_to_a_read(asker: Any, lie: Callable[[Wire, Any], None]) -
         lie(stream, stream.answer(wire.READ))
         assert stream.hung_up()
         assert "broke the protocol" in reading()
+
+
+def test_one_piece_of_a_read_answered_for_two(asker: Any) -> None:
+    """The bytes of both add up, and the second piece has got none."""
+    with wire.FakeNode(SECRET) as fake, linked(asker, fake) as stream:
+        reading = asker.begin("ask", "read_pieces", [500, 500])
+        first, second = stream.answer(wire.READ), stream.answer(wire.READ)
+        assert (first.total, second.total) == (0, 500)
+        for _ in range(2):
+            stream.frame(wire.DATA, b"d" * 500, transfer=first.transfer, flags=wire.LAST)
+        assert stream.hung_up()
+        assert "broke the protocol" in reading()
+
+
+def test_answers_to_pieces_of_a_read_in_turns(asker: Any) -> None:
+    """Each piece gets its own bytes in order; pieces may be answered at the same time."""
+    with wire.FakeNode(SECRET) as fake, linked(asker, fake) as stream:
+        reading = asker.begin("ask", "read_pieces", [500, 500])
+        first, second = stream.answer(wire.READ), stream.answer(wire.READ)
+        assert first.transfer == second.transfer
+        for offset, flags in ((500, 0), (0, 0), (250, wire.LAST), (750, wire.LAST)):
+            body = {"transfer": first.transfer, "offset": offset, "flags": flags}
+            stream.frame(wire.DATA, b"d" * 250, **body)
+        assert reading() == ""
+    asker.lost_reason()
 
 
 def test_answers_to_a_write_that_nobody_sent(asker: Any) -> None:

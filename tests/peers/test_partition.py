@@ -255,6 +255,27 @@ def test_loss_in_one_direction(pair: Hosts, break_: Callable[[Hosts], None]) -> 
     lose(pair, break_, timeout_s=TIMEOUT_S, partition_s=TIMEOUT_S, **options)
 
 
+def test_a_patient_peer_that_does_not_hear_us(pair: Hosts) -> None:
+    """It says the same again and again, for as long as its own timeout is: that is no answer."""
+    options = {"peer_timeout_s": TIMEOUT_S}
+    with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address, **options)) as near:
+        _, far = start_far(group, pair, peer_timeout_s=10 * TIMEOUT_S)
+        peer = near.connect(far.address())
+        near.allocate(8, name="target")
+        word = near.allocate(8).word(0)
+        assert far.accept() == near.name
+        far.use_accepted("target")
+        losing = far.begin("write_until_lost", 8)
+        eventually(lambda: near.stats()["bytes_received"] > 0, "the far side writes")
+        since = time.monotonic()
+        near_to_far(pair)
+        with pytest.raises(PeerLostError, match="silent"):
+            word.wait_until(1, PATIENCE_S, peer=peer)
+        assert time.monotonic() - since < TIMEOUT_S + SLACK_S
+        hosts.restore(pair)
+        losing()
+
+
 def test_who_gives_up_first_tells_the_other(pair: Hosts) -> None:
     """If it is still heard, also with data on the way in both directions."""
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:

@@ -1,9 +1,11 @@
 """Who may join: secrets from each source, loopback without one, and other users of this host."""
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
+import wire
 from actor import PATIENCE_S, eventually, start_actor
 from trusted import knock, nobody, read_secret
 
@@ -77,7 +79,33 @@ def test_secrets_may_be_any_bytes(transport: str) -> None:
             almost.connect(host.address)
 
 
+LONG = b"x" * 65  # longer than a block of HMAC, which takes its hash instead
+
+
+@pytest.mark.parametrize("secret", [SECRET + b"\0", LONG])
+def test_a_second_implementation_knows_every_secret(secret: bytes) -> None:
+    with Node(secret=secret) as node, wire.connect("tcp", node.address, secret) as stream:
+        assert stream.ask(wire.LOOKUP, b"none").status == wire.NOT_FOUND
+    with Node(secret=secret) as node, Node(secret=secret) as other:
+        assert other.connect(node.address).name == node.name
+
+
 # ---- who is refused
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        (SECRET, SECRET + b"\0"),
+        (SECRET + b"\0", SECRET + b"\0\0"),
+        (LONG, hashlib.sha256(LONG).digest()),
+    ],
+)
+def test_secrets_that_hmac_takes_for_one(theirs: bytes, mine: bytes) -> None:
+    with Node(secret=theirs) as node, Node(secret=mine) as other:
+        for one, two in ((node, other), (other, node)):
+            with pytest.raises(PermissionError, match="wrong secret"):
+                one.connect(two.address)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.edges.route import Route
-from tensorwire.edges.values import check_shape, read_block, size_bytes, write_block
+from tensorwire.edges.values import check, check_shape, read_block, size_bytes, write_block
 from tensorwire.placement import BLOCK_BYTES, Graph, Operator, Plan, Slot, Tensor, UpTo, plan
 
 TENSORS = [
@@ -63,3 +64,19 @@ def test_heads() -> None:
     assert route.difference(route.head) == ""
     assert route.difference(Route(a_plan("int8"), "a", "b", 3, "").head) == "flights=3, here 2"
     assert route.difference(Route(a_plan("int16"), "a", "b", 2, "").head) == "another plan"
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "advice"),
+    [
+        (np.ma.array(np.zeros(4, "int16"), mask=[0, 1, 0, 0]), TypeError, "mask"),
+        (np.zeros(4, ">i2"), ValueError, "planned as int16"),
+        (np.zeros(4, "V2"), ValueError, "planned as int16"),
+        (np.zeros(8, "int16")[::2], ValueError, "contiguous"),
+        (np.zeros(4, object), ValueError, "planned as int16"),
+    ],
+)
+def test_arrays_that_are_no_run(array: object, error: type[Exception], advice: str) -> None:
+    """What would arrive as something else is refused where it is put."""
+    with pytest.raises(error, match=advice):
+        check(Tensor("x", "int16", (4,)), array)

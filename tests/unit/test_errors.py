@@ -1,8 +1,11 @@
 """The error vocabulary: what can be caught as what, and that no code gets lost."""
 
 import builtins
+import ctypes
+import operator
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,14 @@ def test_codes_are_those_of_the_core(repository: Path) -> None:
     header = (repository / "cpp/error.h").read_text()
     numbers = {int(number) for number in re.findall(r"^\s*k\w+ = (\d+),", header, re.MULTILINE)}
     assert numbers == {0, *CODES}
+
+
+def test_a_signal_while_an_error_is_made() -> None:
+    """Making one of our errors runs Python code, and there a handler may raise: that counts."""
+    with tensorwire.Node() as node:
+        # Without a step of the interpreter between the two, which would run the handler before.
+        calls = (ctypes.pythonapi.PyErr_SetInterrupt, partial(node._core.region, "missing"))
+        with pytest.raises(KeyboardInterrupt):
+            list(map(operator.call, calls))
+        with pytest.raises(LookupError):
+            node.region("missing")

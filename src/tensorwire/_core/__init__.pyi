@@ -77,7 +77,12 @@ def same_bytes(one: object, other: object) -> bool: ...
 
 def checksum(local: object) -> int: ...
 
+class View:
+    pass
+
 class Region:
+    def view(self) -> View: ...
+
     @property
     def size_bytes(self) -> int: ...
 
@@ -108,7 +113,11 @@ class Region:
 
     def load_word(self, offset: int) -> int: ...
 
+    def reaches(self, offset: int, value: int) -> bool: ...
+
 class RemoteRegion:
+    def view(self) -> View: ...
+
     @property
     def mapped(self) -> bool: ...
 
@@ -290,6 +299,14 @@ def begin_exit(before: Callable[[], None]) -> None:
 
 def exiting() -> bool:
     """True after `begin_exit`."""
+
+def resolve(host: str, timeout_s: float | None) -> list[str]:
+    """The addresses of a host, as text, the best first."""
+
+def memory_limit(root: str = '') -> tuple[int, str]:
+    """
+    How many bytes of memory this process may have, and what sets that limit.
+    """
 
 def fork_epoch() -> int:
     """Grows by one in each forked child."""

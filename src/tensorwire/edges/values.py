@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.memory.buffers import check_unmasked
 from tensorwire.placement import ALIGN_BYTES, BLOCK_BYTES, DTYPES, Slot, Tensor
 
 _UNKNOWN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -58,7 +59,7 @@ def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
     """Checks what a run made and returns its shape.
 
     Raises:
-        TypeError: no numpy array, or for rows no `Rows`.
+        TypeError: no numpy array, or a masked one, or for rows no `Rows`.
         ValueError: another dtype or shape than planned, or not contiguous.
     """
     parts = [("values", value, numpy_dtype(tensor))]
@@ -71,6 +72,7 @@ def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
             raise TypeError(
                 f"{what} of {tensor.name!r} are a numpy array, not {type(array).__name__}"
             )
+        check_unmasked(array)
         if array.dtype != dtype:
             raise ValueError(f"{what} of {tensor.name!r} are planned as {dtype}, not {array.dtype}")
         if not array.flags.c_contiguous:

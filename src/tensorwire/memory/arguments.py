@@ -22,7 +22,7 @@ def addend(value: Any) -> int:
 
 
 def name_text(name: Any, what: str) -> str:
-    """Checks the name of a Node or region; its length and characters are checked by the core."""
+    """Checks the name of a Node or region; the core checks its length and for control signs."""
     if not isinstance(name, str):
         raise TypeError(f"a {what}'s name is a str, not {type(name).__name__}")
     try:

@@ -31,10 +31,13 @@ def as_local(local: Any) -> object:
             on the CPU.
 
     Raises:
-        TypeError: none of these.
+        TypeError: none of these, or a masked array.
         ValueError: a tensor that is not contiguous, not on the CPU, or not dense.
     """
-    if type(local) in _PLAIN or isinstance(local, np.ndarray):
+    if type(local) in _PLAIN:
+        return local
+    if isinstance(local, np.ndarray):
+        check_unmasked(local)
         return local
     if is_tensor(local):
         return _tensor_buffer(local)
@@ -64,6 +67,20 @@ def is_tensor(value: object) -> bool:
     """True for a torch tensor; never imports torch."""
     tensor_type = getattr(modules.get("torch"), "Tensor", None)
     return tensor_type is not None and isinstance(value, tensor_type)
+
+
+def check_unmasked(array: Any) -> None:
+    """Refuses a masked array, whose mask would be left behind.
+
+    Raises:
+        TypeError: it is one.
+    """
+    masked_type = getattr(modules.get("numpy.ma"), "MaskedArray", None)
+    if masked_type is not None and isinstance(array, masked_type):
+        raise TypeError(
+            f"{describe(array)} has a mask, which would not travel: pass array.filled(value), or "
+            "array.data and array.mask"
+        )
 
 
 def describe(value: Any) -> str:
@@ -135,6 +152,8 @@ def array_over(region: Any, dtype: DTypeLike, shape: int | Sequence[int] | None)
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         raise TypeError(f"{dtype} holds Python objects, which no other process can use")
+    if dtype.itemsize == 0:
+        raise ValueError(f"items of {dtype!r} have no bytes; name one that has, such as 'S8'")
     shape = shape_in(region, shape, dtype.itemsize, str(dtype))
     return np.ndarray(shape, dtype, buffer=region.memoryview())
 

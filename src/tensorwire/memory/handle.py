@@ -6,6 +6,7 @@ job's secret. This module is pure (no sockets, no core), because it parses bytes
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -21,6 +22,8 @@ _VERSION = 1
 _FIXED = struct.Struct("<4sBBBBBIQQQ")
 _CHECKSUM = struct.Struct("<I")
 _MAX_TEXT_BYTES = 255
+# What a message would not show as it is; the core refuses the same in names.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _FIELD_BITS = {"incarnation": 64, "id": 32, "generation": 64, "size_bytes": 63}
 
 
@@ -46,10 +49,11 @@ def split_address(address: str) -> tuple[str, int]:
 
     Raises:
         TypeError: not a str.
-        ValueError: not of that form, or the port is not 0 to 65535.
+        ValueError: not of that form, with control characters, or the port is not 0 to 65535.
     """
     if not isinstance(address, str):
         raise TypeError(f"an address is a str such as '127.0.0.1:7000', not {_type_name(address)}")
+    check_shown(address, "an address")
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
@@ -60,6 +64,17 @@ def split_address(address: str) -> tuple[str, int]:
     if int(port) > 65535:
         raise ValueError(f"the port in {address!r} is above 65535")
     return host, int(port)
+
+
+def check_shown(text: str, what: str) -> None:
+    """Refuses text that cannot be shown to people, or sent, as it is.
+
+    Raises:
+        ValueError: it has control characters or is not valid Unicode.
+    """
+    if _CONTROL.search(text):
+        raise ValueError(f"{what} has no control characters: {text!r}")
+    _encode(text, what)
 
 
 def join_address(host: str, port: int) -> str:
@@ -87,8 +102,8 @@ class Handle:
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: a number does not fit its field, a text is longer than 255 bytes, or `access` or
-            `address` is malformed.
+        ValueError: a number does not fit its field, a text is longer than 255 bytes or has control
+            characters, or `access` or `address` is malformed.
     """
 
     address: str
@@ -111,7 +126,8 @@ class Handle:
             text = getattr(self, field)
             if not isinstance(text, str):
                 raise TypeError(f"{field} of a handle is a str, not {_type_name(text)}")
-            if len(_encode(text, field)) > _MAX_TEXT_BYTES:
+            check_shown(text, f"{field} of a handle")
+            if len(text.encode()) > _MAX_TEXT_BYTES:
                 raise ValueError(f"{field} of a handle is longer than {_MAX_TEXT_BYTES} bytes")
         access_flags(self.access)
         split_address(self.address)
@@ -119,7 +135,7 @@ class Handle:
     def to_bytes(self) -> bytes:
         """Encodes the handle: 41 bytes and its three texts, with a version and a checksum."""
         readable, writable = ACCESS[self.access]
-        texts = [_encode(text, "text") for text in (self.address, self.node, self.name)]
+        texts = [text.encode() for text in (self.address, self.node, self.name)]
         body = _FIXED.pack(
             _MAGIC,
             _VERSION,
@@ -177,11 +193,11 @@ class Handle:
         return Handle.from_bytes, (self.to_bytes(),)
 
 
-def _encode(text: str, field: str) -> bytes:
+def _encode(text: str, what: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{field} of a handle is not valid Unicode: {text!r}") from error
+        raise ValueError(f"{what} is not valid Unicode: {text!r}") from error
 
 
 def _type_name(value: object) -> str:

@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from ipaddress import ip_address
 from pathlib import Path as FilePath
 from time import monotonic
 from types import TracebackType
@@ -28,6 +29,7 @@ from .slower import warn_if_slower
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 MIN_SECRET_BYTES = 16
+_RESOLVE_S = 10.0
 
 
 class Node:
@@ -39,7 +41,8 @@ class Node:
 
     Args:
         name: shown to peers; default host name and process number. At most 63 bytes.
-        listen: "host:port" to accept peers on; port 0 chooses a free one.
+        listen: "host:port" to accept peers on; port 0 chooses a free one. A name is resolved when
+            the Node is made, for at most 10 s; its first address is taken.
         advertise: the host that others reach this Node by, for `address` and handles. Default: the
             host of `listen`; for a wildcard ("0.0.0.0", "[::]") the address of the interface with
             the default route.
@@ -53,7 +56,9 @@ class Node:
         rdma_device: the NIC for rdma by name: "mlx5_0", "mlx5_0:1" (with its port) or its network
             interface. Default: TENSORWIRE_RDMA_DEVICE, else every active port. Naming one makes it
             an error if it cannot be used.
-        quota_bytes: how much all peers together may allocate here with `Peer.allocate`.
+        quota_bytes: how much all peers together may allocate here with `Peer.allocate`. Default:
+            4 GiB, or half of the memory that this process may have (its control group's limit, the
+            host's memory) if that is less.
         max_peers: how many connections are held at a time.
         handshake_timeout_s: how long a new connection may take to prove itself.
         peer_timeout_s: a link that is silent for so long counts as lost, at least 3. Default:
@@ -70,6 +75,7 @@ class Node:
             timeout that is no number above 0, or an address other than loopback without a secret.
         UnavailableError: a transport is known but not available here, or the address cannot be
             listened on.
+        TimeoutError: the name in `listen` was not resolved in time.
         BusyError: a system limit is reached.
     """
 
@@ -94,20 +100,24 @@ class Node:
         secret: bytes | None = None,
         transports: Iterable[str] | None = None,
         rdma_device: str | None = None,
-        quota_bytes: int = 4 << 30,
+        quota_bytes: int | None = None,
         max_peers: int = 1024,
         handshake_timeout_s: float = 10.0,
         peer_timeout_s: float | None = None,
     ) -> None:
         host, port = split_address(listen)
         secret = _choose_secret(secret)
-        if not secret and not _is_loopback(host):
+        # Resolved once, so that what is checked is what is listened on.
+        addresses = _resolve(host)
+        loopback = all(ip_address(each).is_loopback for each in addresses)
+        if not secret and not loopback:
             raise ValueError(
                 f"without a secret a Node listens on loopback only, not on {host}: pass secret=, "
                 "or set TENSORWIRE_SECRET_FILE to a file with at least "
                 f"{MIN_SECRET_BYTES} random bytes that every process of the job can read"
             )
         advertised = advertise or _reachable_host(host)
+        split_address(join_address(advertised, port))
         chosen, try_rdma = _choose_transports(transports)
         device = rdma_device or os.environ.get("TENSORWIRE_RDMA_DEVICE", "")
         if device and try_rdma:
@@ -116,13 +126,13 @@ class Node:
         self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
         self._core = _core.Node(
             name_text(name or _default_name(), "Node"),
-            host,
+            addresses[0],
             port,
             secret,
             chosen,
-            try_rdma and not _is_loopback(host),
+            try_rdma and not loopback,
             device,
-            quota_bytes,
+            _default_quota() if quota_bytes is None else quota_bytes,
             max_peers,
             handshake_timeout_s,
             _choose_peer_timeout(peer_timeout_s),
@@ -217,7 +227,7 @@ class Node:
         Args:
             address_or_handle: "host:port", or a Handle, of which only the address is used:
                 `Peer.region(handle)` then tells whether it is still valid.
-            timeout_s: for connecting and the mutual proof of the secret.
+            timeout_s: for resolving the name, connecting, and the mutual proof of the secret.
             require: a transport, to fail rather than fall back to a slower one.
 
         Warns:
@@ -280,7 +290,9 @@ class Node:
         """Ends everything; calling it again, or in a forked child, does nothing.
 
         Transfers in flight complete with `ClosedError`, waiting calls raise it, and peers see this
-        Node as lost at once. Memory that arrays and tensors still use stays valid for them.
+        Node as lost at once. Every descriptor is closed, and the memory of regions, its own and
+        mapped ones, is given back, whatever objects of the Node are still referenced: all but what
+        arrays, tensors and memoryviews show, which stays for them and goes with the last of them.
         """
         self._closer.detach()
         _close(self._core, self._owner_pid)
@@ -413,20 +425,15 @@ def _choose_peer_timeout(timeout_s: float | None) -> float:
     return timeout_s
 
 
-def _is_loopback(host: str) -> bool:
-    import ipaddress
+def _default_quota() -> int:
+    return min(4 << 30, _core.memory_limit()[0] // 2)
 
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        pass
-    import socket
 
+def _resolve(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+        return _core.resolve(host, _RESOLVE_S)
+    except ValueError as error:
         raise ValueError(f"cannot listen on {host!r}: {error}") from error
-    return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)
 
 
 def _reachable_host(host: str) -> str:

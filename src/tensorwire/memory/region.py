@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tensorwire import _core
-from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.errors import ClosedError, TimeoutError, UnavailableError
 
 from . import aio
 from .arguments import byte_range, word_offset, word_value
-from .buffers import array_over, check_tensor, describe, is_tensor, shape_in
+from .buffers import array_over, check_tensor, check_unmasked, describe, is_tensor, shape_in
 from .handle import Handle, access_name
 from .private import PrivateMapping
 
@@ -38,8 +38,9 @@ class Region:
     complete (see `Word`), anything else may be half written.
 
     Slices share the memory. Arrays, tensors and memoryviews of it keep the memory alive, also after
-    `free` and after the Node was closed; peers then no longer reach it. Methods may be called by
-    any thread.
+    `free` and after the Node was closed; peers then no longer reach it. When the Node is closed,
+    the memory of regions that nothing views is given back at once, though Region objects may stay:
+    they give no new views. Methods may be called by any thread.
 
     Attributes:
         size_bytes: length of this slice.
@@ -121,8 +122,10 @@ class Region:
                 dimension, the whole slice.
 
         Raises:
-            TypeError: dtype has Python objects.
-            ValueError: the shape does not fit, or the slice is no multiple of the dtype's size.
+            TypeError: dtype has Python objects, or is none.
+            ValueError: the shape does not fit, the slice is no multiple of the dtype's size, or
+                that is 0.
+            ClosedError: the Node was closed; or this is a forked child.
         """
         return array_over(self, dtype, shape)
 
@@ -135,7 +138,7 @@ class Region:
 
         Raises:
             UnavailableError: torch has not been imported.
-            ValueError: as for `array`.
+            ValueError, ClosedError: as for `array`.
         """
         torch = modules.get("torch")
         if torch is None:
@@ -151,9 +154,13 @@ class Region:
         return torch.frombuffer(self.memoryview(), dtype=dtype, count=count).reshape(shape)
 
     def memoryview(self) -> memoryview:
-        """The bytes of this slice, writable."""
-        core: Any = self._core  # before Python 3.12 stubs cannot say that it is a buffer
-        return memoryview(core)[self._offset : self._offset + self.size_bytes]
+        """The bytes of this slice, writable.
+
+        Raises:
+            ClosedError: as for `array`.
+        """
+        view: Any = self._core.view()  # before Python 3.12 stubs cannot say that it is a buffer
+        return memoryview(view)[self._offset : self._offset + self.size_bytes]
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.array().__dlpack__(**options)
@@ -177,7 +184,7 @@ class Region:
             The view on this memory, with the dtype and shape of `tensor`.
 
         Raises:
-            TypeError: neither an array nor a tensor, or it holds Python objects.
+            TypeError: neither an array nor a tensor, it is masked, or it holds Python objects.
             ValueError: it does not fit, the offset is misaligned, or the tensor is not contiguous
                 or not on the CPU.
         """
@@ -223,7 +230,7 @@ class Region:
 
         Raises:
             ValueError: this is a slice, or a NIC has the memory registered.
-            RuntimeError: in a forked child.
+            ClosedError: the Node was closed; or this is a forked child.
         """
         self._check_whole("discard")
         self._core.discard()
@@ -281,11 +288,19 @@ class Word:
         self.offset = offset
 
     def __repr__(self) -> str:
-        return f"<Word at byte {self.offset} of region {self._core.name!r}: {self.value}>"
+        try:
+            value = str(self.value)
+        except ClosedError:
+            value = "closed"
+        return f"<Word at byte {self.offset} of region {self._core.name!r}: {value}>"
 
     @property
     def value(self) -> int:
-        """The present value (acquire). Also readable after the region was freed."""
+        """The present value (acquire). Also readable after the region was freed.
+
+        Raises:
+            ClosedError: the Node was closed and the memory given back; or this is a forked child.
+        """
         return self._core.load_word(self.offset)
 
     def set(self, value: int) -> None:
@@ -342,7 +357,7 @@ class Word:
 
         def ready() -> bool:
             return (
-                core.load_word(offset) >= value
+                core.reaches(offset, value)
                 or core.freed
                 or node.closed
                 or (peer_core is not None and peer_core.lost)
@@ -358,6 +373,7 @@ class Word:
 def adoptable(tensor: Any) -> tuple[int, int]:
     """Checks what `adopt` may move and returns (bytes, bytes of one item)."""
     if isinstance(tensor, np.ndarray):
+        check_unmasked(tensor)
         if tensor.dtype.hasobject:
             raise TypeError(f"{describe(tensor)} holds Python objects, which cannot be adopted")
         return tensor.nbytes, max(tensor.itemsize, 1)

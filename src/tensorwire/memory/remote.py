@@ -154,15 +154,16 @@ class RemoteRegion:
 
         Raises:
             UnavailableError: the path to the peer maps nothing; use `read` and `write`.
-            ClosedError: this process was forked from the one that has the grant.
+            ClosedError: this side's Node was closed; or this process was forked from the one that
+                has the grant.
         """
         if not self.mapped:
             raise UnavailableError(
                 f"{self!r} is on another host or was reached by {self.peer.path.transport}: its "
                 "memory cannot be mapped here; use read() and write()"
             )
-        core: Any = self._core  # before Python 3.12 stubs cannot say that it is a buffer
-        return memoryview(core)[self._offset : self._offset + self.size_bytes]
+        view: Any = self._core.view()  # before Python 3.12 stubs cannot say that it is a buffer
+        return memoryview(view)[self._offset : self._offset + self.size_bytes]
 
     def array(
         self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None

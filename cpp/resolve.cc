@@ -1,0 +1,141 @@
+#include "resolve.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <arpa/inet.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "blocking.h"
+#include "error.h"
+#include "fork.h"
+
+namespace tensorwire {
+namespace {
+
+constexpr int kLookForSignalsMs = 500;
+
+// One call of the system's resolver, shared by those who wait and the thread that makes it.
+struct Lookup {
+  Lookup() : finished(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!finished) throw Error(Code::kBusy, system_message("eventfd", errno));
+  }
+  Descriptor finished;  // readable when result may be looked at
+  Resolved result;
+};
+
+// Those under way, by name. Never destroyed: a thread may outlive every static destructor. A forked
+// child, which has none of the threads and perhaps the lock held, gets a new one.
+struct Lookups {
+  const uint32_t epoch = fork::epoch();
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Lookup>> running;
+};
+
+Lookups& lookups() {
+  static std::atomic<Lookups*> current{new Lookups};
+  Lookups* seen = current.load();
+  if (seen->epoch == fork::epoch()) return *seen;
+  auto fresh = std::make_unique<Lookups>();
+  return current.compare_exchange_strong(seen, fresh.get()) ? *fresh.release() : *seen;
+}
+
+Resolved ask_system(const std::string& host, int flags) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  Resolved result;
+  if (int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &found)) {
+    result.failure =
+        error == EAI_SYSTEM ? system_message("getaddrinfo", errno) : ::gai_strerror(error);
+    return result;
+  }
+  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
+  for (addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    SocketAddress& address = result.addresses.emplace_back();
+    std::memcpy(&address.storage, each->ai_addr, each->ai_addrlen);
+    address.size = each->ai_addrlen;
+  }
+  return result;
+}
+
+void run(const std::string& host, const std::shared_ptr<Lookup>& lookup, Lookups& all) {
+  lookup->result = ask_system(host, 0);
+  {
+    std::lock_guard lock(all.mutex);
+    all.running.erase(host);
+  }
+  uint64_t one = 1;
+  while (::write(lookup->finished.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  }
+}
+
+std::shared_ptr<Lookup> join_or_start(const std::string& host) {
+  Lookups& all = lookups();
+  std::lock_guard lock(all.mutex);
+  auto& lookup = all.running[host];
+  if (lookup) return lookup;
+  try {
+    lookup = std::make_shared<Lookup>();
+    spawn_blocking([host, lookup, &all] { run(host, lookup, all); });
+  } catch (const Error& error) {
+    all.running.erase(host);
+    throw Error(Code::kBusy, "cannot resolve '" + host + "': " + error.what());
+  }
+  return lookup;
+}
+
+void set_port(SocketAddress& address, uint16_t port) {
+  if (address.storage.ss_family == AF_INET6) {
+    reinterpret_cast<sockaddr_in6*>(&address.storage)->sin6_port = htons(port);
+  } else {
+    reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(port);
+  }
+}
+
+}  // namespace
+
+std::string SocketAddress::text() const {
+  char numeric[NI_MAXHOST] = "";
+  ::getnameinfo(get(), size, numeric, sizeof numeric, nullptr, 0, NI_NUMERICHOST);
+  return numeric;
+}
+
+bool wait_ready(int fd, short events, Deadline deadline, const Interrupted& interrupted) {
+  for (;;) {
+    int left = deadline.left_ms();
+    bool slice = left < 0 || left > kLookForSignalsMs;
+    pollfd entry{fd, events, 0};
+    int count = ::poll(&entry, 1, slice ? kLookForSignalsMs : left);
+    if (count > 0) return true;
+    if (interrupted) interrupted();
+    if (deadline.passed()) return false;
+  }
+}
+
+Resolved resolve(const std::string& host, uint16_t port, Deadline deadline,
+                 const Interrupted& interrupted) {
+  Resolved result = ask_system(host, AI_NUMERICHOST);  // asks nobody
+  if (result.addresses.empty()) {
+    auto lookup = join_or_start(host);
+    if (!wait_ready(lookup->finished.get(), POLLIN, deadline, interrupted)) {
+      throw Error(Code::kTimeout, "the name '" + host +
+                                      "' was not resolved in time; do the name servers of this "
+                                      "host answer (/etc/resolv.conf)?");
+    }
+    result = lookup->result;
+  }
+  for (auto& address : result.addresses) set_port(address, port);
+  return result;
+}
+
+}  // namespace tensorwire
