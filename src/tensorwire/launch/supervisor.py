@@ -19,7 +19,7 @@ import time
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
-from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.job import Job, Patience, reserve_port
 from tensorwire.launch.output import Address, Lines, Output
 from tensorwire.launch.process import Process, signal_name
 from tensorwire.launch.signals import StopSignals
@@ -74,6 +74,7 @@ class Supervisor:
             self._signals = stack.enter_context(StopSignals())
             self._guard = stack.enter_context(contextlib.closing(Guard()))
             try:
+                self._port = stack.enter_context(reserve_port())
                 self._start()
                 while self._running and not _passed(self._give_up_at):
                     self._turn()
@@ -93,6 +94,7 @@ class Supervisor:
     def _start(self) -> None:
         addresses: list[str] = []
         environment = self._job.environment()
+        port = self._port.getsockname()[1]
         try:
             for index in range(self._job.servers):
                 address = self._start_server(index, addresses, environment)
@@ -100,7 +102,8 @@ class Supervisor:
                     return
                 addresses.append(address)
             for rank in range(self._job.workers):
-                self._start_worker(rank, self._job.worker_environment(environment, rank, addresses))
+                mine = self._job.worker_environment(environment, rank, addresses, port)
+                self._start_worker(rank, mine)
                 self._workers_left -= 1
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
