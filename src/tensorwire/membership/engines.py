@@ -257,7 +257,7 @@ def _check_nobody_else(environ: Mapping[str, str]) -> None:
         names = ["PMIX_RANK"]
     if names:
         raise ValueError(
-            f"{names[0]} is set, so there are other workers, but not which one this is and how "
+            f"{names[0]} hints at other workers, but nothing says which one this is and how "
             "many there are: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "init_process_group before tw.init(), or tw.init(rank=…, world_size=…); "
             f"{_ALONE}"
