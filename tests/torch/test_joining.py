@@ -28,6 +28,7 @@ import os, subprocess, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import multiprocessing.util
 import tensorwire.torch as tw
 
 def train(job):
@@ -94,7 +95,7 @@ if __name__ == "__main__":
 
 def test_spawn_as_in_the_tutorial_of_ddp(tmp_path: Path) -> None:
     """torch.distributed knows rank and world size; and its store does not keep the secret."""
-    text = run(tmp_path, SPAWN, PORT=free_port()).communicate(timeout=60)[0]
+    text = run(tmp_path, SPAWN, PORT=free_port()).communicate(timeout=100)[0]
     check_done(text)
     assert "Error" not in text
 
@@ -104,6 +105,8 @@ def demo(rank, port):
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = port
     job = tw.init(rank=rank, world_size=2)
+    tell = lambda: os.write(1, f"left {job.closed}\\n".encode())
+    multiprocessing.util.Finalize(None, tell, exitpriority=-1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     check_group(rank)
     train(job)
@@ -129,10 +132,11 @@ def test_ranks_by_arguments_and_a_child_that_fails(tmp_path: Path) -> None:
     """The process group comes second, at the same port; and multiprocessing's children run no
     atexit: the job is left nevertheless, and without a goodbye after an exception.
     """
-    text = run(tmp_path, FORK, PORT=free_port()).communicate(timeout=60)[0]
+    text = run(tmp_path, FORK, PORT=free_port()).communicate(timeout=100)[0]
     check_done(text)
     assert re.search(r"told worker 1 \(pid \d+\) was lost", text), text
     assert "codes 0 1" in text
+    assert text.count("left True") == 2, text
 
 
 SECOND_CLAIM = """
@@ -156,7 +160,7 @@ def test_a_second_claim_to_a_rank_is_refused(tmp_path: Path, launcher: str) -> N
     else:
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         made = [run(tmp_path, SECOND_CLAIM, RANK=str(rank), **meeting) for rank in range(2)]
-    text = "".join(each.communicate(timeout=60)[0] for each in made)
+    text = "".join(each.communicate(timeout=100)[0] for each in made)
     check_done(text)
     assert not any(each.returncode for each in made), text
 
@@ -169,7 +173,7 @@ check_group(job.rank)
 train(job)
 """
     made = run(tmp_path, text, "-m", "tensorwire.cli", "run", "--workers=2")
-    check_done(made.communicate(timeout=60)[0])
+    check_done(made.communicate(timeout=100)[0])
     assert made.returncode == 0
 
 
@@ -182,7 +186,7 @@ def demo(rank):
 if __name__ == "__main__":
     mp.spawn(demo, nprocs=1)
 """
-    told = run(tmp_path, text).communicate(timeout=60)[0]
+    told = run(tmp_path, text).communicate(timeout=100)[0]
     assert "ValueError: torch.multiprocessing.spawn has started this process" in told
 
 
