@@ -143,8 +143,8 @@ class Keys:
 
     @classmethod
     def derive(cls, key: bytes, client_hello: bytes, server_hello: bytes) -> Keys:
-        # HMAC cannot tell such keys from others; those of sessions all have the same length.
-        told_apart = client_hello[10] != ATTACH_KIND and (key.endswith(b"\0") or len(key) > 64)
+        # HMAC cannot tell such keys from others.
+        told_apart = key.endswith(b"\0") or len(key) > 64
         length = struct.pack("<Q", len(key)) if told_apart else b""
 
         def mac(role: bytes) -> bytes:

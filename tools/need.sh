@@ -23,6 +23,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     ucx-headers) echo '#include <ucp/api/ucp.h>' | c++ -E -xc++ - ;;
     ip) command -v ip ;;
     tc) command -v tc ;;
+    slurm) PATH=$PATH:/usr/sbin:/sbin; command -v slurmctld && command -v slurmd && command -v srun ;;
+    openmpi) command -v mpirun.openmpi ;;
+    mpich) command -v mpiexec.mpich ;;
     rig) [[ ! $(missing_of_rig) ]] ;;
     *) echo "need.sh: unknown need: $1" >&2; exit 2 ;;
   esac >/dev/null 2>&1
@@ -42,6 +45,9 @@ packages() {
     spin) echo spin ;;
     ucx-headers) echo libucx-dev ;;
     ip | tc) echo iproute2 ;;
+    slurm) echo slurmctld slurmd slurm-client ;;
+    openmpi) echo openmpi-bin ;;
+    mpich) echo mpich ;;
     rig) missing_of_rig ;;
   esac
 }

@@ -24,6 +24,8 @@ def main() -> None:
     if index and int(index) != options.index:
         wrong = ""
     print(f"started with servers={options.servers!r} listen={options.listen}")
+    ranks = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
+    print(f"ranks in the environment: {ranks}")
     if wrong == "fails":
         print("no such luck", file=sys.stderr)
         sys.exit(7)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from launching import FAKE_SERVER, Place, lines_of, summary
 
 from tensorwire import launch
 from tensorwire.cli import main
+from tensorwire.launch.job import reserve_port
 from tensorwire.testing import assert_no_leak
 
 PRINT_ENVIRONMENT = "import json; print(json.dumps(dict(os.environ)))"
@@ -33,8 +35,12 @@ def test_the_environment_of_workers(place: Place) -> None:
     for rank, environment in enumerate(found):
         assert environment["TENSORWIRE_RANK"] == environment["RANK"] == str(rank)
         assert environment["LOCAL_RANK"] == str(rank)
-        for name in ("TENSORWIRE_WORKERS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        assert environment["ROLE_RANK"] == str(rank)
+        for name in ("TENSORWIRE_WORKERS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
             assert environment[name] == "2"
+        assert (environment["GROUP_RANK"], environment["GROUP_WORLD_SIZE"]) == ("0", "1")
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["MASTER_PORT"] == found[0]["MASTER_PORT"]
         first, second = environment["TENSORWIRE_SERVERS"].split(",")
         assert first != second
         assert first.startswith("127.0.0.1:")
@@ -46,6 +52,36 @@ def test_the_environment_of_workers(place: Place) -> None:
     secrets = {environment["TENSORWIRE_SECRET"] for environment in found}
     assert len(secrets) == 1
     assert len(bytes.fromhex(secrets.pop())) == 32
+
+
+def test_the_environment_of_servers_has_no_ranks(place: Place) -> None:
+    """Nor has that of workers any that another launcher has left."""
+    left = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "1"}
+    done = place.run(PRINT_ENVIRONMENT, environment=left, workers=1)
+    assert lines_of(done.stdout, "server 0")[1] == "ranks in the environment: []"
+    found = json.loads(lines_of(done.stdout, "worker 0")[0])
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in found
+
+
+def test_the_master_port_is_for_who_names_it() -> None:
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as somebody, pytest.raises(OSError, match="in use"):
+            somebody.bind(("", port))
+        with socket.create_server(("", port)) as store:  # sets SO_REUSEADDR
+            assert store.getsockname()[1] == port
+
+
+def test_a_launcher_that_is_started_several_times_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by srun: each would be a job of its own."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in {**step, "SLURM_STEP_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"SLURM_PROCID .* say that 2 processes run this command"):
+        launch.run(["-m", "this"], workers=1)
 
 
 def test_each_job_has_its_own_secret(place: Place) -> None:

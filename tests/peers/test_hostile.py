@@ -9,8 +9,8 @@ import random
 import resource
 import socket
 import time
-from pathlib import Path
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import wire

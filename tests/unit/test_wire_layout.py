@@ -234,8 +234,8 @@ def test_limits() -> None:
         row["event"] for row in tables("What ends a handshake")[0] if "th " in row["event"]
     ]
     assert [number(event) for event in strangers] == [constant("kMaxHandshakes") + 1]
-    for name, size in (("Hello", 160), ("Proof", 40), ("Welcome", 160), ("Choice", 16), ("Meeting", 16)):  # fmt: skip
-        assert constant(f"k{name}Bytes") == size == wire.SIZES[name]
+    for name in ("Hello", "Proof", "Welcome", "Choice", "Meeting"):
+        assert constant(f"k{name}Bytes") == wire.SIZES[name]
 
 
 def test_roles_of_the_proofs() -> None:

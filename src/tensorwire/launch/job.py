@@ -9,11 +9,13 @@ import importlib.machinery
 import importlib.util
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorwire.membership import find_cluster_start, without_ranks
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
@@ -76,6 +78,12 @@ class Job:
         if self.server_command == _SERVER_COMMAND and importlib.util.find_spec("torch") is None:
             raise ValueError("the servers need torch: pip install 'tensorwire[torch]'")
         wants_full()
+        if (start := find_cluster_start(os.environ)) is not None and start.workers > 1:
+            raise ValueError(
+                f"{start.told_by} say that {start.workers} processes run this command, and each "
+                "would be a job of its own: start it once, or let them run the script itself, as "
+                "docs/launch.md says"
+            )
 
     @property
     def collects_failures(self) -> bool:
@@ -83,8 +91,13 @@ class Job:
         return not (self.full_tracebacks or wants_full() or os.pathsep in _STARTUP)
 
     def environment(self) -> dict[str, str]:
-        """What all processes of one run get: ours, and a fresh secret with each call."""
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a crash takes no lines with it
+        """What all processes of one run get: ours, and a fresh secret with each call.
+
+        Without ranks of another job; nothing in it may make a server or its libraries take
+        themselves for a worker.
+        """
+        environment = without_ranks(os.environ)
+        environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:
@@ -96,14 +109,16 @@ class Job:
         environment: Mapping[str, str],
         rank: int,
         addresses: list[str],
+        port: int,
         report_fd: int | None = None,
     ) -> dict[str, str]:
-        """The environment of one worker.
+        """The environment of one worker: ours, and what torchrun sets, for other libraries.
 
         Args:
             environment: of `environment`.
             rank: 0 to workers - 1.
             addresses: of all servers, in their order.
+            port: for a store that worker 0 may open, as `init_process_group` does.
             report_fd: where it writes of an exception that ends it (`reports.Report`).
         """
         count = str(self.workers)
@@ -115,6 +130,13 @@ class Job:
             "WORLD_SIZE": count,
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": count,
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         if self.slices is not None:
             added["TENSORWIRE_SLICES"] = str(self.slices)
@@ -146,6 +168,18 @@ class Job:
         if addresses:
             command += ["--servers", ",".join(addresses)]
         return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]
+
+
+def reserve_port() -> socket.socket:
+    """A socket with a port of this host that nobody gets by chance as long as it is open.
+
+    It is bound and does not listen, so that a process that names this port can listen there: with
+    SO_REUSEADDR, which the stores of torch.distributed set.
+    """
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("", 0))
+    return made
 
 
 def _check_transports(names: tuple[str, ...]) -> None:

@@ -24,9 +24,10 @@ def run(
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
 
     Every worker runs `command` and finds its place in the environment: TENSORWIRE_RANK, _WORKERS,
-    _SERVERS, _SLICES, _TRANSPORTS, _SECRET, and RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as
-    other launchers set them. OMP_NUM_THREADS is set to a fair share of the cores unless it is set
-    already; the secret is fresh unless TENSORWIRE_SECRET_FILE names one.
+    _SERVERS, _SLICES, _TRANSPORTS, _SECRET, and for other libraries RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and the others that torchrun sets; MASTER_PORT is free for `init_process_group`.
+    OMP_NUM_THREADS is set to a fair share of the cores unless it is set already; the secret is
+    fresh unless TENSORWIRE_SECRET_FILE names one.
 
     What the processes print comes out line by line on our stdout and stderr, with the name of the
     process in front. On a terminal worker 0 prints to it directly, so that progress bars work.

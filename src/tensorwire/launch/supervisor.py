@@ -19,7 +19,7 @@ import time
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
-from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.job import Job, Patience, reserve_port
 from tensorwire.launch.output import Address, Lines, Output
 from tensorwire.launch.process import Process, signal_name
 from tensorwire.launch.reports import Report, Reports
@@ -78,6 +78,7 @@ class Supervisor:
             self._signals = stack.enter_context(StopSignals())
             self._guard = stack.enter_context(contextlib.closing(Guard()))
             try:
+                self._port = stack.enter_context(reserve_port())
                 self._start()
                 while self._running and not _passed(self._give_up_at):
                     self._turn()
@@ -97,6 +98,7 @@ class Supervisor:
     def _start(self) -> None:
         addresses: list[str] = []
         environment = self._job.environment()
+        port = self._port.getsockname()[1]
         try:
             for index in range(self._job.servers):
                 address = self._start_server(index, addresses, environment)
@@ -104,7 +106,7 @@ class Supervisor:
                     return
                 addresses.append(address)
             for rank in range(self._job.workers):
-                self._start_worker(rank, environment, addresses)
+                self._start_worker(rank, environment, addresses, port)
                 self._workers_left -= 1
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
@@ -146,7 +148,9 @@ class Supervisor:
             self._fail(f"{_named(process)} {said}", 1, process)
         return None if self._ending else address.value()
 
-    def _start_worker(self, rank: int, environment: dict[str, str], addresses: list[str]) -> None:
+    def _start_worker(
+        self, rank: int, environment: dict[str, str], addresses: list[str], port: int
+    ) -> None:
         name = f"worker {rank}"
         stdout, stderr = (
             None
@@ -163,7 +167,7 @@ class Supervisor:
                 "worker",
                 rank,
                 self._job.worker_command(),
-                self._job.worker_environment(environment, rank, addresses, pipe and pipe[1]),
+                self._job.worker_environment(environment, rank, addresses, port, pipe and pipe[1]),
                 self._guard,
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,

@@ -1,6 +1,8 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
+from .claim import drop_claim, hold_claim, refusal
 from .collective import MAX_NUMBERS, Collective, CollectiveServer
+from .engines import Start, explicit_start, find_cluster_start, find_start, without_ranks
 from .members import (
     GOODBYE,
     LOOPBACK,
@@ -13,6 +15,7 @@ from .members import (
     introductions_in,
     listed,
     server_name,
+    this_host,
     turn_away,
     why_lost,
     worker_name,
@@ -27,13 +30,22 @@ __all__ = [
     "CollectiveServer",
     "Place",
     "ServerMember",
+    "Start",
     "WorkerMember",
     "called",
     "check_name",
+    "drop_claim",
+    "explicit_start",
+    "find_cluster_start",
+    "find_start",
+    "hold_claim",
     "introductions_in",
     "listed",
+    "refusal",
     "server_name",
+    "this_host",
     "turn_away",
     "why_lost",
+    "without_ranks",
     "worker_name",
 ]

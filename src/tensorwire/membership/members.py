@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer
 
+from .engines import MAX_WORKERS, number
+
 RANK, WORKERS, SERVERS, SLICES = (
     "TENSORWIRE_RANK",
     "TENSORWIRE_WORKERS",
@@ -147,11 +149,11 @@ class Place:
             ValueError: a variable is missing or makes no sense.
         """
         if SERVERS not in environ:
-            slices = _number(environ, SLICES, "1", 1, 1 << 16)
+            slices = _number(environ, SLICES, "1", 1, MAX_WORKERS)
             return Place(slices=slices) if slices > 1 else None
-        workers = _number(environ, WORKERS, None, 1, 1 << 16)
+        workers = _number(environ, WORKERS, None, 1, MAX_WORKERS)
         rank = _number(environ, RANK, None, 0, workers - 1)
-        slices = _number(environ, SLICES, str(workers), 1, 1 << 16)
+        slices = _number(environ, SLICES, str(workers), 1, MAX_WORKERS)
         addresses = tuple(filter(None, (a.strip() for a in environ[SERVERS].split(","))))
         if not addresses:
             raise ValueError(f"{SERVERS} is empty; it lists the servers' addresses")
@@ -176,13 +178,7 @@ def _number(environ: Mapping[str, str], name: str, default: str | None, low: int
     text = environ.get(name, default)
     if text is None:
         raise ValueError(f"{SERVERS} is set and {name} is not; start the script by a launcher")
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {text!r}, not a number from {low} to {high}")
-    return value
+    return number(name, text, low, high)
 
 
 class WorkerMember:
@@ -237,7 +233,7 @@ class WorkerMember:
         here = any(peer.path.transport == "shm" for peer in self.servers)
         if here or "shm" not in self.node.transports:
             return 0, 0
-        return _this_host(), int(self.node.address.rpartition(":")[2])
+        return this_host(), int(self.node.address.rpartition(":")[2])
 
     def introduce(self, introductions: Sequence[tuple[int, int]]) -> None:
         """Takes the introductions of all workers, by rank."""
@@ -283,7 +279,7 @@ class WorkerMember:
         self.node.close()
 
 
-def _this_host() -> int:
+def this_host() -> int:
     """The same for all processes that can share memory and a loopback interface; 48 bits, or 0."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -1,6 +1,6 @@
 """Training with PyTorch on a tensorwire job: `import tensorwire.torch as tw`.
 
-The same script runs alone, under `tensorwire run` and under torchrun.
+The same script runs alone, under `tensorwire run`, torchrun, Slurm, MPI and other launchers.
 docs/training.md is the guide.
 """
 

@@ -1,86 +1,83 @@
-"""How a worker finds its job: the variables of `tensorwire run`, torchrun's store, or nothing.
+"""How a worker finds its job: by the variables of `tensorwire run`, by an engine, or it is alone.
 
-Under torchrun the first worker of every host starts one server beside it and tells the others its
-address through the store that torchrun keeps. docs/launch.md has the variables.
+Where an engine has started the workers, the first one of every host starts a server beside it and
+tells the others its address through the store at which they meet. docs/launch.md has it all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import secrets
 import select
-import socket
 import subprocess
 import sys
-from datetime import timedelta
-from typing import Any
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import Place
+from tensorwire.membership import SLICES, Place, drop_claim, hold_claim, without_ranks
 
-_TIMEOUT_S = 120.0
+from . import rendezvous
+from .rendezvous import Meeting
+
+_START_S = 120.0
 _servers: list[subprocess.Popen[bytes]] = []
 
 
-def find_place() -> Place:
+def find_place(rank: int | None = None, workers: int | None = None) -> Place:
     """This worker's place; alone where nobody says anything else.
 
+    Args:
+        rank: of this worker, where the program knows it itself; then also `workers`.
+        workers: how many there are.
+
     Raises:
-        ValueError: variables contradict each other.
-        UnavailableError: a server did not start.
+        RuntimeError: another process is this worker.
+        ValueError: variables or arguments contradict each other, or do not say enough.
+        UnavailableError: a server did not start, or a worker is missing.
     """
     place = Place.from_environment()
-    if place is not None and place.servers:
+    if place is not None and place.servers and workers != 1:
+        if rank is not None and (rank, workers) != (place.rank, place.workers):
+            raise ValueError(
+                f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
+                f"{place.rank} of {place.workers}"
+            )
+        hold_claim(",".join(place.servers), place.rank, "TENSORWIRE_RANK and TENSORWIRE_SERVERS")
         return place
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        tracebacks.install(f"worker {os.environ['RANK']}")
-        return _under_torchrun()
-    return place or Place()
+    if (meeting := rendezvous.meet(rank, workers)) is None:
+        if workers is None:
+            rendezvous.check_alone()
+        return Place(slices=1 if place is None else place.slices)
+    tracebacks.install(f"worker {meeting.rank}")
+    slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
+    return Place(meeting.rank, meeting.workers, _start_servers(meeting), slices)
 
 
-def torchrun_store() -> Any:
-    """The store of torchrun, for this job; the job's secret is in the environment afterwards."""
-    import torch.distributed as dist
-
-    environ = os.environ
-    rank = int(environ["RANK"])
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    base = dist.TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=not agent and rank == 0,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"tensorwire/{environ['TORCHELASTIC_RUN_ID']}/{attempt}", base)
-    if "TENSORWIRE_SECRET_FILE" not in environ and "TENSORWIRE_SECRET" not in environ:
-        if rank == 0:
-            store.set("secret", secrets.token_hex(32))
-        environ["TENSORWIRE_SECRET"] = store.get("secret").decode()
-    return store
-
-
-def _under_torchrun() -> Place:
-    environ = os.environ
-    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    host, hosts = int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
-    first = environ["LOCAL_RANK"] == "0"
-    store = torchrun_store()
+def _start_servers(meeting: Meeting) -> tuple[str, ...]:
+    """One beside the first worker of every host; the addresses of all."""
     addresses: list[str] = []
-    for index in range(hosts):
-        if first and index == host:
-            here = address_towards(environ["MASTER_ADDR"]) if hosts > 1 else "127.0.0.1"
-            store.set(f"server/{index}", start_server(index, size, hosts, addresses, here))
-        addresses.append(store.get(f"server/{index}").decode())
-    slices = int(environ.get("TENSORWIRE_SLICES", str(size)))
-    return Place(rank, size, tuple(addresses), slices)
+    for index, ranks in enumerate(meeting.hosts):
+        key, whose = f"servers/{index}", f"server {index}, which worker {ranks[0]} starts"
+        if ranks[0] == meeting.rank:
+            try:
+                made = start_server(
+                    index, meeting.workers, len(meeting.hosts), addresses, meeting.listen
+                )
+            except BaseException as error:
+                meeting.store.set(key, f"!{type(error).__name__}: {error}")
+                raise
+            meeting.store.set(key, made)
+        meeting.wait({key: whose}, "its own messages tell why")
+        told = meeting.store.get(key).decode()
+        if told.startswith("!"):
+            raise UnavailableError(f"{whose}, failed: {told[1:]}")
+        addresses.append(told)
+    return tuple(addresses)
 
 
-def wait_for_servers(orderly: bool) -> None:
+def leave(orderly: bool) -> None:
     """Other workers may still need the server that this process started; it ends after them."""
+    drop_claim()
     while _servers:
         process = _servers.pop()
         try:
@@ -89,24 +86,6 @@ def wait_for_servers(orderly: bool) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def address_towards(host: str) -> str:
-    """This host's own address on the way to another one; nothing is sent."""
-    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, target = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address = str(probe.getsockname()[0])
-    if ipaddress.ip_address(address).is_loopback:
-        # This host's own name, which its /etc/hosts maps to loopback: others need another address.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))
-                address = str(probe.getsockname()[0])
-            except OSError:
-                pass  # no other interface: all hosts are this one
-    return f"[{address}]" if ":" in address else address
 
 
 def start_server(
@@ -124,10 +103,15 @@ def start_server(
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
     with open(reader) as channel:
         try:
-            process = subprocess.Popen(command, pass_fds=[writer], start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=without_ranks(os.environ),
+                pass_fds=[writer],
+                start_new_session=True,
+            )
         finally:
             os.close(writer)
-        ready, _, _ = select.select([channel], [], [], _TIMEOUT_S)
+        ready, _, _ = select.select([channel], [], [], _START_S)
         address = channel.readline().strip() if ready else ""
     _servers.append(process)
     if not address:

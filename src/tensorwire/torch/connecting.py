@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from tensorwire.errors import TensorwireError, UnavailableError, consequence
 from tensorwire.membership import Place, check_name, listed, turn_away
 from tensorwire.memory import Node, Peer
 
-from . import bootstrap
+from . import rendezvous
 
 _MET_BYTES = 64
-_uses = itertools.count()  # of machines(), which all processes call in the same order
 
 
 @dataclass(frozen=True)
@@ -112,34 +110,32 @@ def machine_name(rank: int) -> str:
 
 
 def machines() -> Machines:
-    """The processes that torchrun started, connected; a process that nobody started is alone.
+    """The processes that an engine started together, connected; one that is alone is alone.
+
+    The engine is torchrun or another one of docs/launch.md. Not `tensorwire run`, whose servers
+    wait for workers that join.
 
     Raises:
-        UnavailableError: a process cannot be reached, or something else than torchrun started
-            several.
+        RuntimeError: another process has claimed this rank.
+        UnavailableError: a process cannot be reached, or `tensorwire run` has started several.
+        ValueError: the engine did not say enough.
     """
-    environ = os.environ
-    size = int(environ.get("WORLD_SIZE", "1"))
     place = Place.from_environment()
-    if "TORCHELASTIC_RUN_ID" not in environ and (size > 1 or (place and place.workers > 1)):
+    if place is not None and place.workers > 1:
         raise UnavailableError(
-            "torchrun did not start these processes, so they cannot find each other by themselves: "
-            "call tw.init(pipeline=…) before, use torchrun, or tw.connect(node, rank, addresses) "
-            "and machines="
+            "tensorwire run has started these processes, and its servers wait for workers that "
+            "join: call tw.init(pipeline=…) before, use torchrun, or tw.connect(node, rank, "
+            "addresses) and machines="
         )
-    if size == 1:
+    if (meeting := rendezvous.meet()) is None:
         return Machines()
-    rank = int(environ["RANK"])
-    store = bootstrap.torchrun_store()
-    several = int(environ["GROUP_WORLD_SIZE"]) > 1
-    host = bootstrap.address_towards(environ["MASTER_ADDR"]) if several else "127.0.0.1"
-    node = Node(machine_name(rank), listen=f"{host}:0")
-    # The store keeps what it got: a use that follows must not find what this one left.
-    prefix = f"machines/{next(_uses)}"
+    node = Node(machine_name(meeting.rank), listen=f"{meeting.listen}:0")
     try:
-        store.set(f"{prefix}/{rank}", node.address)
-        addresses = {other: store.get(f"{prefix}/{other}").decode() for other in range(size)}
-        return connect(node, rank, addresses)
+        meeting.store.set(f"machines/{meeting.rank}", node.address)
+        keys = {f"machines/{rank}": f"rank {rank}" for rank in range(meeting.workers)}
+        meeting.wait(keys, "its own error tells why")
+        addresses = {rank: meeting.store.get(key).decode() for rank, key in enumerate(keys)}
+        return connect(node, meeting.rank, addresses)
     except BaseException:
         node.close()
         raise

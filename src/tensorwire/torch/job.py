@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import multiprocessing.util
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Node
 from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
 
-from . import bootstrap, checkpoint
+from . import bootstrap, checkpoint, rendezvous
 from .apply import TorchApply
 from .connecting import Machines, connect, machine_name
 from .loader import Loader, seed_of
@@ -55,11 +56,17 @@ def init(
     seed: int = 0,
     transports: Sequence[str] | None = None,
     pipeline: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
-    Reads the environment of `tensorwire run` or of torchrun. Under torchrun the first worker of
-    each host starts a server beside it. Seeds torch's default generator with `seed`.
+    What `tensorwire run` has said counts first; then `rank` and `world_size`; then an initialised
+    default process group of torch.distributed; then the variables of an engine: torchrun and all
+    that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI, or a step of Slurm. All but
+    `tensorwire run` start no servers: there the first worker of each host starts one beside it.
+    docs/launch.md has the engines one by one. Seeds torch's default generator with `seed`. All
+    workers call it, and it returns when all have.
 
     Args:
         slices: parts of a step, each with its own samples, random numbers and gradients; a
@@ -69,27 +76,39 @@ def init(
         transports: of "shm", "rdma", "tcp"; None allows all.
         pipeline: how many workers share one model that is split (`tw.split`): workers 0 to
             pipeline - 1 are replica 0, and so on. A worker that is alone has all of it.
+        rank: of this worker, where the program knows it itself, as a function does that
+            `torch.multiprocessing.spawn` calls. Without a process group the workers meet at
+            MASTER_ADDR and MASTER_PORT.
+        world_size: number of workers; given with `rank`. 1: alone, whatever the environment says.
 
     Raises:
-        RuntimeError: there is a job already; `job.close()` it first.
-        ValueError: the environment or an argument makes no sense.
-        UnavailableError: a server cannot be reached.
+        RuntimeError: there is a job already, `job.close()` it first; or another process is this
+            worker, as where this process has inherited the environment of a worker.
+        ValueError: the environment or an argument makes no sense, or a variable says that there
+            are other workers and not enough to find them.
+        UnavailableError: a server cannot be reached, or a worker did not come.
     """
     global _current
     if _current is not None and not _current.closed:
-        raise RuntimeError("this process has joined a job already; close() it first")
+        raise RuntimeError(_current._why_not_another())
+    if (rank is None) != (world_size is None):
+        raise ValueError("rank and world_size are given together, or neither")
     if transports is not None:
         os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
-    place = bootstrap.find_place()
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
-    place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
-    if slices is not None:
-        place = replace(place, slices=slices)
-    elif place.workers > 1 and SLICES not in os.environ:
-        place = replace(place, slices=place.replicas)
-    place.check()
-    _current = Job(place, seed)
+    try:
+        place = bootstrap.find_place(rank, world_size)
+        place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
+        if slices is not None:
+            place = replace(place, slices=slices)
+        elif place.workers > 1 and SLICES not in os.environ:
+            place = replace(place, slices=place.replicas)
+        place.check()
+        _current = Job(place, seed)
+    except BaseException:
+        bootstrap.leave(orderly=False)
+        raise
     return _current
 
 
@@ -170,6 +189,9 @@ class Job:
         self.seed = seed
         torch.manual_seed(seed)
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:
+            # A child of multiprocessing may end without what atexit does.
+            multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
 
     def __repr__(self) -> str:
         replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
@@ -245,7 +267,7 @@ class Job:
         server = self._member.place.servers[0]
         host = "127.0.0.1"
         if not server.startswith(LOOPBACK):
-            host = bootstrap.address_towards(server.rpartition(":")[0].strip("[]"))
+            host = rendezvous.address_towards(server.rpartition(":")[0].strip("[]"))
         node = Node(machine_name(self.stage), listen=f"{host}:0")
         try:
             # Every worker's address, four bytes in a number.
@@ -497,14 +519,21 @@ class Job:
                 self._machines.close()
             if self._member is not None:
                 self._member.close(goodbye)
-            bootstrap.wait_for_servers(goodbye)
+            bootstrap.leave(goodbye)
+
+    def _why_not_another(self) -> str:
+        if os.getpid() == self._pid:
+            return "this process has joined a job already; close() it first"
+        return (
+            f"this process is a fork of process {self._pid}, which is worker {self.rank} of a job "
+            "already; start a process of its own instead (the start method spawn)"
+        )
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
-        # Set by the interpreter when an exception ends the program.
         # Nobody uses the parameters any more; copies of them might not fit.
-        self._leave(goodbye=getattr(sys, "last_value", None) is None, private=False)
+        self._leave(goodbye=_ends_well(), private=False)
 
     def __enter__(self) -> Job:
         return self
@@ -519,3 +548,11 @@ def _address_in(numbers: NDArray[np.float64], rank: int) -> str:
         with contextlib.suppress(UnicodeDecodeError):
             return numbers.astype("<u4").tobytes().rstrip(b"\0").decode()
     raise ValueError(f"worker {rank} told no address: all workers are of one version of tensorwire")
+
+
+def _ends_well() -> bool:
+    """Whether this process, which is about to end, ends without an exception."""
+    if getattr(sys, "last_value", None) is not None:
+        return False  # set by the interpreter when an exception has ended the program
+    error = sys.exception()  # multiprocessing ends its children while one is on its way
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -105,7 +105,7 @@ class Driver:
         self._torch.set_num_threads(1)
         self._model: Workload = options["model"]
         self._optimizer: str = options["optimizer"]
-        self._job = self._tw.init()
+        self._job = self._tw.init(rank=0, world_size=1)
         self._loss = self._model.loss(self._torch)
         self._batches = self._model.batches(self._torch, 0)
 

@@ -123,7 +123,7 @@ class Driver:
             torch.rand((count, *model.inputs), generator=random),
             torch.randint(model.widths[-1], (count,), generator=random),
         )
-        self._job = tw.init()
+        self._job = tw.init(rank=0, world_size=1)
         loss = torch.nn.CrossEntropyLoss()
         self._scripts = []
         for distributed in (False, True):

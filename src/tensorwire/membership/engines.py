@@ -1,0 +1,276 @@
+"""What an engine has told this process: its rank among how many, and where they can meet. Pure.
+
+An engine is whatever started the process with others: torchrun and all that set the same variables
+(Ray Train, Accelerate, Kubeflow, a person), Open MPI, MPICH and Intel MPI, Slurm. docs/launch.md
+lists the variables. Knows no torch and starts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_WORKERS = 1 << 16
+_PORTS = range(20000, 30000)  # below those that kernels give away by themselves
+
+TORCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""What torchrun sets for every worker, without those that only concern torchrun itself."""
+
+_ALONE = "tw.init(rank=0, world_size=1) if this process is to train alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One worker of several, as its engine has told it.
+
+    Attributes:
+        rank: 0 to workers - 1.
+        workers: how many.
+        told_by: the variables that say so, for messages.
+        host: where all can reach worker 0.
+        port: of the store that worker 0 keeps there.
+        job: the same for all workers of this start, and another one for every other start.
+        kept: somebody else keeps the store already, as torchrun's agent does.
+    """
+
+    rank: int
+    workers: int
+    told_by: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    job: str = ""
+    kept: bool = False
+
+    @property
+    def address(self) -> str:
+        """For messages."""
+        return f"{self.host}:{self.port}"
+
+
+def find_start(environ: Mapping[str, str]) -> Start | None:
+    """What the variables of engines say; None if they say that this process is alone, or nothing.
+
+    RANK with WORLD_SIZE counts before MPI's variables, and these before Slurm's: what is set inside
+    of something else counts. Variables of an allocation of Slurm outside of `srun` say nothing.
+
+    Raises:
+        ValueError: a variable says that there are others, and something is missing or makes no
+            sense; the message names it and what to do.
+    """
+    start = _torch(environ) or find_cluster_start(environ)
+    if start is None:
+        _check_nobody_else(environ)
+        return None
+    if "RANK" not in environ and "WORLD_SIZE" in environ:
+        told = number("WORLD_SIZE", environ["WORLD_SIZE"], 1, MAX_WORKERS)
+        if told != start.workers:
+            raise ValueError(
+                f"WORLD_SIZE is {told} and {start.told_by} say {start.workers} workers; start as "
+                f"many, or unset WORLD_SIZE; {_ALONE}"
+            )
+    return None if start.workers == 1 else start
+
+
+def find_cluster_start(environ: Mapping[str, str]) -> Start | None:
+    """What MPI or Slurm say; None if they say nothing.
+
+    Raises:
+        ValueError: as `find_start`.
+    """
+    return _open_mpi(environ) or _pmi(environ) or _slurm(environ)
+
+
+def explicit_start(environ: Mapping[str, str], rank: int, workers: int) -> Start:
+    """The one that a program names itself; the meeting point is MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: these are not set, or rank and workers make no sense.
+    """
+    told_by = "the arguments rank and world_size"
+    for name, value in (("rank", rank), ("world_size", workers)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} is a whole number, not {value!r}")
+    if not 1 <= workers <= MAX_WORKERS or not 0 <= rank < workers:
+        raise ValueError(f"rank {rank} is not one of the ranks of world_size {workers}")
+    if workers == 1:
+        return Start(0, 1, told_by)
+    host, port = _meeting_point(environ, told_by)
+    return Start(rank, workers, told_by, host, port, "torch//0")
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that is no worker, such as a server."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in TORCH_VARIABLES
+        and name not in ("TENSORWIRE_RANK", "TENSORWIRE_WORKERS", "TENSORWIRE_SERVERS")
+        and not name.startswith(("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE"))
+    }
+
+
+def number(name: str, text: str, low: int, high: int) -> int:
+    """The value of a variable.
+
+    Raises:
+        ValueError: it is no number from low to high.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {text!r}, not a number from {low} to {high}")
+    return value
+
+
+def _torch(environ: Mapping[str, str]) -> Start | None:
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    told_by = "RANK and WORLD_SIZE"
+    rank, workers = _rank_and_workers(environ, "RANK", "WORLD_SIZE")
+    if workers == 1:
+        return Start(0, 1, told_by)
+    host, port = _meeting_point(environ, told_by)
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    kept = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Start(rank, workers, told_by, host, port, f"torch/{run}/{attempt}", kept)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Start | None:
+    names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    if not all(name in environ for name in names):
+        return None
+    rank, workers = _rank_and_workers(environ, *names)
+    told_by = " and ".join(names)
+    one_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(workers)
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    how = "start with mpirun -x MASTER_ADDR=HOST, the host of rank 0"
+    return _cluster_start(environ, rank, workers, told_by, f"mpi/{job}", one_host, bool(job), how)
+
+
+def _pmi(environ: Mapping[str, str]) -> Start | None:
+    names = "PMI_RANK", "PMI_SIZE"
+    if not all(name in environ for name in names):
+        return None
+    rank, workers = _rank_and_workers(environ, *names)
+    slurm = _slurm(environ)
+    if slurm is not None and (slurm.rank, slurm.workers) == (rank, workers):
+        return slurm  # srun --mpi=pmi2, which knows the hosts
+    told_by = " and ".join(names)
+    one_host = environ.get("MPI_LOCALNRANKS") == str(workers)
+    how = "start with mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500, the host of rank 0"
+    # These tell nothing by which two starts on one host could be told apart.
+    return _cluster_start(environ, rank, workers, told_by, "pmi", one_host, False, how)
+
+
+def _slurm(environ: Mapping[str, str]) -> Start | None:
+    # Without a step this is the shell of an allocation, which is one process.
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    if tasks not in environ:
+        return None
+    rank, workers = _rank_and_workers(environ, "SLURM_PROCID", tasks)
+    names = "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"
+    job = "/".join(["slurm", *(environ.get(name, "") for name in names)])
+    one_host = environ.get("SLURM_STEP_NUM_NODES") == "1"
+    first = _first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    told_by = f"SLURM_PROCID and {tasks}"
+    how = "export MASTER_ADDR, the host of task 0, before srun"
+    return _cluster_start(environ, rank, workers, told_by, job, one_host, True, how, first)
+
+
+def _cluster_start(
+    environ: Mapping[str, str],
+    rank: int,
+    workers: int,
+    told_by: str,
+    job: str,
+    one_host: bool,
+    has_job: bool,
+    how: str,
+    first_host: str = "",
+) -> Start:
+    """Meeting at what the user has set, else on the first host at a port made of the job's name."""
+    if workers == 1:
+        return Start(0, 1, told_by)
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else first_host)
+    text = environ.get("MASTER_PORT", "")
+    missing = "MASTER_ADDR" if not host else "" if text or has_job else "MASTER_PORT"
+    if missing:
+        raise ValueError(
+            f"{told_by} say that this is worker {rank} of {workers}, but not where the workers can "
+            f"meet, and {missing} is not set: {how}; {_ALONE}"
+        )
+    port = number("MASTER_PORT", text, 1, 65535) if text else _port_of(job)
+    return Start(rank, workers, told_by, host, port, job)
+
+
+def _rank_and_workers(environ: Mapping[str, str], rank: str, workers: str) -> tuple[int, int]:
+    count = number(workers, environ[workers], 1, MAX_WORKERS)
+    return number(rank, environ[rank], 0, count - 1), count
+
+
+def _meeting_point(environ: Mapping[str, str], told_by: str) -> tuple[str, int]:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ValueError(
+                f"{told_by} say that there are other workers and {name} is not set: set "
+                "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port of it; "
+                f"{_ALONE}"
+            )
+    return environ["MASTER_ADDR"], number("MASTER_PORT", environ["MASTER_PORT"], 1, 65535)
+
+
+def _check_nobody_else(environ: Mapping[str, str]) -> None:
+    """Raises ValueError if a variable hints at other workers: each would train a model of its own.
+
+    So it is where a script names its rank to `init_process_group` alone.
+    """
+    world = environ.get("WORLD_SIZE", "")
+    names = [
+        name
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if environ.get(name)
+    ]
+    if world and world != "1":
+        names = ["WORLD_SIZE", *names]
+    elif world:
+        return
+    if not names and "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
+        names = ["PMIX_RANK"]
+    if names:
+        raise ValueError(
+            f"{names[0]} hints at other workers, but nothing says which one this is and how "
+            "many there are: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
+            "init_process_group before tw.init(), or tw.init(rank=…, world_size=…); "
+            f"{_ALONE}"
+        )
+
+
+def _port_of(job: str) -> int:
+    """The same on all hosts, and rarely that of another job."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return _PORTS[int.from_bytes(digest[:4], "little") % len(_PORTS)]
+
+
+def _first_host(hosts: str) -> str:
+    """Of a list as Slurm writes it: of "gpu[07-09,12],big" it is "gpu07"."""
+    match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0]) if match else ""

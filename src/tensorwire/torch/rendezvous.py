@@ -1,0 +1,302 @@
+"""Where the workers of a job meet when an engine has started them: a store of torch.distributed.
+
+It is the store of the default process group if there is one; else worker 0 keeps one at MASTER_ADDR
+and MASTER_PORT, which `init_process_group` may share, before or after. Through it workers claim
+their ranks, tell on which host they are, and get the job's secret. docs/launch.md has the trust.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import multiprocessing
+import os
+import secrets
+import socket
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from tensorwire.errors import UnavailableError
+from tensorwire.membership import (
+    Start,
+    drop_claim,
+    explicit_start,
+    find_start,
+    hold_claim,
+    refusal,
+    this_host,
+)
+
+JOIN_TIMEOUT = "TENSORWIRE_JOIN_TIMEOUT"
+_ELSEWHERE = "192.0.2.1"  # an address that nobody has
+
+_meetings = itertools.count()  # which all workers hold in the same order
+_kept: dict[tuple[str, int], Any] = {}  # a store that worker 0 closed would end everybody's
+
+
+class Meeting:
+    """The workers of a job, all of them there; made by `meet`.
+
+    Attributes:
+        rank: this worker.
+        workers: how many there are.
+        store: what they share, empty but for this meeting.
+        hosts: the ranks of each host, in order; hosts by their first rank.
+        address: where all hosts can reach worker 0; "" if nobody said it.
+    """
+
+    def __init__(self, start: Start, store: Any) -> None:
+        self.rank = start.rank
+        self.workers = start.workers
+        self.store = store
+        self.address = start.host
+        self._told_by = start.told_by
+        self._claim()
+        members = self._gather()
+        hosts: dict[str, list[int]] = {}
+        for rank, member in enumerate(members):
+            # A host that cannot be told from others is one of its own.
+            hosts.setdefault(member["host"] or f"of {rank}", []).append(rank)
+        self.hosts = list(hosts.values())
+        self._agree_on_secret()
+
+    @property
+    def listen(self) -> str:
+        """The address on which what other workers connect to must listen on this host."""
+        return "127.0.0.1" if len(self.hosts) == 1 else address_towards(self.address)
+
+    def _claim(self) -> None:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        if self.store.add(f"claims/{self.rank}", 1) > 1:
+            key = f"members/{self.rank}"
+            holder = "another process"
+            if self.store.check([key]):
+                holder = json.loads(self.store.get(key))["name"]
+            raise RuntimeError(refusal(self.rank, self._told_by, holder))
+        told = {"host": str(this_host() or ""), "name": me}
+        self.store.set(f"members/{self.rank}", json.dumps(told))
+
+    def _gather(self) -> list[dict[str, str]]:
+        names = {f"members/{rank}": f"worker {rank}" for rank in range(self.workers)}
+        self.wait(names, f"{self._told_by} say {self.workers} workers; start all of them")
+        return [json.loads(self.store.get(key)) for key in names]
+
+    def wait(self, keys: Mapping[str, str], advice: str) -> None:
+        """Waits until all keys are in the store.
+
+        Args:
+            keys: each with who sets it.
+            advice: what to do if one does not.
+
+        Raises:
+            UnavailableError: the time is over, or the store is gone; the message names who is
+                missing.
+        """
+        timeout_s = join_timeout_s()
+        try:
+            self.store.wait(list(keys), timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            try:
+                missing = [who for key, who in keys.items() if not self.store.check([key])]
+            except RuntimeError:
+                raise UnavailableError(
+                    f"worker {self.rank} has lost the store at which the workers meet, so worker 0 "
+                    f"has probably ended; its own error tells why ({_line(error)})"
+                ) from error
+            raise UnavailableError(
+                f"worker {self.rank} waited {timeout_s:g} s ({JOIN_TIMEOUT}) for "
+                f"{', '.join(missing) or 'the store'}: {advice}"
+            ) from error
+
+    def _agree_on_secret(self) -> None:
+        """Afterwards the secret is in the environment, and no longer in the store."""
+        environ = os.environ
+        names = "TENSORWIRE_SECRET_FILE", "TENSORWIRE_SECRET"
+        mine = next((name for name in names if environ.get(name)), "")
+        if self.rank == 0:
+            if not mine:
+                environ["TENSORWIRE_SECRET"] = secrets.token_hex(32)
+                _make_private(self.store)
+            self.store.set("secret", mine or environ["TENSORWIRE_SECRET"])
+        self.wait({"secret": "worker 0"}, "its own error tells why it did not go on")
+        told = self.store.get("secret").decode()
+        theirs = told if told in names else ""
+        if self.rank > 0 and theirs != mine:
+            raise ValueError(
+                f"worker 0 has its secret from {theirs or 'nobody'} and worker {self.rank} from "
+                f"{mine or 'nobody'}: set TENSORWIRE_SECRET_FILE for all workers, or for none"
+            )
+        if not theirs and self.rank > 0:
+            environ["TENSORWIRE_SECRET"] = told
+        if self.store.add("secrets", 1) == self.workers:
+            self.store.delete_key("secret")
+
+
+def meet(rank: int | None = None, workers: int | None = None) -> Meeting | None:
+    """Meets all workers that an engine has started with this one; None if there are no others.
+
+    Args:
+        rank: of this worker, where the program knows it itself.
+        workers: how many there are, then.
+
+    Raises:
+        RuntimeError: another process has claimed this rank.
+        UnavailableError: a worker is missing, or the meeting point cannot be reached.
+        ValueError: the engine or the arguments make no sense.
+    """
+    number = next(_meetings)
+    group = _default_group()
+    start = _find(rank, workers, None if group is None else group[0])
+    if start is None or start.workers == 1:
+        return None
+    if group is None:
+        hold_claim(f"{start.job} {start.address}", start.rank, start.told_by)
+    try:
+        import torch.distributed as dist
+
+        store = _open_store(start) if group is None else group[1]
+        return Meeting(start, dist.PrefixStore(f"tensorwire/{start.job}/{number}", store))
+    except BaseException:
+        drop_claim()
+        raise
+
+
+def _find(rank: int | None, workers: int | None, group: Start | None) -> Start | None:
+    if rank is None or workers is None:
+        return find_start(os.environ) if group is None else group
+    if group is None or workers == 1:
+        return explicit_start(os.environ, rank, workers)
+    if (group.rank, group.workers) != (rank, workers):
+        raise ValueError(
+            f"rank {rank} of world_size {workers} is not what init_process_group was told: rank "
+            f"{group.rank} of {group.workers}"
+        )
+    return group
+
+
+def check_alone() -> None:
+    """Where nothing is said of others: whether this process looks as if there were some.
+
+    Raises:
+        ValueError: `torch.multiprocessing.spawn` has started it.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    if getattr(target, "__module__", "") == "torch.multiprocessing.spawn":
+        raise ValueError(
+            "torch.multiprocessing.spawn has started this process and nothing says which of how "
+            "many it is: call init_process_group before tw.init(), or set MASTER_ADDR and "
+            "MASTER_PORT and call tw.init(rank=…, world_size=…); tw.init(rank=0, world_size=1) if "
+            "it is to train alone"
+        )
+    warnings.warn(
+        "multiprocessing has started this process and nothing says who else is in its job, so it "
+        "trains alone; tw.init(rank=…, world_size=…) names its place, and tw.init(rank=0, "
+        "world_size=1) says that this is meant",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def join_timeout_s() -> float:
+    """How long a worker waits for the others.
+
+    Raises:
+        ValueError: the variable makes no sense.
+    """
+    text = os.environ.get(JOIN_TIMEOUT, "120")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 86400:
+        raise ValueError(f"{JOIN_TIMEOUT} is {text!r}, not a number of seconds from 1 to 86400")
+    return value
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the way to another one, "" for any; nothing is sent."""
+    found = socket.getaddrinfo(host or _ELSEWHERE, 9, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address = str(probe.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        # This host's own name, which its /etc/hosts maps to loopback: others need another address.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((_ELSEWHERE, 9))
+                address = str(probe.getsockname()[0])
+            except OSError:
+                pass  # no other interface: all hosts are this one
+    return f"[{address}]" if ":" in address else address
+
+
+def _default_group() -> tuple[Start, Any] | None:
+    """The default process group of torch.distributed and its store; None if there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    told_by = "init_process_group's rank and world_size"
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store() if workers > 1 else None
+    if store is None and workers > 1:
+        raise UnavailableError(
+            f"the default process group ({dist.get_backend()}) has no store at which workers could "
+            "meet: call tw.init() before init_process_group, or tw.init(rank=…, world_size=…) then"
+        )
+    host = getattr(_base(store), "host", None) or os.environ.get("MASTER_ADDR", "")
+    return Start(rank, workers, told_by, host), store
+
+
+def _open_store(start: Start) -> Any:
+    """Worker 0 keeps it, in a way that `init_process_group` in the same process shares."""
+    import torch.distributed as dist
+
+    where = start.host, start.port
+    if where in _kept:
+        return _kept[where]
+    timeout_s = join_timeout_s()
+    host = start.rank == 0 and not start.kept
+    try:
+        store = dist.TCPStore(
+            start.host,
+            start.port,
+            is_master=host,
+            timeout=timedelta(seconds=timeout_s),
+            multi_tenant=host,
+        )
+    except RuntimeError as error:
+        if host:
+            raise UnavailableError(
+                f"worker 0 cannot keep a store at port {start.port}: set MASTER_PORT to a free "
+                f"port for all workers ({_line(error)})"
+            ) from error
+        raise UnavailableError(
+            f"worker {start.rank} waited {timeout_s:g} s ({JOIN_TIMEOUT}) for the store of worker "
+            f"0 at {start.address}: was worker 0 started, is {start.host} its host, and can it be "
+            f"reached there? MASTER_ADDR and MASTER_PORT name another place ({_line(error)})"
+        ) from error
+    _kept[where] = store
+    return store
+
+
+def _base(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _make_private(store: Any) -> None:
+    """A store that is a file keeps everything, readable as the file is."""
+    if path := getattr(_base(store), "path", None):
+        os.chmod(path, 0o600)
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
