@@ -12,7 +12,6 @@ namespace {
 
 constexpr char kMagic[8] = {'T', 'W', 'I', 'R', 'E', 'v', '0', '1'};
 constexpr size_t kMessageBytes = 112;
-constexpr size_t kKindAt = 10;  // in a Hello, see encode()
 
 template <class T>
 void put(uint8_t* at, T value) {
