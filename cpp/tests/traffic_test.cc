@@ -189,7 +189,8 @@ TEST_CASE("traffic: closed in the midst of it, by either side, every transfer co
           far->close();
           break;
         case 2:
-          near->progress()->run([&] { peer->lose({Code::kClosed, "closed by the test"}, true); });
+          near->progress()->run(
+              [&] { peer->lose({Code::kClosed, "closed by the test"}, "closed by the test"); });
           break;
         case 3:
           far->progress()->run([&] {
@@ -316,9 +317,9 @@ TEST_CASE("traffic: peers() shows only peers that can be used, while they come a
     for (auto& comer : comers) comer.join();
     over = true;
     looker.join();
+    CHECK(word_at(region->data()).load() == 30);
     server->close();
     CHECK(wrong == 0);
-    CHECK(word_at(region->data()).load() == 30);
     CHECK(server->transfers().started == server->transfers().completed);
   }
 }
