@@ -100,6 +100,29 @@ def test_spawn_as_in_the_tutorial_of_ddp(tmp_path: Path) -> None:
     assert "Error" not in text
 
 
+BLAME = """
+def demo(rank, world_size, port):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = port
+    job = tw.init(rank=rank, world_size=world_size)
+    if rank == 0:
+        raise LookupError("bad luck")
+    job.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(demo, args=(3, os.environ["PORT"]), nprocs=3)
+"""
+
+
+def test_spawn_shows_the_error_of_the_worker_that_failed(tmp_path: Path) -> None:
+    """It shows only the error of the first process that ends, and stops the others. Worker 0 ends
+    after its server, which tells the others, and these must not be first.
+    """
+    text = run(tmp_path, BLAME, PORT=free_port()).communicate(timeout=100)[0]
+    assert text.count("LookupError: bad luck") == 1, text
+    assert "-- Process 0 terminated with the following error" in text
+
+
 FORK = """
 def demo(rank, port):
     os.environ["MASTER_ADDR"] = "localhost"

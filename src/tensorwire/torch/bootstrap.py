@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
@@ -20,7 +21,10 @@ from . import rendezvous
 from .rendezvous import Meeting
 
 _START_S = 120.0
+# After a failure: what its server gets to tell the others, and they wait for the failed one to end.
+_FAILED_END_S = 5.0
 _servers: list[subprocess.Popen[bytes]] = []
+_by_engine = False
 
 
 def find_place(rank: int | None = None, workers: int | None = None) -> Place:
@@ -35,6 +39,8 @@ def find_place(rank: int | None = None, workers: int | None = None) -> Place:
         ValueError: variables or arguments contradict each other, or do not say enough.
         UnavailableError: a server did not start, or a worker is missing.
     """
+    global _by_engine
+    _by_engine = False
     place = Place.from_environment()
     if place is not None and place.servers and workers != 1:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
@@ -48,6 +54,7 @@ def find_place(rank: int | None = None, workers: int | None = None) -> Place:
         if workers is None:
             rendezvous.check_alone()
         return Place(slices=1 if place is None else place.slices)
+    _by_engine = True
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return Place(meeting.rank, meeting.workers, _start_servers(meeting), slices)
@@ -75,17 +82,28 @@ def _start_servers(meeting: Meeting) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def leave(orderly: bool) -> None:
-    """Other workers may still need the server that this process started; it ends after them."""
+def leave(orderly: bool, error: BaseException | None = None) -> None:
+    """Other workers may still need the server that this process started; it ends after them.
+
+    Engines blame the worker that ends first, and torch.multiprocessing.spawn shows no other one's
+    error. So a worker that ends only because another has failed lets that one go first; most
+    engines then end it at once.
+
+    Args:
+        orderly: the work of this process is done.
+        error: the exception that ends it, if one does.
+    """
     drop_claim()
     while _servers:
         process = _servers.pop()
         try:
             # After a failure it first tells the others what happened.
-            process.wait(None if orderly else 5.0)
+            process.wait(None if orderly else _FAILED_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    if _by_engine and tracebacks.is_consequence(error):
+        time.sleep(_FAILED_END_S)
 
 
 def start_server(

@@ -504,7 +504,9 @@ class Job:
         """Leaves the job. Parameters keep their last values. Idempotent."""
         self._leave(goodbye=True)
 
-    def _leave(self, goodbye: bool, private: bool = True) -> None:
+    def _leave(
+        self, goodbye: bool, private: bool = True, error: BaseException | None = None
+    ) -> None:
         if self.closed:
             return
         self.closed = True
@@ -519,7 +521,7 @@ class Job:
                 self._machines.close()
             if self._member is not None:
                 self._member.close(goodbye)
-            bootstrap.leave(goodbye)
+            bootstrap.leave(goodbye, error)
 
     def _why_not_another(self) -> str:
         if os.getpid() == self._pid:
@@ -533,13 +535,14 @@ class Job:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
-        self._leave(goodbye=_ends_well(), private=False)
+        error = _ending_error()
+        self._leave(goodbye=error is None, private=False, error=error)
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._leave(goodbye=kind is None)
+        self._leave(goodbye=kind is None, error=error)
 
 
 def _address_in(numbers: NDArray[np.float64], rank: int) -> str:
@@ -550,9 +553,10 @@ def _address_in(numbers: NDArray[np.float64], rank: int) -> str:
     raise ValueError(f"worker {rank} told no address: all workers are of one version of tensorwire")
 
 
-def _ends_well() -> bool:
-    """Whether this process, which is about to end, ends without an exception."""
-    if getattr(sys, "last_value", None) is not None:
-        return False  # set by the interpreter when an exception has ended the program
+def _ending_error() -> BaseException | None:
+    """The exception that ends this process, which is about to end; None if it ends well."""
+    last: BaseException | None = getattr(sys, "last_value", None)
+    if last is not None:
+        return last  # set by the interpreter when an exception has ended the program
     error = sys.exception()  # multiprocessing ends its children while one is on its way
-    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error

@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
                 collective.start(server.fail)
             server.run()
     except (TensorwireError, ValueError, OSError) as error:
-        print(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}", file=sys.stderr)
+        # In one piece: workers may write to the same place.
+        sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
         return 1
     finally:
         if server:
