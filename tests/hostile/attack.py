@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
@@ -102,7 +103,7 @@ class Attack:
         return max(self.until - time.monotonic(), 0.0)
 
     def incarnation(self) -> int:
-        """The victim's, from its Hello; that is all a stranger needs to find its unix socket."""
+        """The victim's, from the Hello that everybody gets."""
         with wire.dial(self.aim.address) as stream:
             theirs = stream.greet(wire.hello(self.aim.key))
         return int(wire.decode("Hello", theirs)["incarnation"])
@@ -123,8 +124,14 @@ def granted(stream: Wire, name: str) -> dict[str, int]:
 
 
 def here(address: str) -> bool:
-    """Whether the victim's unix socket can be reached, too: it is in the same network namespace."""
+    """Whether the victim can be reached by shm, too: it is in the same network namespace."""
     return address.startswith("127.")
+
+
+def names_of_sockets() -> set[str]:
+    """Of all sockets for descriptors in this network namespace, as anybody may read them."""
+    words = Path("/proc/net/unix").read_text().split()
+    return {"\0" + word[1:] for word in words if word.startswith("@tensorwire-")}
 
 
 def abort(stream: socket.socket) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import select
 import signal
@@ -16,13 +17,14 @@ import socket
 import struct
 import tempfile
 import threading
+import time
+from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 
 import fuse
 import wire
 from attack import libc
-from wire import Wire
 
 SYS_USERFAULTFD, SYS_IO_URING_SETUP, SYS_MEMFD_SECRET, SYS_TIMERFD = 323, 425, 447, 283
 MFD_HUGETLB = 4
@@ -121,6 +123,27 @@ def full_eventfd() -> int:
     event = os.eventfd(0, os.EFD_CLOEXEC)
     os.eventfd_write(event, (1 << 64) - 2)
     return event
+
+
+def reading_pipe() -> int:
+    """A pipe's end for reading, of which the other one is closed."""
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+def packet_pipe() -> int:
+    """A pipe with room for one message."""
+    read, write = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    _kept.append(read)
+    return write
+
+
+def named_pipe() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/bell")
+        return os.open(f"{folder}/bell", os.O_RDWR)
 
 
 def eventfd() -> int:
@@ -227,7 +250,8 @@ KINDS: dict[str, Callable[[], int]] = {
     for function in (
         lingering_socket, lingering_inside, hung_file, full_pipe, terminal, epoll_of_epolls,
         io_uring, process, userfaultfd, timer, folder, path_only, leased_file, full_eventfd,
-        eventfd, unix_listener, netlink, unsealed_memory, half_sealed_memory, small_memory,
+        reading_pipe, packet_pipe, named_pipe, eventfd, unix_listener, netlink, unsealed_memory,
+        half_sealed_memory, small_memory,
         empty_memory, vast_memory, unwritable_memory, huge_pages, secret_memory, read_only_memory,
         nested,
     )
@@ -280,20 +304,50 @@ class Store:
         return descriptor
 
 
-def send(stream: Wire, data: bytes, descriptors: Sequence[int]) -> None:
-    """Sends bytes with descriptors and lets go of these, also if they did not leave.
+def hold_pipe(hung: int, read_end: int, write_end: int, by: str) -> None:
+    """Holds the lock of a pipe: copies from or to a page of a hung file under it. Does not end."""
+    # Not the module mmap, which asks for the size of the file.
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    page = libc.mmap(None, 4096, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, hung, 0)
+    if by == "a write":
+        libc.write(write_end, ctypes.c_void_p(page), ctypes.c_size_t(1))
+    else:
+        os.set_blocking(write_end, False)
+        with contextlib.suppress(BlockingIOError):
+            os.write(write_end, b"x")
+        libc.read(read_end, ctypes.c_void_p(page), ctypes.c_size_t(1))
+    time.sleep(60)
+
+
+def put(to: socket.socket, message: bytes, descriptors: Sequence[int], name: str = "") -> None:
+    """Sends a message with descriptors, to the socket of this name if it is not connected.
+
+    Raises:
+        OSError: nobody takes it, or not now.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+    to.sendmsg([message], rights, socket.MSG_DONTWAIT, *([name] if name else []))
+
+
+def let_go(descriptors: Sequence[int]) -> None:
+    """Closes them, without being held up."""
+    for descriptor in descriptors:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            _close_soon(descriptor)
+        else:  # a hung file does not let go of us, either
+            threading.Thread(target=os.close, args=[descriptor], daemon=True).start()
+
+
+def send(to: socket.socket, message: bytes, descriptors: Sequence[int]) -> None:
+    """Sends a message with descriptors and lets go of these, also if they did not leave.
 
     At once, so that the receiver is the last who has them.
     """
-    sockets = [os.readlink(f"/proc/self/fd/{each}").startswith("socket:") for each in descriptors]
     try:
-        stream.send(data, descriptors)
+        put(to, message, descriptors)
     finally:
-        for descriptor, is_socket in zip(descriptors, sockets, strict=True):
-            if is_socket:
-                _close_soon(descriptor)
-            else:  # a hung file does not let go of us, either
-                threading.Thread(target=os.close, args=[descriptor], daemon=True).start()
+        let_go(descriptors)
 
 
 def _close_soon(descriptor: int) -> None:

@@ -68,6 +68,7 @@ def hung_file() -> int:
                 os._exit(0)
         os.close(device)
         try:
+            os.stat(point.name)  # the kernel knows now that there is a page that can be mapped
             return os.open(point.name, os.O_RDWR | os.O_CLOEXEC)
         finally:
             call("umount2", point.name.encode(), MNT_DETACH)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import signal
+import socket
+import time
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import descriptors
+import fuse
 import wire
-from attack import Attack, granted, here
-from wire import HungUp, Wire
+from attack import PR_SET_PDEATHSIG, Attack, call, granted, here, names_of_sockets
+from wire import Wire
 
 SPACES = ("here", "mounts and processes", "user")
 INTERESTING = (0, 1, 7, 8, 63, 64, 4095, 65_535, 65_536, 1 << 20, (1 << 20) + 1, 1 << 32, 1 << 63,
@@ -37,7 +42,7 @@ class ProvesAndIdles(Attack):
         if len(self.kept) >= self.values["connections"]:
             self.kept.pop(0).close()
         if stop == "attach" and here(self.aim.address):
-            self.kept.append(wire.connect_unix(self.aim.address, self.aim.key, attach=False))
+            self.kept.append(wire.connect_shm(self.aim.address, self.aim.key, attach=False))
         else:
             stream = wire.dial(self.aim.address)
             self.kept.append(stream)
@@ -48,27 +53,31 @@ class ProvesAndIdles(Attack):
 
 
 class MemberDescriptors(Attack):
-    """Harmful descriptors on the unix stream of a peer: as page and doorbell, on frames, unclaimed.
+    """Harmful descriptors on the socket of a peer: as page and doorbell, unannounced, too many.
 
-    Before the attach, with it, on frames in any order, byte by byte, with a goodbye and behind it.
+    With headers of another frame or none; with a frame and no message, a second attach, none at
+    all; the socket full, shut, or one that is not its own; with a goodbye and behind it.
     """
 
     spaces = SPACES
+    WHERE: ClassVar = (
+        "page", "bell", "both", "many", "header", "unannounced", "frame alone", "attach twice",
+        "never attaches", "shut", "full", "other name", "goodbye",
+    )  # fmt: skip
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
         return {
             "kinds": descriptors.draw(random),
             "at_once": random.choice((1, 2, 3, 4, 5, 253)),
-            "where": random.choice(
-                ("page", "bell", "both", "frames", "bytes", "goodbye", "payload", "attach twice")
-            ),
+            "where": random.choice(cls.WHERE),
             "keep": random.random() < 0.3,
         }
 
     def prepare(self) -> dict[str, Any]:
         self.store = descriptors.Store(self.values["kinds"])
         self.kept: list[Wire] = []
+        self.header = wire.encode("Header", type=wire.ATTACH, generation=MINE)
         return {"missing": self.store.missing}
 
     def taken(self, count: int = 0) -> list[int]:
@@ -77,10 +86,14 @@ class MemberDescriptors(Attack):
 
     def act(self) -> None:
         where = self.values["where"]
-        good = where in ("frames", "bytes", "goodbye", "payload", "attach twice")
-        stream = wire.connect_unix(self.aim.address, self.aim.key, attach=good)
+        if where == "other name":
+            self._other_name()
+            return
+        good = where in ("unannounced", "frame alone", "attach twice", "shut", "full", "goodbye")
+        stream = wire.connect_shm(self.aim.address, self.aim.key, attach=good)
+        assert stream.beside is not None
         try:
-            getattr(self, f"_{where.replace(' ', '_')}")(stream)
+            getattr(self, f"_{where.replace(' ', '_')}")(stream, stream.beside)
             if self.values["keep"]:
                 stream.hung_up(0.02)
         finally:
@@ -90,44 +103,134 @@ class MemberDescriptors(Attack):
                 stream.close()
         self.pause(0.05)
 
-    def _page(self, stream: Wire) -> None:
+    def _announced(self, stream: Wire, beside: socket.socket, fds: list[int]) -> None:
+        descriptors.send(beside, self.header, fds)
+        stream.send(self.header)
+
+    def _page(self, stream: Wire, beside: socket.socket) -> None:
         with wire.doorbell() as bell:
-            descriptors.send(stream, wire.encode("Header", type=wire.ATTACH),
-                             [*self.taken(1), os.dup(bell)])  # fmt: skip
+            self._announced(stream, beside, [*self.taken(1), os.dup(bell)])
 
-    def _bell(self, stream: Wire) -> None:
+    def _bell(self, stream: Wire, beside: socket.socket) -> None:
         with wire.page(MINE) as page:
-            descriptors.send(stream, wire.encode("Header", type=wire.ATTACH),
-                             [os.dup(page), *self.taken(1)])  # fmt: skip
+            self._announced(stream, beside, [os.dup(page), *self.taken(1)])
 
-    def _both(self, stream: Wire) -> None:
-        descriptors.send(stream, wire.encode("Header", type=wire.ATTACH), self.taken(2))
+    def _both(self, stream: Wire, beside: socket.socket) -> None:
+        self._announced(stream, beside, self.taken(2))
 
-    def _attach_twice(self, stream: Wire) -> None:
+    def _many(self, stream: Wire, beside: socket.socket) -> None:
+        self._announced(stream, beside, self.taken())
+
+    def _header(self, stream: Wire, beside: socket.socket) -> None:
+        message = bytearray(self.header)
+        message[self.random.randrange(64)] ^= 1 << self.random.randrange(8)
+        size = self.random.choice((0, 1, 63, 64, 64, 64))
+        descriptors.send(beside, bytes(message[:size]) or bytes(2000), self.taken())
+        stream.send(self.header)
+
+    def _unannounced(self, stream: Wire, beside: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(self.random.randrange(1, 12)):
+                descriptors.send(beside, self.header, self.taken())
         granted(stream, "open")
-        self._both(stream)
 
-    def _frames(self, stream: Wire) -> None:
-        region = granted(stream, "open")
-        for _ in range(10):
-            type_ = self.random.choice((wire.LOOKUP, wire.SIGNAL, wire.READ, wire.FREE))
-            frame = wire.encode("Header", type=type_, flags=self.random.choice((0, 1)),
-                                transfer=self.random.randrange(9), **region)  # fmt: skip
-            descriptors.send(stream, frame, self.taken())
+    def _frame_alone(self, stream: Wire, beside: socket.socket) -> None:
+        granted(stream, "open")
+        type_ = self.random.choice((wire.ATTACH, wire.GRANT))
+        stream.frame(type_, flags=6, total=4096, generation=MINE, transfer=1)
+        descriptors.send(beside, self.header, self.taken())
 
-    def _bytes(self, stream: Wire) -> None:
-        for byte in wire.encode("Header", type=wire.LOOKUP, length=4) + b"open":
-            descriptors.send(stream, bytes([byte]), self.taken())
+    def _attach_twice(self, stream: Wire, beside: socket.socket) -> None:
+        granted(stream, "open")
+        self._both(stream, beside)
 
-    def _payload(self, stream: Wire) -> None:
-        region = granted(stream, "open")
-        frame = wire.encode("Header", type=wire.WRITE, length=8, flags=wire.LAST, total=8, **region)
-        stream.send(frame + b"1234")
-        descriptors.send(stream, b"5678", self.taken())
+    def _never_attaches(self, stream: Wire, beside: socket.socket) -> None:
+        descriptors.send(beside, self.header, self.taken())
+        stream.frame(wire.LOOKUP, b"open", transfer=1)
 
-    def _goodbye(self, stream: Wire) -> None:
-        descriptors.send(stream, wire.encode("Header", type=wire.GOODBYE), self.taken())
-        descriptors.send(stream, wire.encode("Header", type=wire.LOOKUP), self.taken())
+    def _shut(self, stream: Wire, beside: socket.socket) -> None:
+        descriptors.send(beside, self.header, self.taken())
+        beside.shutdown(self.random.choice((socket.SHUT_RD, socket.SHUT_RDWR, socket.SHUT_WR)))
+        for transfer in range(20):
+            stream.frame(wire.LOOKUP, b"open", transfer=transfer)
+
+    def _full(self, stream: Wire, beside: socket.socket) -> None:
+        """Ours with answers that are not taken, theirs with what was not announced."""
+        for transfer in range(100):
+            stream.frame(wire.LOOKUP, b"open", transfer=transfer)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                descriptors.send(beside, self.header, self.taken())
+
+    def _goodbye(self, stream: Wire, beside: socket.socket) -> None:
+        stream.frame(wire.GOODBYE)
+        descriptors.send(beside, self.header, self.taken())
+
+    def _other_name(self) -> None:
+        """Chooses a socket that is not its own, then sends to whoever comes."""
+        with wire.dial(self.aim.address) as stream:
+            stream.handshake(self.aim.key, wire.hello(self.aim.key))
+            names = sorted(names_of_sockets())
+            name = int(self.random.choice(names).rpartition("-")[2], 16) if names else 1
+            stream.send(wire.encode("Choice", transport=wire.SHM_BIT, socket=name))
+            meeting = wire.decode("Meeting", stream.receive(wire.SIZES["Meeting"]))
+            beside, _ = wire.unix_socket()
+            with beside:
+                with contextlib.suppress(OSError):
+                    beside.connect(wire.unix_name(meeting["socket"]))
+                with contextlib.suppress(OSError):
+                    descriptors.send(beside, self.header, self.taken(2))
+            stream.send(self.header)
+        self.pause(0.02)
+
+
+class Doorbell(Attack):
+    """What a peer may do to the doorbell that it was given: drain it, fill it, hold its lock."""
+
+    spaces = SPACES
+
+    @classmethod
+    def draw(cls, random: Random) -> dict[str, Any]:
+        return {"how": random.choice(("drain", "fill", "resize", "hold by a read",
+                                      "hold by a write"))}  # fmt: skip
+
+    def prepare(self) -> dict[str, Any]:
+        self.stream: Wire | None = None
+        self.hung = fuse.hung_file() if "hold" in self.values["how"] else -1
+        return {}
+
+    def act(self) -> None:
+        if self.stream is None:
+            self._join()
+        how = self.values["how"]
+        if how == "drain":
+            until = time.monotonic() + min(0.02, self.left_s)
+            while time.monotonic() < until:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.out, 4096)
+        elif how == "fill":
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(self.bell, bytes(4096))
+            time.sleep(0.001)
+        elif how == "resize":
+            fcntl.fcntl(self.bell, fcntl.F_SETPIPE_SZ, self.random.choice((4096, 1 << 16, 1 << 20)))
+            os.set_blocking(self.bell, self.random.random() < 0.5)
+            time.sleep(0.001)
+        else:
+            time.sleep(0.05)  # another process holds it
+
+    def _join(self) -> None:
+        stream = wire.connect_shm(self.aim.address, self.aim.key)
+        while (frame := stream.next_frame()).type != wire.ATTACH:
+            pass
+        self.bell = frame.descriptors[1]
+        os.set_blocking(self.bell, False)
+        self.out = os.open(f"/proc/self/fd/{self.bell}", os.O_RDONLY | os.O_NONBLOCK)
+        self.stream = stream
+        if self.hung >= 0 and os.fork() == 0:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            descriptors.hold_pipe(self.hung, self.out, self.bell, self.values["how"][8:])
 
 
 class Frames(Attack):
@@ -312,14 +415,14 @@ class UnderClose(Attack):
         region = granted(stream, "open")
         for _ in range(20):
             stream.frame(wire.READ, length=4096, transfer=1, **region)
-        if stream.is_unix:
-            with contextlib.suppress(HungUp):
-                frame = wire.encode("Header", type=wire.LOOKUP)
-                descriptors.send(stream, frame, [self.store.take(self.random)])
+        if stream.beside is not None:
+            with contextlib.suppress(OSError):
+                header = wire.encode("Header", type=wire.ATTACH)
+                descriptors.send(stream.beside, header, [self.store.take(self.random)])
         if len(self.kept) > 30:
             self.kept.pop(0).close()
 
 
 KINDS = (
-    ProvesAndIdles, MemberDescriptors, Frames, Greedy, Deaf, FreedUnderWay, UnderClose,
+    ProvesAndIdles, MemberDescriptors, Doorbell, Frames, Greedy, Deaf, FreedUnderWay, UnderClose,
 )  # fmt: skip

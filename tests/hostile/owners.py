@@ -6,15 +6,16 @@ import contextlib
 import fcntl
 import mmap
 import os
-import select
 import signal
 import time
 from random import Random
 from typing import Any, ClassVar
 
 import descriptors
+import fuse
 import wire
 from attack import PR_SET_PDEATHSIG, Attack, call
+from descriptors import hold_pipe
 from wire import Frame, HungUp, Wire
 
 REGION_BYTES = 1 << 20
@@ -48,13 +49,13 @@ class Owner(Attack):
         """A connection on which frames follow."""
         if self.transport() == "tcp":
             return self.node.accept_tcp()
-        stream = self.node.accept_unix()
+        stream = self.node.accept_shm()
         self.attach(stream)
         return stream
 
     def attach(self, stream: Wire) -> None:
         with wire.page(self.node.incarnation, [0, 77], armed=1) as page, wire.doorbell() as bell:
-            stream.frame(wire.ATTACH, fds=[page, bell])
+            stream.attach(page, bell, incarnation=self.node.incarnation)
 
     def answer(self, stream: Wire, question: Frame) -> None:
         """What is sent for a frame that came."""
@@ -64,7 +65,7 @@ class Owner(Attack):
         """A good answer to a look-up or lease, but for `values`."""
         fields = {"region": 1, "generation": 77, "total": REGION_BYTES, "flags": 6, **values}
         transfer = fields.pop("transfer", question.transfer)
-        if not stream.is_unix:
+        if stream.beside is None:
             stream.frame(wire.GRANT, transfer=transfer, **fields)
             return
         with wire.memory(REGION_BYTES) as memory:
@@ -146,47 +147,50 @@ class OwnerDescriptors(Owner):
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
         return {"kinds": descriptors.draw(random),
-                "where": random.choice(("page", "bell", "grant", "grant and more"))}  # fmt: skip
+                "where": random.choice(("page", "bell", "grant", "grant and more", "unannounced",
+                                        "header"))}  # fmt: skip
 
     def prepare(self) -> dict[str, Any]:
         self.store = descriptors.Store(self.values["kinds"])
         return {**super().prepare(), "missing": self.store.missing}
 
     def attach(self, stream: Wire) -> None:
+        assert stream.beside is not None
         where = self.values["where"]
+        header = wire.encode("Header", type=wire.ATTACH, generation=self.node.incarnation)
         with wire.page(self.node.incarnation, [0, 77], armed=1) as page, wire.doorbell() as bell:
             bad = self.store.take(self.random) if where in ("page", "bell") else -1
             fds = [bad if where == "page" else os.dup(page), bad if where == "bell" else
                    os.dup(bell)]  # fmt: skip
-            descriptors.send(stream, wire.encode("Header", type=wire.ATTACH), fds)
+            descriptors.send(stream.beside, header, fds)
+            stream.send(header)
+        if where == "unannounced":
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(self.random.randrange(20)):
+                    descriptors.send(stream.beside, header, [self.store.take(self.random)])
 
     def answer(self, stream: Wire, question: Frame) -> None:
         if question.type not in (wire.LOOKUP, wire.ALLOCATE):
             return
+        assert stream.beside is not None
+        where = self.values["where"]
         fds = [self.store.take(self.random)]
-        if self.values["where"] == "grant and more":
+        if where == "grant and more":
             fds += [os.dup(fds[0]) for _ in range(self.random.choice((1, 3, 4, 100)))]
         frame = wire.encode("Header", type=wire.GRANT, transfer=question.transfer, region=1,
                             generation=77, total=REGION_BYTES, flags=6)  # fmt: skip
-        descriptors.send(stream, frame, fds)
+        message = self.random.randbytes(self.random.randrange(200)) if where == "header" else frame
+        descriptors.send(stream.beside, message, fds)
+        stream.send(frame)
 
 
-class FullDoorbell(Owner):
-    """A good owner whose doorbell blocks, and fills up between a look at it and a ring.
-
-    Its page says that it sleeps, so every signal rings. It sees the word of a signal in its own
-    memory and fills the bell some moment later; whoever is caught in the ring stays there.
-    """
+class Memory(Owner):
+    """A good owner that sleeps; what heirs do to its doorbell or memory comes after the grant."""
 
     owner = "shm"
-    CAUGHT_S = 0.25  # without another signal
-
-    @classmethod
-    def draw(cls, random: Random) -> dict[str, Any]:
-        return {"delay": random.choice((20, 50, 100))}  # turns of a loop, at most
 
     def prepare(self) -> dict[str, Any]:
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self.out, self.bell = os.pipe2(os.O_CLOEXEC)
         self.memory = os.memfd_create("words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(self.memory, REGION_BYTES)
         fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, wire.SEALS)
@@ -195,15 +199,48 @@ class FullDoorbell(Owner):
     def act(self) -> None:
         if self.acts == 0 and os.fork() == 0:
             call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            self._fill()
+            self.beside()
         super().act()
 
     def attach(self, stream: Wire) -> None:
+        # Its page says that it sleeps, so every signal rings.
         with wire.page(self.node.incarnation, [0, 77], armed=1) as page:
-            stream.frame(wire.ATTACH, fds=[page, self.bell])
+            stream.attach(page, self.bell, incarnation=self.node.incarnation)
 
-    def _fill(self) -> None:
-        full = ((1 << 64) - 2).to_bytes(8, "little")
+    def beside(self) -> None:
+        """What goes on in another process; does not end."""
+        raise NotImplementedError
+
+    def answer(self, stream: Wire, question: Frame) -> None:
+        if question.type in (wire.LOOKUP, wire.ALLOCATE):
+            stream.frame(wire.GRANT, transfer=question.transfer, region=1, generation=77,
+                         total=REGION_BYTES, flags=6, fds=[self.memory])  # fmt: skip
+        elif question.type == wire.FREE:
+            stream.frame(wire.DONE, transfer=question.transfer)
+
+
+class FullDoorbell(Memory):
+    """Its doorbell blocks, and fills up between a look at it and a ring.
+
+    It sees the word of a signal in its own memory and fills the bell some moment later; whoever is
+    caught in the ring stays there.
+    """
+
+    CAUGHT_S = 0.25  # without another signal
+
+    @classmethod
+    def draw(cls, random: Random) -> dict[str, Any]:
+        return {"delay": random.choice((20, 50, 100)),  # turns of a loop, at most
+                "room": random.choice((4096, 65536)), "packets": random.random() < 0.3}  # fmt: skip
+
+    def prepare(self) -> dict[str, Any]:
+        ready = super().prepare()
+        fcntl.fcntl(self.bell, fcntl.F_SETPIPE_SZ, self.values["room"])
+        if self.values["packets"]:
+            fcntl.fcntl(self.bell, fcntl.F_SETFL, os.O_DIRECT)
+        return ready
+
+    def beside(self) -> None:
         word = memoryview(mmap.mmap(self.memory, REGION_BYTES)).cast("Q")
         while True:
             word[0] = seen = 0  # a signal stores the larger value: every one is seen
@@ -212,24 +249,55 @@ class FullDoorbell(Owner):
             for _ in range(self.random.randrange(self.values["delay"])):
                 pass
             word[0] = 0
-            if select.select([], [self.bell], [], 0)[1]:
-                with contextlib.suppress(BlockingIOError):
-                    os.set_blocking(self.bell, False)
-                    os.write(self.bell, full)
+            os.set_blocking(self.bell, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(self.bell, bytes(4096))
             os.set_blocking(self.bell, True)
             deadline = time.monotonic() + self.CAUGHT_S
             while word[0] == 0:
                 if time.monotonic() > deadline:
                     time.sleep(60)  # caught, or nobody asks any more
-            if select.select([self.bell], [], [], 0)[0]:
-                os.eventfd_read(self.bell)
+            os.set_blocking(self.out, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.read(self.out, 1 << 16)
 
-    def answer(self, stream: Wire, question: Frame) -> None:
-        if question.type in (wire.LOOKUP, wire.ALLOCATE):
-            stream.frame(wire.GRANT, transfer=question.transfer, region=1, generation=77,
-                         total=REGION_BYTES, flags=6, fds=[self.memory])  # fmt: skip
-        elif question.type == wire.FREE:
-            stream.frame(wire.DONE, transfer=question.transfer)
+
+class HeldDoorbell(Memory):
+    """Holds the lock of its doorbell: it copies from or to a page that never comes."""
+
+    @classmethod
+    def draw(cls, random: Random) -> dict[str, Any]:
+        return {"by": random.choice(("a read", "a write"))}
+
+    def prepare(self) -> dict[str, Any]:
+        self.hung = fuse.hung_file()
+        return super().prepare()
+
+    def beside(self) -> None:
+        time.sleep(0.1)
+        hold_pipe(self.hung, self.out, self.bell, self.values["by"])
+
+
+class ChangingMemory(Memory):
+    """Takes pages out of its memory again and again, tries to cut it, and closes its doorbell."""
+
+    @classmethod
+    def draw(cls, random: Random) -> dict[str, Any]:
+        return {"pages": random.choice((1, REGION_BYTES // 4096)),
+                "closes": random.random() < 0.5}  # fmt: skip
+
+    def beside(self) -> None:
+        memory = mmap.mmap(self.memory, REGION_BYTES)
+        if self.values["closes"]:
+            os.close(self.out)
+            os.close(self.bell)
+        while True:
+            with contextlib.suppress(OSError):
+                os.truncate(self.memory, 0)
+            memory.madvise(mmap.MADV_REMOVE, 0, self.values["pages"] * 4096)
+            time.sleep(0.0001)
 
 
 class OtherIncarnation(Owner):
@@ -266,7 +334,7 @@ class HungServer(Owner):
         stream = self.node.accept()
         client = stream.receive(wire.SIZES["Hello"])
         server = self.node.challenge(client)
-        welcome = wire.encode("Welcome", session=1, proof=wire.Keys.derive(
+        welcome = wire.encode("Welcome", proof=wire.Keys.derive(
             self.aim.key, client, server).server)  # fmt: skip
         stream.send((server + welcome)[: self.values["after"]])
         return stream
@@ -275,4 +343,7 @@ class HungServer(Owner):
         self.pause(0.1)
 
 
-KINDS = (LyingOwner, OwnerDescriptors, FullDoorbell, OtherIncarnation, HungServer)
+KINDS = (
+    LyingOwner, OwnerDescriptors, FullDoorbell, HeldDoorbell, ChangingMemory, OtherIncarnation,
+    HungServer,
+)  # fmt: skip

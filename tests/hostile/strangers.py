@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import descriptors
 import wire
-from attack import NOBODY, Attack, abort, here
+from attack import NOBODY, Attack, abort, here, names_of_sockets
 from wire import Wire
 
 EVERYWHERE = ("here", "mounts and processes", "user")
@@ -18,10 +19,11 @@ SLOW_BYTES_S = 1.0
 
 
 class ForeignDescriptors(Attack):
-    """Sends harmful descriptors to the unix socket, by another user or by one without the secret.
+    """Sends harmful descriptors to every socket whose name it can read, or guess.
 
-    They come alone, with a Hello, with a byte of it each, or up to 253 with one byte; then the
-    stream is closed at once, or kept until the Node ends it.
+    By another user, or by one without the secret: to all names again and again, or to a new one as
+    soon as it appears, which is while honest peers are on their way to each other. As datagrams or
+    over a stream, from a socket that has connected itself and is kept, or from one that has not.
     """
 
     uids = (0, NOBODY, NOBODY)
@@ -32,32 +34,66 @@ class ForeignDescriptors(Attack):
         return {
             "kinds": descriptors.draw(random),
             "at_once": random.choice((1, 1, 2, 5, 253)),
-            "with": random.choice(("nothing", "hello", "bytes")),
-            "keep": random.random() < 0.3,
+            "with": random.choice(("a header", "a byte", "nothing")),
+            "how": random.choice(("to all", "connected", "connected", "stream", "guessed")),
+            "new ones": random.random() < 0.5,
         }
 
     def prepare(self) -> dict[str, Any]:
         self.store = descriptors.Store(self.values["kinds"])
-        self.name = self.incarnation()
-        self.kept: list[Wire] = []
+        self.guess = self.incarnation()
+        self.known: set[str] = set()
+        self.kept: list[socket.socket] = []
         return {"missing": self.store.missing}
 
     def act(self) -> None:
-        stream = wire.dial_unix(self.name)
+        taken = [self.store.take(self.random)]
+        taken += [os.dup(taken[0]) for _ in range(self.values["at_once"] - 1)]
         try:
-            hello = wire.hello(b"", kind=wire.ATTACH_KIND, session=1)
-            data = {"nothing": b"\0", "hello": hello, "bytes": hello[:3]}[self.values["with"]]
-            pieces = [data] if self.values["with"] != "bytes" else [data[:1], data[1:2], data[2:]]
-            for piece in pieces:
-                taken = [self.store.take(self.random)]
-                taken += [os.dup(taken[0]) for _ in range(self.values["at_once"] - 1)]
-                descriptors.send(stream, piece, taken)
+            for name in self._names():
+                self._try(name, taken)
+            for stranger in self.kept:  # nobody may have been in the way before
+                with contextlib.suppress(OSError):
+                    descriptors.put(stranger, self._message(), taken)
         finally:
-            if self.values["keep"] and len(self.kept) < 40:
-                self.kept.append(stream)
-            else:
-                stream.close()
+            descriptors.let_go(taken)
         self.pause(0.05)
+
+    def _names(self) -> list[str]:
+        if self.values["how"] == "guessed":
+            guesses = (self.guess, self.guess + 1, self.random.getrandbits(64))
+            return [wire.unix_name(guess & wire.U64) for guess in guesses]
+        found = names_of_sockets()
+        if self.values["new ones"]:
+            until = time.monotonic() + min(0.2, self.left_s)
+            while not found - self.known and time.monotonic() < until:
+                found = names_of_sockets()
+            found, self.known = found - self.known, found
+        return sorted(found)
+
+    def _try(self, name: str, taken: list[int]) -> None:
+        how = self.values["how"]
+        stranger = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM if how == "stream" else socket.SOCK_DGRAM
+        )
+        stranger.setblocking(False)
+        try:
+            if how in ("connected", "stream"):
+                stranger.connect(name)
+                if len(self.kept) < 40:
+                    self.kept.append(stranger)
+                descriptors.put(stranger, self._message(), taken)
+            else:
+                descriptors.put(stranger, self._message(), taken, name)
+        except OSError:
+            pass  # that is as it should be
+        finally:
+            if stranger not in self.kept:
+                stranger.close()
+
+    def _message(self) -> bytes:
+        header = wire.encode("Header", type=wire.ATTACH, generation=self.guess)
+        return {"a header": header, "a byte": b"\0", "nothing": b""}[self.values["with"]]
 
 
 class Garbage(Attack):
@@ -68,19 +104,18 @@ class Garbage(Attack):
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
-        return {"door": random.choice(("tcp", "tcp", "unix"))}
+        return {"door": random.choice(("tcp", "tcp", "tcp", "unix"))}
 
     def prepare(self) -> dict[str, Any]:
-        self.name = self.incarnation()
         self.recorded = b""
         return {}
 
     def act(self) -> None:
-        unix = self.values["door"] == "unix" and here(self.aim.address) and os.geteuid() == 0
-        stream = wire.dial_unix(self.name) if unix else wire.dial(self.aim.address)
-        with stream:
-            kind = wire.ATTACH_KIND if unix else wire.SESSION
-            hello = bytearray(wire.hello(self.aim.key, kind=kind, session=int(unix)))
+        if self.values["door"] == "unix" and here(self.aim.address):
+            self._datagrams()
+            return
+        with wire.dial(self.aim.address) as stream:
+            hello = bytearray(wire.hello(self.aim.key))
             what = self.random.randrange(5)
             if what == 0:
                 stream.send(self.random.randbytes(self.random.randrange(1, 5000)))
@@ -99,8 +134,18 @@ class Garbage(Attack):
                 message = self.recorded or wire.encode("Proof", proof=proof)
                 stream.send(message[: self.random.randrange(41)])
                 self.recorded = wire.encode("Proof", proof=proof) + theirs
-            if self.random.random() < 0.5 and not unix:
+            if self.random.random() < 0.5:
                 abort(stream.stream)
+
+    def _datagrams(self) -> None:
+        for name in names_of_sockets():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                stranger.setblocking(False)
+                with contextlib.suppress(OSError):
+                    if self.random.random() < 0.5:
+                        stranger.connect(name)
+                    stranger.sendto(self.random.randbytes(self.random.randrange(5000)), name)
+        self.pause(0.01)
 
 
 class ConnectFlood(Attack):
@@ -118,7 +163,6 @@ class ConnectFlood(Attack):
         }
 
     def prepare(self) -> dict[str, Any]:
-        self.name = self.incarnation()
         host, _, port = self.aim.address.rpartition(":")
         self.where = (host, int(port))
         self.kept: list[socket.socket] = []
@@ -131,9 +175,10 @@ class ConnectFlood(Attack):
 
     def _connect(self) -> None:
         then = self.values["then"]
-        if self.values["door"] == "unix" and here(self.aim.address):
-            stream = socket.socket(socket.AF_UNIX)
-            target: Any = f"\0tensorwire-{self.name:016x}"
+        names = names_of_sockets() if self.values["door"] == "unix" else set()
+        if names:
+            stream = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            target: Any = self.random.choice(sorted(names))
         else:
             stream, target = socket.socket(), self.where
         stream.settimeout(0.2)

@@ -233,8 +233,8 @@ def flood(channel: Channel, address: str, seconds: float, greets: bool) -> int:
             stream.connect((host, int(port)))
             if greets:
                 stream.send(hello)
-            if connected % 4 == 0:
-                stream.recv(160)
+            if greets and connected % 4 == 0:
+                stream.recv(160)  # it is in the middle of its handshake; who is silent gets nothing
             stream.detach() if connected % 1000 < 200 else stream.close()
             connected += 1
     return connected
