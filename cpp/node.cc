@@ -75,7 +75,6 @@ Node::Node(NodeOptions options)
   fabric_.shareable = (options_.transports & kShmBit) != 0;
   fabric_.incarnation = incarnation_;
   fabric_.page = fabric_.progress->page_mapping();
-  fabric_.doorbell = fabric_.progress->doorbell();
   fabric_.free_region = [this](const std::shared_ptr<Region>& region) { free_here(region); };
 }
 

@@ -1,5 +1,7 @@
 #include "peer.h"
 
+#include <sys/epoll.h>
+
 #include <cerrno>
 #include <cstdio>
 
@@ -463,8 +465,17 @@ void Peer::offer_memory() {
   Header header;
   header.type = FrameType::kAttach;
   header.generation = fabric_.incarnation;
-  int memory[] = {fabric_.page->descriptor(), fabric_.doorbell};
-  descriptors_->send(header, memory, fabric_.progress, [weak = weak_from_this(), header] {
+  try {
+    doorbell_ = std::make_shared<Doorbell>(*fabric_.progress);
+    fabric_.progress->watch(doorbell_->descriptor(), EPOLLIN, doorbell_);
+  } catch (const Error& error) {
+    lose({error.code(), error.what()});
+    return;
+  }
+  int memory[] = {fabric_.page->descriptor(), doorbell_->descriptor()};
+  auto keep = std::make_shared<std::pair<std::shared_ptr<Mapping>, std::shared_ptr<Doorbell>>>(
+      fabric_.page, doorbell_);
+  descriptors_->send(header, memory, keep, [weak = weak_from_this(), header] {
     if (auto self = weak.lock()) self->stream_->send(header);
   });
 }
@@ -542,6 +553,7 @@ bool Peer::attached_shm(const Header& header, std::string_view body) {
       return true;
     }
     if (accepting_) offer_memory();
+    if (lost()) return true;
     became_ready();
     for (const auto& [early, text] : std::exchange(early_, {})) {
       if (lost()) return true;
@@ -734,6 +746,8 @@ void Peer::lose(Status status, std::string_view goodbye) {
   stream_->close();
   if (descriptors_) descriptors_->close();
   descriptors_.reset();
+  if (doorbell_) fabric_.progress->unwatch(doorbell_->descriptor());
+  doorbell_.reset();
   service_.close();
   channel_->shutdown(status);
   {

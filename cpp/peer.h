@@ -38,7 +38,6 @@ struct Fabric {
   bool shareable = false;
   uint64_t incarnation = 0;
   std::shared_ptr<Mapping> page;
-  int doorbell = -1;
   std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
@@ -158,6 +157,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::shared_ptr<Stream> stream_;
   std::shared_ptr<ShmChannel> shm_;
   std::shared_ptr<DescriptorSocket> descriptors_;  // shm
+  std::shared_ptr<Doorbell> doorbell_;             // shm: that the peer rings
   std::shared_ptr<TcpChannel> tcp_;
   std::shared_ptr<RdmaChannel> rdma_;
   std::shared_ptr<Channel> channel_;

@@ -8,6 +8,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,14 +56,6 @@ void drain(int event) {
   uint64_t count;
   while (::read(event, &count, sizeof count) < 0 && errno == EINTR) {
   }
-}
-
-void drain_doorbell(int pipe) {
-  char bytes[4096];
-  ssize_t size;
-  do {
-    size = ::read(pipe, bytes, sizeof bytes);
-  } while (size == sizeof bytes || (size < 0 && errno == EINTR));
 }
 
 int cores() {
@@ -122,10 +115,22 @@ inline void relax() {
 
 }  // namespace
 
-void ring_doorbell(int pipe) {
-  char byte = 1;
-  while (::write(pipe, &byte, 1) < 0 && errno == EINTR) {
-  }
+void ring_doorbell(int timer) {
+  itimerspec now{};
+  now.it_value.tv_nsec = 1;
+  ::timerfd_settime(timer, 0, &now, nullptr);
+}
+
+Doorbell::Doorbell(Progress& progress)
+    : progress_(progress), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  if (!timer_) throw Error(Code::kBusy, system_message("timerfd", errno) + "; see ulimit -n");
+}
+
+// Not read: that could block, since the peer may change the flags of the open file.
+void Doorbell::on_ready(uint32_t) {
+  itimerspec never{};
+  ::timerfd_settime(timer_.get(), 0, &never, nullptr);
+  progress_.rang();
 }
 
 thread_local bool Progress::interruptible_ = false;
@@ -141,20 +146,16 @@ Progress::Progress()
     : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
       page_(new (page_mapping_->data()) NodePage),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      kick_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoch_(fork::epoch()) {
-  int ends[2] = {-1, -1};
-  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0) {
-    doorbell_out_ = Descriptor(ends[0]);
-    doorbell_ = Descriptor(ends[1]);
-  }
-  if (!epoll_ || !doorbell_) {
+  if (!epoll_ || !kick_) {
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
   }
   spin_bound_ns();
   epoll_event event{};
   event.events = EPOLLIN;
-  event.data.fd = doorbell_out_.get();
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_out_.get(), &event);
+  event.data.fd = kick_.get();
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
   // Signals belong to the user's threads.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -198,9 +199,8 @@ void Progress::stop() {
     epoll_.reset();
   }
   {
-    std::lock_guard lock(doorbell_mutex_);
-    doorbell_.reset();
-    doorbell_out_.reset();
+    std::lock_guard lock(kick_mutex_);
+    kick_.reset();
   }
   page_mapping_->retire();
   notify();
@@ -370,8 +370,8 @@ int Progress::bounded(int timeout_ms) {
 // ---- waking
 
 void Progress::kick() {
-  std::lock_guard lock(doorbell_mutex_);
-  if (doorbell_) ring_doorbell(doorbell_.get());
+  std::lock_guard lock(kick_mutex_);
+  if (kick_) ring(kick_.get());
 }
 
 void Progress::notify() {
@@ -390,6 +390,11 @@ void Progress::wake() {
       if (notifier->armed_) ring(notifier->event_.get());
     }
   }
+}
+
+void Progress::rang() {
+  counters_.rings.fetch_add(1, std::memory_order_relaxed);
+  changed_ = true;
 }
 
 void Progress::attention() {
@@ -474,9 +479,8 @@ void Progress::drive_once(int timeout_ms) {
   if (count < 0 && errno == EINTR) interrupted_ = true;
   for (int i = 0; i < count; ++i) {
     int fd = events[i].data.fd;
-    if (fd == doorbell_out_.get()) {
-      drain_doorbell(fd);
-      counters_.rings.fetch_add(1, std::memory_order_relaxed);
+    if (fd == kick_.get()) {
+      drain(fd);
       changed_ = true;
       continue;
     }

@@ -63,9 +63,25 @@ class Notifier {
   std::atomic<bool> armed_{false};
 };
 
-// Wakes the Node whose doorbell this is: a byte into a pipe that is open without blocking. A full
-// pipe needs no more ringing.
-void ring_doorbell(int pipe);
+class Progress;
+
+// What one peer of this host rings to wake this Node: a timer, which a ring sets to now. The peer
+// shares it, and still cannot hold up whoever rings, silences or closes it: writing to a pipe takes
+// a lock that its other users may hold as long as they like, and an eventfd may be made to block.
+// Each peer has its own, so that none can take the rings of another.
+class Doorbell : public Handler {
+ public:
+  explicit Doorbell(Progress& progress);  // which calls it, and outlives that. Throws kBusy.
+  int descriptor() const { return timer_.get(); }
+  void on_ready(uint32_t) override;
+
+ private:
+  Progress& progress_;
+  Descriptor timer_;
+};
+
+// Wakes the Node whose doorbell this is. Never blocks, whoever made it.
+void ring_doorbell(int timer);
 
 class Progress {
  public:
@@ -75,8 +91,6 @@ class Progress {
 
   NodePage* page() const { return page_; }
   const std::shared_ptr<Mapping>& page_mapping() const { return page_mapping_; }
-  // The end of the pipe into which peers of this host write.
-  int doorbell() const { return doorbell_.get(); }
 
   // Handlers. Any thread. unwatch() returns at once; on_ready is not called again once a handler
   // unwatched itself from the driving thread.
@@ -107,6 +121,8 @@ class Progress {
   void notify();
   // The same, once, at the end of the present round. Driving thread only.
   void changed() { changed_ = true; }
+  // The same, by a peer that rang. Driving thread only.
+  void rang();
   // Work was queued that only a driver can finish. Any thread.
   void attention();
   // +1 when a stream starts to wait for room in its socket, -1 when it stops. Any thread.
@@ -153,9 +169,9 @@ class Progress {
 
   std::shared_ptr<Mapping> page_mapping_;
   NodePage* page_ = nullptr;
-  // With handlers_mutex_, doorbell_mutex_; the driver reads without.
-  Descriptor epoll_, doorbell_, doorbell_out_;
-  std::mutex doorbell_mutex_;
+  // With handlers_mutex_, kick_mutex_; the driver reads without.
+  Descriptor epoll_, kick_;  // kick_ is an eventfd of this process alone
+  std::mutex kick_mutex_;
   uint32_t epoch_ = 0;
 
   std::atomic<int> driver_{kNobody};

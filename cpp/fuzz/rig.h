@@ -37,7 +37,6 @@ class Rig {
     fabric.shareable = true;
     fabric.incarnation = kMyIncarnation;
     fabric.page = fabric.progress->page_mapping();
-    fabric.doorbell = fabric.progress->doorbell();
     fabric.free_region = [this](const std::shared_ptr<Region>& region) { free(region); };
     make_descriptors();
   }
