@@ -47,7 +47,7 @@ def main() -> None:
     for _ in range(options.workers):
         listener.accept()[0].close()
     print("all have said goodbye")
-    sys.exit(5 if wrong == "late" else 0)
+    sys.exit({"late": 5, "lost": 1}.get(wrong, 0))
 
 
 def wait_for_ever() -> NoReturn:

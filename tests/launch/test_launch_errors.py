@@ -1,6 +1,7 @@
 """Of the errors that end workers one is shown whole and shortened, and the others are lines."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -64,6 +65,37 @@ def test_one_traceback_and_a_line_for_each_other_worker(place: Place) -> None:
     assert "worker 0 (pid " in next(
         line for line in summary(done.stderr) if "ended the job" in line
     )
+
+
+FIRST = """
+import atexit
+said = f"{os.path.dirname(__file__)}/said"
+
+def last():  # the error was reported, and this process goes on
+    os.mkdir(said)
+    goodbye()
+    wait()
+
+if rank == 0:
+    atexit.register(last)
+    raise KeyError("mine")
+while not os.path.exists(said):
+    time.sleep(0.005)
+raise ValueError("later")
+"""
+
+
+@pytest.mark.parametrize(("workers", "sooner"), [(1, "server 0"), (2, "worker 1")])
+def test_the_first_error_is_to_blame_though_another_process_ends_sooner(
+    place: Place, workers: int, sooner: str
+) -> None:
+    """Python takes its time to end a worker: on a busy machine its server is gone before it."""
+    done = place.run(FIRST, workers=workers, environment={"FAKE_SERVER": "lost"})
+    assert done.returncode == 1
+    assert lines_of(done.stderr, "worker 0")[-1] == "KeyError: 'mine'"
+    blamed, after, *_ = summary(done.stderr)
+    assert re.search(r"worker 0 \(pid \d+\) raised KeyError: 'mine', at .*this ended", blamed)
+    assert f"{sooner} exited with code 1" in after
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])

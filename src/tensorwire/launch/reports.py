@@ -81,10 +81,6 @@ class Reports:
         """The error of a worker in one line."""
         return self._failures[name].line()
 
-    def is_consequence(self, name: str) -> bool:
-        """Whether a worker says only that another process has failed."""
-        return name in self._failures and self._failures[name].consequence
-
     def traceback(self, name: str) -> str:
         """The traceback of a worker, which is shown from now on and will not be a line."""
         self.shown = name

@@ -202,8 +202,10 @@ class Supervisor:
             process.collect()
             self._running.remove(process)
         self._take_reports()
-        # Of those that ended together, the one killed by a signal is the cause of the others' end.
-        for process in sorted(ended, key=lambda process: (process.code or 0) >= 0):
+        # Of those that ended together, the one killed by a signal is the cause of the others' end;
+        # then the one whose error came first.
+        cause = self._reports.cause()
+        for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
             self._note_end(process)
         self._escalate()
 
@@ -258,10 +260,12 @@ class Supervisor:
         lines.close()
 
     def _culprit(self, process: Process) -> Process | None:
-        """Who failed before a process that ended because of it, and has not ended yet."""
-        if not self._reports.is_consequence(process.name):
-            return None
-        cause = self._reports.cause()
+        """The worker whose error came first, if this process failed after it and ended before it.
+
+        A server ends with 1 when a worker is lost, and on a busy machine sooner than that worker.
+        """
+        told = self._reports.has(process.name) or (process.kind == "server" and process.code == 1)
+        cause = self._reports.cause() if told else ""
         return next((other for other in self._running if other.name == cause), None)
 
     def _note_end(self, process: Process) -> None:
