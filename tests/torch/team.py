@@ -1,7 +1,8 @@
 """Worker processes and server processes that serve many jobs one after another.
 
-Importing torch costs seconds, so the processes live as long as the test session. A case is a
-function at the top of a test module; it runs in every worker of a fresh job.
+Importing torch costs seconds, so the processes live as long as the test session, or until one of
+them does not answer. A case is a function at the top of a test module; it runs in every worker of a
+fresh job.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from hosts import Host, enter
 
 from tensorwire.testing import Channel, Member, PeerGroup
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0  # for a busy machine, which imports torch slowly
 
 
 @dataclass
@@ -74,10 +75,11 @@ class Team:
 
     def without_job(self, case: Callable[..., Any], *args: Any, workers: int = 2) -> list[Any]:
         """What `case(rank, *args)` returns in each process; no job is made for it."""
-        self._start_workers(workers)
-        for rank in range(workers):
-            self._workers[rank].send((case.__module__, case.__name__, (rank, *args), {}, None))
-        outcomes = self._outcomes(workers)
+        with self._afresh_after_silence():
+            self._start_workers(workers)
+            for rank in range(workers):
+                self._workers[rank].send((case.__module__, case.__name__, (rank, *args), {}, None))
+            outcomes = self._outcomes(workers)
         for outcome in outcomes:
             if isinstance(outcome, Failure):
                 raise AssertionError(f"a process failed:\n{outcome.trace}")
@@ -88,6 +90,18 @@ class Team:
         with tempfile.TemporaryDirectory() as folder:
             name = case.__module__, case.__name__
             return self.without_job(in_group, f"{folder}/store", name, args)
+
+    @contextlib.contextmanager
+    def _afresh_after_silence(self) -> Iterator[None]:
+        """Every answer was received, or the processes are gone: no case gets another one's."""
+        try:
+            yield
+        except BaseException:  # the time limit of a test is one too
+            members = [*self._workers, *self._servers]
+            self._workers, self._servers = [], []
+            for member in members:
+                member.kill()
+            raise
 
     def _start_workers(self, count: int) -> None:
         while len(self._workers) < count:
@@ -116,48 +130,47 @@ class Team:
         network: bool = False,
         hosts: Sequence[Host] = (),
     ) -> tuple[list[Any], list[int]]:
-        options = {"slices": slices, "pipeline": pipeline}
-        self._start_workers(workers or 1)
-        environment = {}
-        if workers:
-            while len(self._servers) < servers:
-                name = f"server-{len(self._servers)}"
-                self._servers.append(self._group.start(_serve, name=name))
-            addresses: list[str] = []
-            secret = secrets.token_hex(32)
-            for index, server in enumerate(self._servers[:servers]):
-                host = hosts[index % len(hosts)] if hosts else None
-                server.send((index, workers, addresses, secret, network, host))
-                addresses.append(server.recv(PATIENCE_S))
-            environment = {
-                "TENSORWIRE_WORKERS": str(workers),
-                "TENSORWIRE_SERVERS": ",".join(addresses),
-                "TENSORWIRE_SECRET": secret,
-            }
-        for rank in range(workers or 1):
+        with self._afresh_after_silence():
+            options = {"slices": slices, "pipeline": pipeline}
+            self._start_workers(workers or 1)
+            environment = {}
             if workers:
-                environment = {**environment, "TENSORWIRE_RANK": str(rank)}
-            host = hosts[rank % len(hosts)] if hosts else None
-            mine = transports.get(rank) if isinstance(transports, dict) else transports
-            call = (
-                case.__module__,
-                case.__name__,
-                tuple(args),
-                environment,
-                {**options, "transports": mine, "host": host},
-            )
-            self._workers[rank].send(call)
-        outcomes = [
-            pickle.loads(self._workers[rank].recv(PATIENCE_S)) for rank in range(workers or 1)
-        ]
-        codes = [s.recv(PATIENCE_S) for s in self._servers[:servers]] if workers else []
+                while len(self._servers) < servers:
+                    name = f"server-{len(self._servers)}"
+                    self._servers.append(self._group.start(_serve, name=name))
+                addresses: list[str] = []
+                secret = secrets.token_hex(32)
+                for index, server in enumerate(self._servers[:servers]):
+                    host = hosts[index % len(hosts)] if hosts else None
+                    server.send((index, workers, addresses, secret, network, host))
+                    addresses.append(server.recv(PATIENCE_S))
+                environment = {
+                    "TENSORWIRE_WORKERS": str(workers),
+                    "TENSORWIRE_SERVERS": ",".join(addresses),
+                    "TENSORWIRE_SECRET": secret,
+                }
+            for rank in range(workers or 1):
+                if workers:
+                    environment = {**environment, "TENSORWIRE_RANK": str(rank)}
+                host = hosts[rank % len(hosts)] if hosts else None
+                mine = transports.get(rank) if isinstance(transports, dict) else transports
+                call = (
+                    case.__module__,
+                    case.__name__,
+                    tuple(args),
+                    environment,
+                    {**options, "transports": mine, "host": host},
+                )
+                self._workers[rank].send(call)
+            outcomes = self._outcomes(workers or 1)
+            codes = [s.recv(PATIENCE_S) for s in self._servers[:servers]] if workers else []
         return outcomes, codes
 
 
 @contextlib.contextmanager
 def make_team() -> Iterator[Team]:
     """A Team whose processes end with the block."""
-    with PeerGroup(environment={"OMP_NUM_THREADS": "1"}) as group:
+    with PeerGroup(deadline_s=PATIENCE_S / 2, environment={"OMP_NUM_THREADS": "1"}) as group:
         yield Team(group)
 
 
