@@ -100,7 +100,7 @@ def userfaultfd() -> int:
 
 
 def timer() -> int:
-    return _system_call(SYS_TIMERFD, 1, os.O_CLOEXEC)
+    return _system_call(SYS_TIMERFD, 1, os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def folder() -> int:
@@ -304,8 +304,14 @@ class Store:
         return descriptor
 
 
+def set_timer(timer: int, after_ns: int, interval_ns: int = 0) -> None:
+    """Sets a timerfd; 0 silences it."""
+    values = struct.pack("qqqq", 0, interval_ns, 0, after_ns)
+    libc.timerfd_settime(timer, 0, ctypes.create_string_buffer(values, len(values)), None)
+
+
 def hold_pipe(hung: int, read_end: int, write_end: int, by: str) -> None:
-    """Holds the lock of a pipe: copies from or to a page of a hung file under it. Does not end."""
+    """Copies from or to a page of a hung file: a pipe's lock is held meanwhile. Does not end."""
     # Not the module mmap, which asks for the size of the file.
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

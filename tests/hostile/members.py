@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -185,13 +184,13 @@ class MemberDescriptors(Attack):
 
 
 class Doorbell(Attack):
-    """What a peer may do to the doorbell that it was given: drain it, fill it, hold its lock."""
+    """What a peer may do to the doorbell that it was given: silence it, ring it, hold it up."""
 
     spaces = SPACES
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
-        return {"how": random.choice(("drain", "fill", "resize", "hold by a read",
+        return {"how": random.choice(("silence", "ring", "block", "hold by a read",
                                       "hold by a write"))}  # fmt: skip
 
     def prepare(self) -> dict[str, Any]:
@@ -203,22 +202,17 @@ class Doorbell(Attack):
         if self.stream is None:
             self._join()
         how = self.values["how"]
-        if how == "drain":
-            until = time.monotonic() + min(0.02, self.left_s)
-            while time.monotonic() < until:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.out, 4096)
-        elif how == "fill":
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.write(self.bell, bytes(4096))
-            time.sleep(0.001)
-        elif how == "resize":
-            fcntl.fcntl(self.bell, fcntl.F_SETPIPE_SZ, self.random.choice((4096, 1 << 16, 1 << 20)))
-            os.set_blocking(self.bell, self.random.random() < 0.5)
-            time.sleep(0.001)
-        else:
-            time.sleep(0.05)  # another process holds it
+        if "hold" in how:
+            time.sleep(0.05)  # another process does it
+            return
+        until = time.monotonic() + min(0.02, self.left_s)
+        while time.monotonic() < until:
+            if how == "block":
+                os.set_blocking(self.bell, self.random.random() < 0.5)
+            descriptors.set_timer(self.bell, int(how != "silence"), self.random.randrange(3))
+            with contextlib.suppress(OSError):
+                if how == "silence":
+                    os.read(self.bell, 8)
 
     def _join(self) -> None:
         stream = wire.connect_shm(self.aim.address, self.aim.key)
@@ -226,11 +220,10 @@ class Doorbell(Attack):
             pass
         self.bell = frame.descriptors[1]
         os.set_blocking(self.bell, False)
-        self.out = os.open(f"/proc/self/fd/{self.bell}", os.O_RDONLY | os.O_NONBLOCK)
         self.stream = stream
         if self.hung >= 0 and os.fork() == 0:
             call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            descriptors.hold_pipe(self.hung, self.out, self.bell, self.values["how"][8:])
+            descriptors.hold_pipe(self.hung, self.bell, self.bell, self.values["how"][10:])
 
 
 class Frames(Attack):

@@ -15,7 +15,6 @@ import descriptors
 import fuse
 import wire
 from attack import PR_SET_PDEATHSIG, Attack, call
-from descriptors import hold_pipe
 from wire import Frame, HungUp, Wire
 
 REGION_BYTES = 1 << 20
@@ -190,7 +189,7 @@ class Memory(Owner):
     owner = "shm"
 
     def prepare(self) -> dict[str, Any]:
-        self.out, self.bell = os.pipe2(os.O_CLOEXEC)
+        self.bell = descriptors.timer()
         self.memory = os.memfd_create("words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(self.memory, REGION_BYTES)
         fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, wire.SEALS)
@@ -219,53 +218,28 @@ class Memory(Owner):
             stream.frame(wire.DONE, transfer=question.transfer)
 
 
-class FullDoorbell(Memory):
-    """Its doorbell blocks, and fills up between a look at it and a ring.
-
-    It sees the word of a signal in its own memory and fills the bell some moment later; whoever is
-    caught in the ring stays there.
-    """
-
-    CAUGHT_S = 0.25  # without another signal
+class BusyDoorbell(Memory):
+    """Sets, reads and blocks its doorbell all the time, from two processes."""
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
-        return {"delay": random.choice((20, 50, 100)),  # turns of a loop, at most
-                "room": random.choice((4096, 65536)), "packets": random.random() < 0.3}  # fmt: skip
-
-    def prepare(self) -> dict[str, Any]:
-        ready = super().prepare()
-        fcntl.fcntl(self.bell, fcntl.F_SETPIPE_SZ, self.values["room"])
-        if self.values["packets"]:
-            fcntl.fcntl(self.bell, fcntl.F_SETFL, os.O_DIRECT)
-        return ready
+        return {"after_ns": random.choice((0, 1, 1000)), "interval_ns": random.choice((0, 1))}
 
     def beside(self) -> None:
-        word = memoryview(mmap.mmap(self.memory, REGION_BYTES)).cast("Q")
+        os.fork()
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         while True:
-            word[0] = seen = 0  # a signal stores the larger value: every one is seen
-            while word[0] == seen:
-                pass
-            for _ in range(self.random.randrange(self.values["delay"])):
-                pass
-            word[0] = 0
+            for _ in range(1000):
+                descriptors.set_timer(self.bell, **self.values)
             os.set_blocking(self.bell, False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.write(self.bell, bytes(4096))
+            with contextlib.suppress(OSError):
+                os.read(self.bell, 8)
             os.set_blocking(self.bell, True)
-            deadline = time.monotonic() + self.CAUGHT_S
-            while word[0] == 0:
-                if time.monotonic() > deadline:
-                    time.sleep(60)  # caught, or nobody asks any more
-            os.set_blocking(self.out, False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.read(self.out, 1 << 16)
+            time.sleep(0.001)
 
 
 class HeldDoorbell(Memory):
-    """Holds the lock of its doorbell: it copies from or to a page that never comes."""
+    """Offers a pipe as doorbell, full, blocking, and holds its lock: it copies a page under it."""
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
@@ -273,11 +247,12 @@ class HeldDoorbell(Memory):
 
     def prepare(self) -> dict[str, Any]:
         self.hung = fuse.hung_file()
-        return super().prepare()
+        ready = super().prepare()
+        self.out, self.bell = os.pipe2(os.O_CLOEXEC)
+        return ready
 
     def beside(self) -> None:
-        time.sleep(0.1)
-        hold_pipe(self.hung, self.out, self.bell, self.values["by"])
+        descriptors.hold_pipe(self.hung, self.out, self.bell, self.values["by"])
 
 
 class ChangingMemory(Memory):
@@ -291,7 +266,6 @@ class ChangingMemory(Memory):
     def beside(self) -> None:
         memory = mmap.mmap(self.memory, REGION_BYTES)
         if self.values["closes"]:
-            os.close(self.out)
             os.close(self.bell)
         while True:
             with contextlib.suppress(OSError):
@@ -344,6 +318,6 @@ class HungServer(Owner):
 
 
 KINDS = (
-    LyingOwner, OwnerDescriptors, FullDoorbell, HeldDoorbell, ChangingMemory, OtherIncarnation,
+    LyingOwner, OwnerDescriptors, BusyDoorbell, HeldDoorbell, ChangingMemory, OtherIncarnation,
     HungServer,
 )  # fmt: skip

@@ -5,11 +5,13 @@ peers write, read and compare all the time; `Victim.unharmed` says what must hol
 """
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import random
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -341,8 +343,8 @@ def test_descriptors_that_nobody_asked_for(victim: Victim, count: int) -> None:
 
 ATTACH_LIES = (
     "none", "one", "swapped", "unsealed", "too small", "other incarnation", "wrong magic", "pipe",
-    "null", "directory", "socket", "event as doorbell", "null as doorbell", "memory as doorbell",
-    "no announcement",
+    "null", "directory", "socket", "event as doorbell", "pipe as doorbell",
+    "null as doorbell", "memory as doorbell", "no announcement",
 )  # fmt: skip
 
 
@@ -375,6 +377,7 @@ def test_attaching_with_wrong_descriptors(victim: Victim, lie: str) -> None:
                 "directory": [folder, bell],
                 "socket": [pair[0].fileno(), bell],
                 "event as doorbell": [good, event],
+                "pipe as doorbell": [good, pipe[1]],
                 "null as doorbell": [good, null],
                 "memory as doorbell": [good, small],
                 "no announcement": [good, bell],
@@ -396,6 +399,24 @@ def test_attaching_twice(victim: Victim) -> None:
     with victim.connect("shm") as stream, wire.page(0x7177) as page, wire.doorbell() as bell:
         stream.frame(wire.ATTACH, fds=[page, bell])
         assert stream.hung_up()
+
+
+def test_no_peer_can_take_the_rings_of_another(victim: Victim) -> None:
+    """Each has a doorbell of its own: what one of them sets is not seen at the other's."""
+    with victim.connect("shm") as one, victim.connect("shm") as other:
+        bells = []
+        for stream in (one, other):
+            while (frame := stream.next_frame()).type != wire.ATTACH:
+                pass
+            bells.append(frame.descriptors[1])
+        an_hour = struct.pack("4q", 0, 0, 3600, 0)
+        libc = ctypes.CDLL(None)
+        assert libc.timerfd_settime(bells[0], 0, an_hour, None) == 0
+        left = [ctypes.create_string_buffer(32) for _ in bells]
+        for bell, into in zip(bells, left, strict=True):
+            assert libc.timerfd_gettime(bell, into) == 0
+        assert struct.unpack("4q", left[0].raw)[2] > 3000
+        assert struct.unpack("4q", left[1].raw)[2] == 0
 
 
 def test_attaching_over_tcp(victim: Victim) -> None:
