@@ -15,6 +15,7 @@ from honest import CONNECT_S, Observed, Timed
 TURNS = 20  # of processes, one after the other, that a step of the job takes
 LIMIT_S = 1.0  # for the worst of all operations of honest parties, and for a step of the job
 MULTIPLE = 30.0  # medians, of the undisturbed ones
+ENOUGH = 3  # operations for a median; of fewer each is judged as one that took long
 LEAST_S = 0.3e-3  # a median below is never compared
 # Resident memory of the victim's process beyond what it had at first. Twenty peers that take no
 # answers cost 20 MiB, which the allocator keeps for what comes next.
@@ -130,7 +131,7 @@ def _slower(party: str, seen: Observed, evidence: Evidence) -> list[str]:
     found = []
     for kind, timed in seen.operations.items():
         before_s = evidence.undisturbed.get((party, kind))
-        if before_s is None or not timed.seconds:
+        if before_s is None or len(timed.seconds) < ENOUGH:
             continue
         plain_s = evidence.machine.median_s
         limit_s = MULTIPLE * evidence.slowdown * max(before_s, plain_s, LEAST_S)

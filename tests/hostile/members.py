@@ -195,7 +195,7 @@ class Doorbell(Attack):
 
     def prepare(self) -> dict[str, Any]:
         self.stream: Wire | None = None
-        self.hung = fuse.hung_file() if "hold" in self.values["how"] else -1
+        self.hung = fuse.hung_file_if_any() if "hold" in self.values["how"] else -1
         return {}
 
     def act(self) -> None:

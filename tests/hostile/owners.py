@@ -246,7 +246,7 @@ class HeldDoorbell(Memory):
         return {"by": random.choice(("a read", "a write"))}
 
     def prepare(self) -> dict[str, Any]:
-        self.hung = fuse.hung_file()
+        self.hung = fuse.hung_file_if_any()
         ready = super().prepare()
         self.out, self.bell = os.pipe2(os.O_CLOEXEC)
         return ready
