@@ -94,7 +94,7 @@ def test_the_first_error_is_to_blame_though_another_process_ends_sooner(
     assert done.returncode == 1
     assert lines_of(done.stderr, "worker 0")[-1] == "KeyError: 'mine'"
     blamed, after, *_ = summary(done.stderr)
-    assert re.search(r"worker 0 \(pid \d+\) raised KeyError: 'mine', at .*this ended", blamed)
+    assert re.search(r"worker 0 \(pid \d+\) raised KeyError at .*:\d+; this ended", blamed)
     assert f"{sooner} exited with code 1" in after
 
 

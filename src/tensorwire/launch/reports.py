@@ -77,9 +77,10 @@ class Reports:
         """The first worker that has failed; "" if none has."""
         return next(iter(self._failures), "")
 
-    def said(self, name: str) -> str:
-        """The error of a worker in one line."""
-        return self._failures[name].line()
+    def kind(self, name: str) -> str:
+        """Class and place of a worker's error; its message is in the traceback."""
+        failure = self._failures[name]
+        return f"{failure.kind} at {failure.where}" if failure.where else failure.kind
 
     def traceback(self, name: str) -> str:
         """The traceback of a worker, which is shown from now on and will not be a line."""
