@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -115,13 +115,13 @@ def test_a_hook_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.excepthook is mine
 
 
-def test_workers_of_torchrun_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_an_engine_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap = pytest.importorskip("tensorwire.torch.bootstrap", reason="torch is not installed")
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TENSORWIRE_SERVERS", raising=False)
-    monkeypatch.setattr(bootstrap, "_under_torchrun", lambda: "place")
+    meeting = SimpleNamespace(rank=1, workers=2)
+    monkeypatch.setattr(bootstrap.rendezvous, "meet", lambda rank, workers: meeting)
+    monkeypatch.setattr(bootstrap, "_start_servers", lambda meeting: ("place",))
+    monkeypatch.setattr(bootstrap, "_by_engine", False)
     named: list[str] = []
     monkeypatch.setattr(tracebacks, "install", named.append)
-    assert bootstrap.find_place() == "place"
+    assert bootstrap.find_place().servers == ("place",)
     assert named == ["worker 1"]
