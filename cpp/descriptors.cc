@@ -4,7 +4,6 @@
 #include <linux/filter.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -116,9 +115,11 @@ std::shared_ptr<PrivateMapping> DescriptorMessage::map_private(
 
 Descriptor DescriptorMessage::doorbell(size_t index) const {
   int fd = descriptors_.at(index);
-  itimerspec left{};
-  if (::timerfd_gettime(fd, &left) != 0) {
-    throw Error(Code::kInvalid, "a peer offered a doorbell that is not a timer");
+  char path[48], kind[64] = {};
+  std::snprintf(path, sizeof path, "/proc/thread-self/fd/%d", fd);
+  if (::readlink(path, kind, sizeof kind - 1) < 0 ||
+      std::strcmp(kind, "anon_inode:[eventfd]") != 0) {
+    throw Error(Code::kInvalid, "a peer offered a doorbell that is not an eventfd");
   }
   Descriptor own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!own) throw Error(Code::kBusy, system_message("a peer's doorbell", errno));

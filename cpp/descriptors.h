@@ -47,7 +47,7 @@ class DescriptorMessage {
   std::shared_ptr<Mapping> map(size_t index, size_t size, bool writable) const;
   // The same memory copy-on-write. Throws kNoMemory.
   std::shared_ptr<PrivateMapping> map_private(size_t index, std::shared_ptr<Mapping> shared) const;
-  // The doorbell at this place. Throws kInvalid if it is not a timer, kBusy.
+  // The doorbell at this place. Throws kInvalid if it is not an eventfd, kBusy.
   Descriptor doorbell(size_t index) const;
 
  private:

@@ -466,8 +466,7 @@ void Peer::offer_memory() {
   header.type = FrameType::kAttach;
   header.generation = fabric_.incarnation;
   try {
-    doorbell_ = std::make_shared<Doorbell>(*fabric_.progress);
-    fabric_.progress->watch(doorbell_->descriptor(), EPOLLIN, doorbell_);
+    doorbell_ = Doorbell::hang(*fabric_.progress);
   } catch (const Error& error) {
     lose({error.code(), error.what()});
     return;
@@ -746,7 +745,7 @@ void Peer::lose(Status status, std::string_view goodbye) {
   stream_->close();
   if (descriptors_) descriptors_->close();
   descriptors_.reset();
-  if (doorbell_) fabric_.progress->unwatch(doorbell_->descriptor());
+  if (doorbell_) doorbell_->take_down();
   doorbell_.reset();
   service_.close();
   channel_->shutdown(status);

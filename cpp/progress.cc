@@ -8,7 +8,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
-#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -115,23 +114,20 @@ inline void relax() {
 
 }  // namespace
 
-void ring_doorbell(int timer) {
-  itimerspec now{};
-  now.it_value.tv_nsec = 1;
-  ::timerfd_settime(timer, 0, &now, nullptr);
-}
-
 Doorbell::Doorbell(Progress& progress)
-    : progress_(progress), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-  if (!timer_) throw Error(Code::kBusy, system_message("timerfd", errno) + "; see ulimit -n");
+    : progress_(progress), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno) + "; see ulimit -n");
 }
 
-// Not read: that could block, since the peer may change the flags of the open file.
-void Doorbell::on_ready(uint32_t) {
-  itimerspec never{};
-  ::timerfd_settime(timer_.get(), 0, &never, nullptr);
-  progress_.rang();
+std::shared_ptr<Doorbell> Doorbell::hang(Progress& progress) {
+  std::shared_ptr<Doorbell> made(new Doorbell(progress));
+  progress.watch(made->descriptor(), EPOLLIN | EPOLLET, made);
+  return made;
 }
+
+void Doorbell::take_down() { progress_.unwatch(event_.get()); }
+
+void Doorbell::on_ready(uint32_t) { progress_.rang(); }
 
 thread_local bool Progress::interruptible_ = false;
 thread_local bool Progress::interrupted_ = false;

@@ -65,23 +65,23 @@ class Notifier {
 
 class Progress;
 
-// What one peer of this host rings to wake this Node: a timer, which a ring sets to now. The peer
-// shares it, and still cannot hold up whoever rings, silences or closes it: writing to a pipe takes
-// a lock that its other users may hold as long as they like, and an eventfd may be made to block.
-// Each peer has its own, so that none can take the rings of another.
+// What one peer of this host rings to wake this Node: an eventfd that is never read. Its loop is
+// told of every ring (EPOLLET), not of what the event holds. The peer shares it, and still cannot
+// hold up whoever rings or closes it: see EventRaiser. Each peer has its own, so that none can
+// take the rings of another.
 class Doorbell : public Handler {
  public:
-  explicit Doorbell(Progress& progress);  // which calls it, and outlives that. Throws kBusy.
-  int descriptor() const { return timer_.get(); }
+  // Rings reach that loop, which outlives it. Throws kBusy.
+  static std::shared_ptr<Doorbell> hang(Progress& progress);
+  int descriptor() const { return event_.get(); }
+  void take_down();
   void on_ready(uint32_t) override;
 
  private:
+  explicit Doorbell(Progress& progress);
   Progress& progress_;
-  Descriptor timer_;
+  Descriptor event_;
 };
-
-// Wakes the Node whose doorbell this is. Never blocks, whoever made it.
-void ring_doorbell(int timer);
 
 class Progress {
  public:

@@ -36,6 +36,7 @@ void ShmChannel::attach(std::shared_ptr<Mapping> page, Descriptor doorbell, uint
     throw Error(Code::kInvalid, "a peer offered a page that is not its own");
   }
   doorbell_ = std::move(doorbell);
+  raiser_ = EventRaiser::shared();
 }
 
 bool ShmChannel::live(const RemoteRegion& region) const {
@@ -67,7 +68,7 @@ void ShmChannel::ring() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (page_->armed.load(std::memory_order_relaxed) == 0) return;
   std::lock_guard lock(mutex_);
-  if (doorbell_) ring_doorbell(doorbell_.get());
+  if (doorbell_) raiser_->raise(doorbell_.get());
 }
 
 void ShmChannel::raise(const SignalTo& signal) {
@@ -173,6 +174,7 @@ void ShmChannel::shutdown(const Status& status) {
   down_status_ = status;
   down_.store(true, std::memory_order_release);
   doorbell_.reset();
+  raiser_.reset();
   if (page_mapping_) page_mapping_->retire();
 }
 

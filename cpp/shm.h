@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "event.h"
 #include "page.h"
 #include "service.h"
 #include "transport.h"
@@ -51,6 +52,7 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   std::atomic<bool> down_{false};
   mutable std::mutex mutex_;
   Descriptor doorbell_;
+  std::shared_ptr<EventRaiser> raiser_;  // with doorbell_
   Status down_status_;
 };
 

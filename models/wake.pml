@@ -98,7 +98,7 @@ byte jobs[3];                   /* queue under a mutex; a job raises word i */
 
 /* ---- the kernel ---- */
 
-bool doorbell;                  /* the Node's pipe is readable */
+bool doorbell;                  /* a doorbell is readable    */
 bool notified;                  /* the asyncio loop's eventfd is readable */
 bool asleep[3];                 /* queue of futex event_seq */
 bool park_asleep;               /* queue of futex park_word, without a timer */

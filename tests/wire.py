@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import hmac
@@ -419,16 +418,11 @@ def page(
 
 @contextlib.contextmanager
 def doorbell() -> Iterator[int]:
-    """A timer; the module os makes them from Python 3.13 on."""
-    timer = ctypes.CDLL(None, use_errno=True).timerfd_create(
-        time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK
-    )
-    if timer < 0:
-        raise OSError(ctypes.get_errno(), "timerfd_create")
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
-        yield timer
+        yield descriptor
     finally:
-        os.close(timer)
+        os.close(descriptor)
 
 
 # ---- the server's half

@@ -48,7 +48,7 @@ class Rig {
   }
 
   // Descriptors of every kind that a liar may send: kinds 0 to kKinds - 1.
-  enum Kind { kPage, kDoorbell, kMemory, kUnsealed, kSmall, kWrongPage, kEvent, kNull, kKinds };
+  enum Kind { kPage, kDoorbell, kMemory, kUnsealed, kSmall, kWrongPage, kPipe, kNull, kKinds };
   int descriptor(size_t kind) const { return descriptors_[kind % kKinds]; }
 
   Fabric fabric;
@@ -78,12 +78,12 @@ class Rig {
     int pipe[2];
     EXPECT(::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) == 0);
     descriptors_[kPage] = page(kTheirIncarnation);
-    descriptors_[kDoorbell] = pipe[1];
+    descriptors_[kDoorbell] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     descriptors_[kMemory] = memory(8192, true);
     descriptors_[kUnsealed] = memory(8192, false);
     descriptors_[kSmall] = memory(4096, true);
     descriptors_[kWrongPage] = page(kTheirIncarnation + 1);
-    descriptors_[kEvent] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    descriptors_[kPipe] = pipe[1];
     descriptors_[kNull] = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   }
 

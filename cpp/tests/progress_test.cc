@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "event.h"
 #include "word.h"
 
 namespace tensorwire {
@@ -22,18 +23,17 @@ namespace {
 Deadline soon() { return Deadline::after(30.0); }
 
 struct Loop {
-  Loop() { progress->watch(bell->descriptor(), EPOLLIN, bell); }
   ~Loop() { progress->stop(); }
   Progress* operator->() const { return progress.get(); }
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
-  std::shared_ptr<Doorbell> bell = std::make_shared<Doorbell>(*progress);
+  std::shared_ptr<Doorbell> bell = Doorbell::hang(*progress);
 };
 
 // What a peer on the same host does after it stored a word.
 void ring_like_a_peer(Loop& loop) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (loop->page()->armed.load(std::memory_order_relaxed) == 0) return;
-  ring_doorbell(loop.bell->descriptor());
+  EventRaiser::shared()->raise(loop.bell->descriptor());
 }
 
 bool readable(int fd, int timeout_ms) {

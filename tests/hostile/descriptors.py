@@ -304,12 +304,6 @@ class Store:
         return descriptor
 
 
-def set_timer(timer: int, after_ns: int, interval_ns: int = 0) -> None:
-    """Sets a timerfd; 0 silences it."""
-    values = struct.pack("qqqq", 0, interval_ns, 0, after_ns)
-    libc.timerfd_settime(timer, 0, ctypes.create_string_buffer(values, len(values)), None)
-
-
 def hold_pipe(hung: int, read_end: int, write_end: int, by: str) -> None:
     """Copies from or to a page of a hung file: a pipe's lock is held meanwhile. Does not end."""
     if hung < 0:

@@ -207,12 +207,13 @@ class Doorbell(Attack):
             return
         until = time.monotonic() + min(0.02, self.left_s)
         while time.monotonic() < until:
-            if how == "block":
-                os.set_blocking(self.bell, self.random.random() < 0.5)
-            descriptors.set_timer(self.bell, int(how != "silence"), self.random.randrange(3))
+            os.set_blocking(self.bell, False)
             with contextlib.suppress(OSError):
                 if how == "silence":
                     os.read(self.bell, 8)
+                else:
+                    os.eventfd_write(self.bell, 1)
+            os.set_blocking(self.bell, how == "block")
 
     def _join(self) -> None:
         stream = wire.connect_shm(self.aim.address, self.aim.key)

@@ -189,7 +189,7 @@ class Memory(Owner):
     owner = "shm"
 
     def prepare(self) -> dict[str, Any]:
-        self.bell = descriptors.timer()
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC)
         self.memory = os.memfd_create("words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(self.memory, REGION_BYTES)
         fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, wire.SEALS)
@@ -219,21 +219,21 @@ class Memory(Owner):
 
 
 class BusyDoorbell(Memory):
-    """Sets, reads and blocks its doorbell all the time, from two processes."""
+    """Fills, reads and blocks its doorbell all the time, from two processes."""
 
     @classmethod
     def draw(cls, random: Random) -> dict[str, Any]:
-        return {"after_ns": random.choice((0, 1, 1000)), "interval_ns": random.choice((0, 1))}
+        return {"value": random.choice((1, 0xFFFFFFFFFFFFFFFD, 0xFFFFFFFFFFFFFFFE))}
 
     def beside(self) -> None:
         os.fork()
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         while True:
-            for _ in range(1000):
-                descriptors.set_timer(self.bell, **self.values)
             os.set_blocking(self.bell, False)
             with contextlib.suppress(OSError):
                 os.read(self.bell, 8)
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self.bell, self.values["value"])
             os.set_blocking(self.bell, True)
             time.sleep(0.001)
 

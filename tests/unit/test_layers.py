@@ -34,7 +34,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
-    ("blocking", "frame", "mapping", "rdma_ports", "silence", "ucx"),
+    ("blocking", "event", "frame", "mapping", "rdma_ports", "silence", "ucx"),
     ("private_mapping", "progress", "region", "resolve"),
     ("descriptors", "handshake", "rdma_fabric", "stream", "transfer"),
     ("listener", "service", "transport"),
