@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import wire
 from actor import PATIENCE_S, eventually, start_actor
-from trusted import knock, nobody, read_secret
+from trusted import attach_as_nobody, nobody, read_secret
 
 from tensorwire import Node, PathWarning, PeerLostError, UnavailableError
 from tensorwire.testing import PeerGroup
@@ -210,11 +210,12 @@ def test_another_user_without_tcp() -> None:
 
 
 @as_root
-def test_another_user_at_the_unix_socket() -> None:
-    """The door itself looks who knocks; it does not rely on the visitor's manners."""
+def test_memory_of_another_user_is_not_taken() -> None:
+    """The kernel tells whose it is; it does not rely on the visitor's manners."""
     with PeerGroup() as group, Node("root") as node:
-        how, answer = group.start(knock, node.incarnation).result()
-        assert answer == b"", how
+        node.allocate(64, name="open")
+        status, text, over = group.start(attach_as_nobody, node.address).result()
+        assert (status, text, over) == (wire.UNAVAILABLE, b"it runs as another user", True)
         assert node.peers == []
 
 

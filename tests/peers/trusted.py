@@ -2,9 +2,9 @@
 
 import encodings.idna  # noqa: F401  socket imports it late, when nobody may not read it any more
 import os
-import socket
 from typing import Any
 
+import wire
 from actor import Actor, serve
 
 from tensorwire import Node
@@ -26,17 +26,16 @@ def nobody(channel: Channel, options: dict[str, Any]) -> None:
     serve(channel, Actor(options))
 
 
-def knock(channel: Channel, incarnation: int) -> tuple[str, bytes]:
-    """As nobody, talks to the unix socket of somebody else's Node without looking who it is."""
+def attach_as_nobody(channel: Channel, address: str) -> tuple[int, bytes, bool]:
+    """As nobody, gives its memory to somebody else's Node: status and text of the answer, and
+    whether that hangs up."""
+    with wire.dial(address) as stream:  # imports what nobody may not read
+        stream.close()
     become_nobody()
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.settimeout(10)
-        stream.connect(f"\0tensorwire-{incarnation:016x}")
-        try:
-            stream.sendall(b"TWIREv01" + bytes(152))
-            return "answered", stream.recv(4096)
-        except (BrokenPipeError, ConnectionResetError):
-            return "hung up", b""
+    with wire.connect_shm(address) as stream:
+        stream.frame(wire.LOOKUP, b"open")
+        answer = stream.next_frame()
+        return answer.status, answer.body, stream.hung_up()
 
 
 def read_secret(channel: Channel, path: str) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from .handle import split_address
 
 _HELLO = struct.Struct("<8sHBBIQQ32s16sIHBB72s")
-_MAGIC, _VERSION = b"TWIREv01", 1
-_SESSION, _CHALLENGE = 1, 3
+_MAGIC, _VERSION = b"TWIREv01", 2
+_CLIENT, _CHALLENGE = 1, 3
 _TRANSPORTS = {"shm": 1, "tcp": 2, "rdma": 4}
 
 
@@ -41,7 +41,7 @@ def offered_by(address: str, timeout_s: float = 2.0) -> Offer | None:
     host, port = split_address(address)
     name = b"offer?"
     hello = _HELLO.pack(
-        _MAGIC, _VERSION, _SESSION, 0, _TRANSPORTS["tcp"], 1, 0, os.urandom(32), bytes(16),
+        _MAGIC, _VERSION, _CLIENT, 0, _TRANSPORTS["tcp"], 1, 0, os.urandom(32), bytes(16),
         os.getpid(), 0, len(name), 0, name,
     )  # fmt: skip
     try:
