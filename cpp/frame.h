@@ -23,8 +23,8 @@ enum class FrameType : uint8_t {
   kAllocate = 7,  // asks for a new region
   kLookup = 8,    // asks for a grant by name (body) or by id and generation (no body)
   kFree = 9,      // gives a region back
-  kGrant = 10,    // answers kAllocate and kLookup; on one host carries the memory's descriptor
-  kAttach = 11,   // first frame on a unix stream: the Node's page and doorbell (two descriptors);
+  kGrant = 10,    // answers kAllocate and kLookup; on shm the memory comes in a message beside it
+  kAttach = 11,   // on shm: the page and doorbell of the sender, in a message beside it;
                   // of an rdma peer: its token (value) and where it listens (body)
   kGoodbye = 12,  // the sender closes; the body says why
   kKey = 13,      // rdma: address (value) and key (body) of the region of the kGrant that follows
