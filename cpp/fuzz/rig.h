@@ -99,7 +99,7 @@ struct Received {
 // One connection; the fuzzer is the other side.
 class Line : private FrameSink {
  public:
-  Line(Rig& rig, bool is_shm) : rig_(rig), is_shm_(is_shm), parser_(*this) {
+  Line(Rig& rig, bool is_shm) : rig_(rig), parser_(*this) {
     int ends[2];
     if (is_shm) {
       EXPECT(::socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
@@ -232,7 +232,6 @@ class Line : private FrameSink {
   }
 
   Rig& rig_;
-  const bool is_shm_;
   int mine_ = -1, beside_ = -1;
   std::shared_ptr<DescriptorSocket> theirs_;
   FrameParser parser_;
