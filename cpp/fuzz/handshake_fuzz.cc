@@ -1,6 +1,7 @@
 // The handshake. Raw bytes go into the decoders and the server; a second client knows the secrets
 // and does to an honest exchange what the input asks for: flips, swaps, replays, lies. Nobody may
 // pass who does not hold the key, and whoever does everything right must.
+#include <optional>
 #include <vector>
 
 #include "error.h"
