@@ -191,15 +191,17 @@ def _work(channel: Channel) -> None:
     import tensorwire.torch as tw
 
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    # Most cases compute the same in all workers on purpose; test_same_batches.py asks for it.
-    warnings.filterwarnings("ignore", category=tw.SameBatchesWarning)
     while True:
         try:
             module, name, args, environment, options = channel.recv(None)
         except EOFError:
             return
         os.environ.update(environment)
+        # For each case, since some of what they import adds filters of its own. Most compute the
+        # same in all workers on purpose; test_same_batches.py asks for it.
+        warnings.resetwarnings()
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=tw.SameBatchesWarning)
         torch.manual_seed(1)
         random.seed(1)
         job = None
