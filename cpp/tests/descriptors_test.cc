@@ -133,7 +133,8 @@ TEST_CASE("descriptors: memory and a doorbell arrive, and what they are is check
           bell = message.doorbell(0);
           CHECK_THROWS_AS(message.map(0, 1, false), Error);
         }).ok());
-  for (int ring = 0; ring < 100; ++ring) EventRaiser::shared()->raise(bell.get());
+  auto raiser = EventRaiser::shared();
+  for (int ring = 0; ring < 100; ++ring) raiser->raise(bell.get());
   uint64_t rings = 0;
   CHECK(::read(event.get(), &rings, sizeof rings) == sizeof rings);
   CHECK(rings == 100);
@@ -219,7 +220,8 @@ TEST_CASE("event: raising one never waits, also if it is full and its file block
   uint64_t full = 0xfffffffffffffffe;
   REQUIRE(::write(event.get(), &full, sizeof full) == sizeof full);
   CHECK(seconds([&] {
-          for (int i = 0; i < 200; ++i) EventRaiser::shared()->raise(event.get());
+          auto raiser = EventRaiser::shared();
+          for (int i = 0; i < 200; ++i) raiser->raise(event.get());
         }) < 5);
 }
 

@@ -27,13 +27,14 @@ struct Loop {
   Progress* operator->() const { return progress.get(); }
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   std::shared_ptr<Doorbell> bell = Doorbell::hang(*progress);
+  std::shared_ptr<EventRaiser> raiser = EventRaiser::shared();
 };
 
 // What a peer on the same host does after it stored a word.
 void ring_like_a_peer(Loop& loop) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (loop->page()->armed.load(std::memory_order_relaxed) == 0) return;
-  EventRaiser::shared()->raise(loop.bell->descriptor());
+  loop.raiser->raise(loop.bell->descriptor());
 }
 
 bool readable(int fd, int timeout_ms) {
