@@ -217,7 +217,7 @@ extern "C" void install() { c10::SetCPUAllocator(new Other); }
 def test_another_allocator_may_come_later(tmp_path: Any) -> None:
     source, library = tmp_path / "other.cc", tmp_path / "other.so"
     source.write_text(OTHER_ALLOCATOR)
-    command = placer._command("c++")
+    command = placer._command(["c++"])
     command[command.index(str(placer._SOURCE))] = str(source)
     subprocess.run([*command, "-fvisibility=default", "-o", str(library)], check=True, timeout=100)
     done = run(
