@@ -731,6 +731,7 @@ void Peer::lose(Status status, std::string_view goodbye) {
     status.message =
         (status.code == Code::kPeerLost ? "lost " : "") + describe() + ": " + status.message;
     lost_status_ = status;
+    channel_->refuse(status);
     lost_.store(true, std::memory_order_release);
     asked.swap(asked_);
     dropped.swap(dropped_);

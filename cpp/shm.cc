@@ -169,10 +169,14 @@ TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, u
   return transfer;
 }
 
-void ShmChannel::shutdown(const Status& status) {
+void ShmChannel::refuse(const Status& status) {
   std::lock_guard lock(mutex_);
   down_status_ = status;
   down_.store(true, std::memory_order_release);
+}
+
+void ShmChannel::shutdown(const Status&) {
+  std::lock_guard lock(mutex_);
   doorbell_.reset();
   raiser_.reset();
   if (page_mapping_) page_mapping_->retire();

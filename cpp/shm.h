@@ -30,6 +30,7 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
+  void refuse(const Status& status) override;
   void shutdown(const Status& status) override;
 
  private:

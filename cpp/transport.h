@@ -75,6 +75,10 @@ class Channel {
   virtual TransferPtr signal(const SignalTo& signal) = 0;
   virtual TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) = 0;
 
+  // Before the peer is seen to be lost: what a caller would do at once is refused. What needs an
+  // answer fails by itself, since none comes.
+  virtual void refuse(const Status&) {}
+
   // Completes whatever is in flight with this status and refuses what comes later. Called once,
   // by the driving thread.
   virtual void shutdown(const Status& status) = 0;

@@ -56,7 +56,8 @@ class Team:
         for outcome in outcomes:
             if isinstance(outcome, Failure):
                 raise AssertionError(f"a worker failed:\n{outcome.trace}")
-        assert not any(codes), f"exit codes of servers: {codes}\n{self._servers[0].log()[-2000:]}"
+        logs = [server.log()[-2000:] for server in self._servers[: len(codes)]]
+        assert not any(codes), "\n".join((f"exit codes of servers: {codes}", *logs))
         return outcomes
 
     def failures(self, case: Callable[..., Any], *args: Any, **options: Any) -> list[Failure]:

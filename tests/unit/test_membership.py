@@ -206,3 +206,20 @@ def test_an_introduction_that_makes_no_sense(wrong: float, field: int) -> None:
     told[2 + field] = wrong
     with pytest.raises(ValueError, match=r"worker 1 introduced itself with host .* no sense"):
         introductions_in(told)
+
+
+def test_a_goodbye_reaches_every_server_though_one_has_ended(nodes: contextlib.ExitStack) -> None:
+    """Named for a bug: server 0 had everybody's goodbye and ended, and server 1 waited in vain."""
+    places = [nodes.enter_context(Node(f"server-{index}")) for index in range(2)]
+    servers = [ServerMember(index, 1, node, 2) for index, node in enumerate(places)]
+    addresses = tuple(node.address for node in places)
+    servers[1].connect(addresses[:1])
+    worker = WorkerMember.join(Place(0, 1, addresses, 1))
+    for server in servers:
+        server.gather()
+    places[0].close()
+    with pytest.raises(PeerLostError):
+        worker.servers[0].region("anything", 20.0)
+    worker.close()
+    assert servers[1].has_left(0)
+    servers[1].check()

@@ -271,11 +271,10 @@ class WorkerMember:
         """Leaves. Without `goodbye` the others learn that this worker failed. Idempotent."""
         if self.node.closed:
             return
-        if goodbye:
-            try:
-                self.tell(GOODBYE)
-            except TensorwireError:
-                pass  # a server that is gone needs no goodbye
+        for word in self._control if goodbye else ():
+            # The first server that has everybody's goodbye ends; the others still wait for theirs.
+            with contextlib.suppress(TensorwireError):
+                word.set(GOODBYE).wait(30.0)
         self.node.close()
 
 
