@@ -15,26 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from programs import TRAINED, output_of
 
 # What every worker does at the end: trains, and prints its place and a figure that all must share.
-TRAIN = """
-import os, sys
-import torch
-import tensorwire.torch as tw
+TRAIN = (
+    TRAINED
+    + """
+import sys
 
 def train(job):
-    torch.set_num_threads(1)
-    torch.manual_seed(job.rank)
-    model = torch.nn.Linear(30, 3)
-    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(3):
-        model(torch.full((2, 30), job.rank + 1.0)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+    model, _ = trained(job)
     told = f"done {job.rank} {job.size} {model.weight.sum().item()!r}"
     os.write(1, f"{told}\\n".encode())  # in one piece
     return told
 """
+)
 # Variables of an engine that the tests themselves may run under.
 ENGINES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE", "MASTER_")
 
@@ -48,18 +43,9 @@ def run(tmp_path: Path) -> Run:
     def run(command: Sequence[str], text: str, code: int = 0, **environment: str) -> str:
         script = tmp_path / "script.py"
         script.write_text(TRAIN + textwrap.dedent(text))
-        done = subprocess.run(
-            [*command, str(script)],
-            env={**clean(os.environ), "OMP_NUM_THREADS": "1", **environment},
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
+        return output_of(
+            [*command, str(script)], tmp_path, code, environ=clean(os.environ), **environment
         )
-        assert done.returncode == code, done.stdout
-        return done.stdout
 
     return run
 

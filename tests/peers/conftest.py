@@ -3,6 +3,7 @@
 from collections.abc import Generator
 
 import pytest
+from hostile import Victim, start_victim
 
 from tensorwire.testing import assert_no_leak, warm_up
 
@@ -48,3 +49,17 @@ def nothing_left(request: pytest.FixtureRequest) -> Generator[None]:
                 raise Failed
     except Failed:
         pass
+
+
+@pytest.fixture(scope="module")
+def everything() -> Generator[Victim]:
+    """One for all tests of a module."""
+    with start_victim() as victim:
+        yield victim
+
+
+@pytest.fixture
+def victim(everything: Victim) -> Generator[Victim]:
+    """A process with regions and honest peers, which the test must not harm."""
+    with everything.unharmed():
+        yield everything

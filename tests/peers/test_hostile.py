@@ -20,7 +20,6 @@ from hostile import (
     OPEN_BYTES,
     SECRET,
     Victim,
-    start_victim,
 )
 from wire import HungUp, Wire, Wires
 
@@ -28,18 +27,6 @@ from tensorwire import Node
 from tensorwire.testing import PeerGroup
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def everything() -> Iterator[Victim]:
-    with start_victim() as victim:
-        yield victim
-
-
-@pytest.fixture
-def victim(everything: Victim) -> Iterator[Victim]:
-    with everything.unharmed():
-        yield everything
 
 
 def random_bytes() -> list[bytes]:

@@ -11,7 +11,7 @@ import os
 import random
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,25 +24,12 @@ from hostile import (
     QUOTA_BYTES,
     SECRET,
     Victim,
-    start_victim,
 )
 from wire import HungUp, Wire, Wires
 
 from tensorwire import Node
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def everything() -> Iterator[Victim]:
-    with start_victim() as victim:
-        yield victim
-
-
-@pytest.fixture
-def victim(everything: Victim) -> Iterator[Victim]:
-    with everything.unharmed():
-        yield everything
 
 
 def granted(stream: Wire, name: str) -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import wire
 from actor import eventually
-from hostile import SECRET, Victim, start_victim
+from hostile import SECRET, Victim
 
 from tensorwire import Node
 from tensorwire.testing import Channel, PeerGroup
@@ -28,18 +28,6 @@ pytestmark = pytest.mark.timeout(100)
 LINGER_S = 30
 SLOWEST_S = 3.0  # of a round of milliseconds; far less than what the attacks ask for
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def everything() -> Iterator[Victim]:
-    with start_victim() as victim:
-        yield victim
-
-
-@pytest.fixture
-def victim(everything: Victim) -> Iterator[Victim]:
-    with everything.unharmed():
-        yield everything
 
 
 class Lingering:

@@ -3,15 +3,14 @@
 import ast
 import difflib
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import output_of
 
 torch = pytest.importorskip("torch")
 
@@ -29,18 +28,7 @@ def run(repository: Path, tmp_path: Path) -> Callable[..., str]:
         if launch is not None:
             command = [sys.executable, "-m", "tensorwire.cli", "run", *launch.split()]
         path = script if "/" in script else str(repository / "examples" / f"{script}.py")
-        done = subprocess.run(
-            [*command, path, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == code, done.stdout
-        return done.stdout
+        return output_of([*command, path, *arguments], tmp_path, code)
 
     return run
 

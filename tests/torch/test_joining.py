@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from programs import TRAINED
 
 import tensorwire.torch as tw
 from tensorwire.errors import UnavailableError
@@ -23,22 +24,16 @@ from tensorwire.membership import Start, drop_claim
 from tensorwire.torch import rendezvous
 
 # What each worker does: prints its place, the number of servers, and a figure that all must share.
-TRAIN = """
-import os, subprocess, sys
-import torch
+TRAIN = (
+    TRAINED
+    + """
+import subprocess, sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import multiprocessing.util
-import tensorwire.torch as tw
 
 def train(job):
-    torch.manual_seed(job.rank)
-    model = torch.nn.Linear(30, 3)
-    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(3):
-        model(torch.full((2, 30), job.rank + 1.0)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+    model, opt = trained(job)
     servers = opt._tensorwire.store._member.place.servers
     told = f"done {job.rank} {job.size} {len(servers)} {model.weight.sum().item()!r}\\n"
     os.write(1, told.encode())  # in one piece
@@ -48,6 +43,7 @@ def check_group(rank):
     dist.all_reduce(ranks)
     assert ranks == 1
 """
+)
 
 
 def free_port() -> str:
