@@ -259,8 +259,11 @@ bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
   }
 }
 
-// For the core's Interrupted, in a thread that has let go of the GIL.
+// For the core's Interrupted, in a thread that has let go of the GIL. Python runs them in its main
+// thread alone. Another one does not ask for the GIL here: when Python ends, that ends the thread,
+// through frames of the core that nothing may unwind.
 void run_signal_handlers() {
+  if (::gettid() != ::getpid()) return;
   nb::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }

@@ -3,10 +3,13 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <iterator>
+#include <list>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -20,11 +23,17 @@ namespace {
 // How long a thread without work stays: the next job of a burst finds it.
 constexpr auto kIdle = std::chrono::milliseconds(200);
 
+// A job that takes longer is held up by somebody.
+constexpr auto kStuck = std::chrono::seconds(1);
+
+using Clock = std::chrono::steady_clock;
+
 struct Pool {
   const uint32_t epoch = fork::epoch();
   std::mutex mutex;
   std::condition_variable work;
   std::deque<std::function<void()>> jobs;
+  std::list<Clock::time_point> started;  // of the jobs that run, the oldest first
   size_t idle = 0, threads = 0;
 };
 
@@ -51,10 +60,12 @@ void work(Pool& pool) {
     if (!found) break;
     auto job = std::move(pool.jobs.front());
     pool.jobs.pop_front();
+    auto started = pool.started.insert(pool.started.end(), Clock::now());
     lock.unlock();
     job();
     job = nullptr;  // what it owns may block too
     lock.lock();
+    pool.started.erase(started);
   }
   --pool.threads;
 }
@@ -85,6 +96,15 @@ void spawn_blocking(std::function<void()> job) {
   if (failure.empty() || here.threads > 0) return;  // a thread that ends its job takes this one
   here.jobs.pop_back();
   throw Error(Code::kBusy, "cannot start a thread: " + failure);
+}
+
+size_t stuck_jobs() {
+  Pool& here = pool();
+  std::lock_guard lock(here.mutex);
+  auto now = Clock::now();
+  auto young = std::find_if(here.started.begin(), here.started.end(),
+                            [&](Clock::time_point each) { return now - each < kStuck; });
+  return static_cast<size_t>(std::distance(here.started.begin(), young));
 }
 
 }  // namespace tensorwire

@@ -2,6 +2,7 @@
 // holds up neither the driving thread nor other work of this kind.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 
 namespace tensorwire {
@@ -11,5 +12,8 @@ namespace tensorwire {
 // the end of the process, so a job owns all that it uses. A forked child runs none of the jobs of
 // its parent. Any thread. Throws kBusy if no thread can be started.
 void spawn_blocking(std::function<void()> job);
+
+// How many jobs have been running for more than a second.
+size_t stuck_jobs();
 
 }  // namespace tensorwire

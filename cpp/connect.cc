@@ -203,7 +203,10 @@ std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std
     throw Error(Code::kBusy, where + " has no descriptors left; see ulimit -n there");
   }
   if (meeting.code != Code::kOk) {
-    why = "same host, but its shared memory cannot be reached: another network namespace?";
+    why =
+        "same host, but its shared memory cannot be reached: it is in another network namespace, "
+        "or "
+        "its peers have passed too many descriptors that do not close";
     return nullptr;
   }
   try {

@@ -17,6 +17,7 @@
 #include <optional>
 #include <span>
 
+#include "blocking.h"
 #include "resolve.h"
 
 namespace tensorwire {
@@ -27,6 +28,9 @@ constexpr int kBacklog = 4096;
 
 // Callers that want another limit, or heed signals, resolve the name themselves.
 constexpr double kResolveS = 10;
+
+// With so many jobs that somebody holds up, nobody gets a chance to hold up another one.
+constexpr size_t kMostStuck = 32;
 
 Descriptor listen_tcp(const std::string& host, uint16_t port) {
   Resolved found = resolve(host, port, Deadline::after(kResolveS), nullptr);
@@ -203,6 +207,8 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   const ServerHandshake& handshake() const { return *handshake_; }
 
   Meeting meet(uint64_t name) {
+    // Members can pass descriptors that take long to close, each of which holds a thread.
+    if (stuck_jobs() >= kMostStuck) return {Code::kUnavailable, 0};
     try {
       descriptors_ = DescriptorSocket::answer(name);
       return {Code::kOk, descriptors_->name()};

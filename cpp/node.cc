@@ -279,8 +279,12 @@ PeerPtr Node::connect(const std::string& host, uint16_t port, Deadline deadline,
 PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline deadline,
                            uint32_t require, const Refused& refused, const Interrupted& interrupted,
                            uint32_t& transport) {
+  auto closed_or_interrupted = [&] {
+    check_open();
+    if (interrupted) interrupted();
+  };
   Connection made = connect_to(host, port, hello(), options_.secret, require, refused,
-                               options_.peer_timeout_s, deadline, interrupted);
+                               options_.peer_timeout_s, deadline, closed_or_interrupted);
   transport = made.transport;
   PeerPtr peer;
   // In the driving thread, like every arrival: frames may come at once.

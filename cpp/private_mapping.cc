@@ -63,6 +63,13 @@ PrivateMapping::PrivateMapping(std::shared_ptr<Mapping> shared, int memory)
     throw Error(Code::kNoMemory,
                 system_message("cannot map " + std::to_string(mapped_) + " bytes", errno));
   }
+  // Where all memory of the process is to be locked (mlockall), every page is a copy by now, which
+  // follows nothing.
+  if (::munlock(address, mapped_) != 0 || ::madvise(address, mapped_, MADV_DONTNEED) != 0) {
+    int error = errno;
+    ::munmap(address, mapped_);
+    throw Error(Code::kUnavailable, system_message("cannot unlock private memory", error));
+  }
   data_ = static_cast<std::byte*>(address);
   fork::add_range(address, mapped_);
 }

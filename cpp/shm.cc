@@ -58,10 +58,13 @@ Status ShmChannel::check(std::span<const Piece> pieces, const SignalTo& signal) 
   return {};
 }
 
-// To be asked when the bytes are moved: if the Node was closed meanwhile, the peer's memory may
-// have been given back before them.
+// To be asked when the bytes are moved: if this Node was closed meanwhile, the peer's memory may
+// have been given back before them. If the peer was lost they are there all the same: it may have
+// left because it had all that it waited for.
 Status ShmChannel::ended() const {
-  return down_.load(std::memory_order_acquire) ? down() : Status{};
+  if (!down_.load(std::memory_order_acquire)) return {};
+  Status status = down();
+  return status.code == Code::kClosed ? status : Status{};
 }
 
 void ShmChannel::ring() {

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,14 @@ def test_closing_while_others_are_at_work(transport: str) -> None:
     """Threads end with an error, and touch nothing that is gone."""
     for _ in range(8):
         close_at_work(transport)
+
+
+def test_closing_while_another_thread_connects() -> None:
+    """Named for a bug: `connect` went on until its own time was up, with its descriptors."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        node = Node("closes")
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        connecting = background(failure, lambda: node.connect(address, timeout_s=PATIENCE_S))
+        time.sleep(0.1)
+        node.close()
+        assert isinstance(connecting.result(5.0), ClosedError)

@@ -11,7 +11,7 @@ HEAD = """
 import atexit
 late = []  # called at exit, after what tensorwire does then
 atexit.register(lambda: [call() for call in late])
-import asyncio, signal, subprocess, sys, threading
+import asyncio, signal, socket, subprocess, sys, threading, time
 import numpy as np
 import tensorwire as tw
 
@@ -132,6 +132,15 @@ start(lambda: asyncio.run(main()))
 ready.wait()
 """
 
+CONNECTING = """
+mute = socket.create_server(("127.0.0.1", 0))
+node = tw.Node("caller")
+address = "127.0.0.1:%d" % mute.getsockname()[1]
+start(*[lambda: (ready.set(), node.connect(address, timeout_s=30))] * 4)
+ready.wait()
+time.sleep(0.6)
+"""
+
 JOINED = """
 node = tw.Node("joined")
 word = node.allocate(64).word(0)
@@ -152,6 +161,7 @@ PROGRAMS = {
     "writing": WRITING,
     "in flight": IN_FLIGHT,
     "in flight, of globals": IN_FLIGHT_GLOBAL,
+    "connecting": CONNECTING,
     "asyncio": ASYNCIO,
     "asyncio, writing": ASYNCIO_WRITING,
 }

@@ -20,7 +20,7 @@ import wire
 from actor import eventually
 from hostile import SECRET, Victim
 
-from tensorwire import Node
+from tensorwire import Node, PathWarning
 from tensorwire.testing import Channel, PeerGroup
 
 pytestmark = pytest.mark.timeout(100)
@@ -42,19 +42,25 @@ class Lingering:
             while True:
                 self._sender.send(bytes(1 << 20))
         self._linger(LINGER_S)
+        self._closing: threading.Thread | None = None
 
     def _linger(self, seconds: int) -> None:
         self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, seconds))
 
     def give(self, send: Callable[[int], Any]) -> bool:
-        """Sends the socket away and closes it here, so that the other side closes it last."""
+        """Sends the socket away and closes it here, so that the other side closes it last.
+
+        Or it is faster, and this side waits: in a thread.
+        """
         try:
             send(self._sender.fileno())
         except OSError:
             self._linger(0)
             return False
         finally:
-            self._sender.close()
+            self._closing = threading.Thread(target=self._sender.close)
+            self._closing.start()
+            self._closing.join(0.1)
         return True
 
     def __enter__(self) -> "Lingering":
@@ -63,6 +69,8 @@ class Lingering:
     def __exit__(self, *_: object) -> None:
         """Lets everybody go who still waits."""
         self._receiver.close()
+        if self._closing:
+            self._closing.join()
 
 
 @contextlib.contextmanager
@@ -162,6 +170,36 @@ def test_a_member_does_not_hold_up_a_node(victim: Victim, place: str) -> None:
                 assert blocks.give(partial(blocks_in_place_of, stream, place))
                 for peer in victim.honest:
                     peer.goes_on()
+
+
+def test_members_cannot_hold_up_ever_more_threads(victim: Victim) -> None:
+    """Named for a bug: each such connection held a thread and a descriptor, without a limit."""
+    attach = wire.encode("Header", type=wire.ATTACH, generation=77)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(AssertionError):  # until shm is refused, which a busy host may see
+            for _ in range(60):
+                blocks = stack.enter_context(Lingering())
+                with victim.connect("shm", attach=False) as stream:
+                    # Closed here while they are on their way, so that the Node closes them last.
+                    beside = stream.beside
+                    blocks.give(lambda fd, to=beside: socket.send_fds(to, [attach], [fd, fd]))
+                    stream.send(attach)
+                    time.sleep(0.01)
+            time.sleep(1.2)  # who is held up for a second counts
+        with Node("late", secret=SECRET) as node:
+            with pytest.warns(PathWarning, match="is reached by tcp"):
+                path = node.connect(victim.address).path
+            assert path.transport == "tcp"
+            assert "too many descriptors that do not close" in path.reason
+    with Node("later", secret=SECRET) as node:
+
+        def is_shm() -> bool:
+            peer = node.connect(victim.address)
+            transport = peer.path.transport
+            peer.close()
+            return transport == "shm"
+
+        eventually(is_shm, "shm is back")
 
 
 def test_a_grant_that_blocks(victim: Victim) -> None:

@@ -1,7 +1,10 @@
 """What a script does to parameters and gradients between steps, inside `tw.edit` and outside."""
 
 import copy
+import ctypes
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import tensorwire.torch as tw
 from tensorwire.memory import private
 from tensorwire.torch.looks import TURNS, Looks
 
+MCL_FUTURE = 2  # of mlockall
 WIDTH = 200  # a weight has 160,000 bytes: many pages, and a bias shares one with others
 
 
@@ -58,7 +62,22 @@ def clamp(model: nn.Module) -> None:
     model[2].bias.data.clamp_(max=-1.0)  # type: ignore[index, operator, union-attr]
 
 
-CHANGES = {"swap": swap, "swap_and_back": swap_and_back, "clamp": clamp}
+def transpose(model: nn.Module) -> None:
+    """The same memory, seen in another form."""
+    model[0].weight.data = model[0].weight.data.t()  # type: ignore[index, union-attr]
+
+
+def negate(model: nn.Module) -> None:
+    model[0].weight.data = torch._neg_view(model[0].weight.data)  # type: ignore[index, union-attr, arg-type]
+
+
+CHANGES = {
+    "swap": swap,
+    "swap_and_back": swap_and_back,
+    "clamp": clamp,
+    "transpose": transpose,
+    "negate": negate,
+}
 
 
 def disturbed(job: tw.Job, who: int, change: str) -> tuple[list[str], str]:
@@ -282,3 +301,54 @@ def test_an_edit_costs_one_publication_of_what_it_changed(
         assert written == pushed + message, name
     # Worker 0's values win: the other one sends none.
     assert all(second[name] == (1, 0, message) for name in wanted)
+
+
+def saving(job: tw.Job, path: str) -> None:
+    model, opt = ready(job)
+    job.keep(model=model, optimizer=opt)
+    backward(model, 0, job.rank)
+    opt.step()
+    opt.zero_grad()
+    before = digest(model)
+    for change in CHANGES.values():
+        change(model)
+        with pytest.raises(RuntimeError, match="was changed outside step"):
+            job.save(path)
+        assert digest(model) == before
+    with tw.edit(model):
+        swap(model)
+        job.save(path)
+    job.save(path)
+
+
+def test_a_change_is_not_saved(team: Team, transports: list[str] | None, tmp_path: Path) -> None:
+    """Named for a bug: a change after the last step was in the checkpoint, and nowhere else."""
+    team.run(saving, f"{tmp_path}/one", workers=1, transports=transports)
+    team.alone(saving, f"{tmp_path}/two")
+
+
+def training_locked(job: tw.Job) -> list[str]:
+    """All memory that is mapped from now on is locked, so each page is there from the start."""
+    assert ctypes.CDLL(None).mlockall(MCL_FUTURE) == 0
+    try:
+        return training(job)
+    finally:
+        ctypes.CDLL(None).munlockall()
+
+
+def training(job: tw.Job) -> list[str]:
+    model, opt = ready(job)
+    digests = []
+    for step in range(3):
+        backward(model, step, job.rank)
+        opt.step()
+        opt.zero_grad()
+        digests.append(digest(model))
+    return digests
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="may not lock memory: needs root")
+def test_memory_that_is_locked(team: Team, transports: list[str] | None) -> None:
+    """Named for a bug: parameters never changed, since each page was a copy from the start."""
+    bits = team.run(training, transports=transports)
+    assert team.run(training_locked, transports=transports) == bits

@@ -34,7 +34,7 @@ def some(value: float = 0.5, size: int = 300) -> dict[str, Any]:
 
 
 def save(path: Path, value: float = 0.5, size: int = 300) -> None:
-    checkpoint.save(path, {"model": Kept(some(value, size))}, 2, 7)
+    checkpoint.save(path, {"model": Kept(some(value, size))}, [], 2, 7)
 
 
 def load(path: Path, mapped: bool = False) -> tuple[int, Any]:
@@ -185,7 +185,7 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     """Named for a bug: it was saved, and the error came when it was needed."""
     path = tmp_path / "checkpoint"
     with pytest.raises(TypeError, match=r"state_dict\(\) of sampler holds .*Kept, which job.load"):
-        checkpoint.save(path, {"sampler": Kept({"of": Kept()})}, 0, 0)
+        checkpoint.save(path, {"sampler": Kept({"of": Kept()})}, [], 0, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -276,6 +276,41 @@ def test_parts_that_were_left_are_removed_and_no_others(tmp_path: Path) -> None:
         assert len(live) == 1
         assert sorted(tmp_path.iterdir()) == sorted([path, others])
         save(path, 1.0)
+
+
+def test_a_part_that_somebody_else_made_is_not_waited_for(tmp_path: Path) -> None:
+    """Named for a bug: a pipe with the name of a part held up `save` and `load` for ever."""
+    path, kept = tmp_path / "checkpoint", tmp_path / "kept"
+    kept.write_bytes(b"not mine to remove")
+    parts = [tmp_path / f".checkpoint.{digit * 16}.part" for digit in "012"]
+    os.mkfifo(parts[0])
+    parts[1].symlink_to(kept)
+    parts[2].mkdir()
+    save(path)
+    assert same(load(path)[1])
+    assert kept.read_bytes() == b"not mine to remove"
+    assert all(os.path.lexists(part) for part in parts)
+
+
+def test_the_longest_name(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    for value in (1.0, 2.0):
+        save(path, value)
+    assert same(load(path)[1], 2.0)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_damaged_archive_before_a_whole_one(tmp_path: Path, mapped: bool) -> None:
+    """Named for a bug: zipfile found the last archive undamaged, and torch read the first."""
+    path = tmp_path / "checkpoint"
+    save(path)
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[whole.index(bytes(some()["weight"].numpy().tobytes()))] ^= 1
+    path.write_bytes(damaged + whole)
+    with pytest.raises(ValueError, match=r"is damaged: its first bytes are of no record\. Copy"):
+        load(path, mapped)
 
 
 PROGRAM = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 _CHUNK_BYTES = 1 << 20
+_MOST_NAME_BYTES = 200  # of a file whose part has its name and 23 bytes; Linux allows 255
 _FLAGS = 0x808  # sizes and CRC-32 follow the data; names are UTF-8
 _ZIP = b"PK\x03\x04"
 _PICKLE = re.compile(rb"\x80[\x02-\x05]")
@@ -89,7 +91,7 @@ def _mode_of(target: Path) -> int | None:
 def _new_part(target: Path) -> tuple[Path, BinaryIO]:
     """A new file beside the target, locked for as long as it is open."""
     while True:
-        part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+        part = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.part")
         file = part.open("xb")
         try:
             if not _lock(file.fileno()) or _is_there(part, file.fileno()):
@@ -101,22 +103,34 @@ def _new_part(target: Path) -> tuple[Path, BinaryIO]:
         file.close()  # another process has removed it before it was locked
 
 
+def _stem(target: Path) -> str:
+    """The target's name; where nothing fits behind that, a shorter one that stands for it."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= _MOST_NAME_BYTES else hashlib.sha256(name).hexdigest()
+
+
 def remove_parts(target: Path) -> None:
     """Removes what processes that were killed in `replace` have left beside a file.
 
     A part is locked by the process that writes it, and that one is left alone; so is every part
     where the file system has no locks, or this process may not remove it.
     """
-    pattern = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{16}\.part")
+    pattern = re.compile(re.escape(f".{_stem(target)}.") + r"[0-9a-f]{16}\.part")
     try:
         names = os.listdir(target.parent)
     except OSError:
         return  # whoever opens the file next says what is wrong with its folder
     for part in (target.with_name(name) for name in names if pattern.fullmatch(name)):
         # Another process may be faster, or this one has no right here: then it stays.
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            if _lock(file.fileno()) and _is_there(part, file.fileno()):
+        with contextlib.suppress(OSError), open(part, "rb", opener=_open_at_once) as file:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            if regular and _lock(file.fileno()) and _is_there(part, file.fileno()):
                 part.unlink()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Also what somebody else has put there: a link is an error, and a pipe is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _lock(descriptor: int) -> bool:
@@ -199,6 +213,9 @@ def _check_records(file: BinaryIO) -> None:
         size = os.fstat(file.fileno()).st_size
         raise zipfile.BadZipFile(f"of {size} bytes, the last are not the end of an archive")
     with zipfile.ZipFile(file) as archive:
+        # zipfile takes the last archive of a file, and torch the first.
+        if min((record.header_offset for record in archive.infolist()), default=1) != 0:
+            raise zipfile.BadZipFile("its first bytes are of no record")
         for record in archive.infolist():
             _check_entry(record)
             size = 0

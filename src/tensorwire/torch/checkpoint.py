@@ -19,10 +19,19 @@ from .whole import whole_of
 _FORMAT = 1
 
 
-def save(path: str | os.PathLike[str], kept: Mapping[str, Any], done: int, seed: int) -> None:
+def save(
+    path: str | os.PathLike[str],
+    kept: Mapping[str, Any],
+    optimizers: list[Any],
+    done: int,
+    seed: int,
+) -> None:
     """See `Job.save`."""
     if not kept:
         raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
+    for optimizer in optimizers:
+        if any(_is_model_of(thing, optimizer) for thing in kept.values()):
+            optimizer._tensorwire.check_unchanged()
     content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
     for name, state in content.items():
         _check_loadable(name, state)

@@ -111,6 +111,7 @@ class Exchange:
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
         self.closed = False
+        self._edited = False  # an edit is under way
         self.last_norm = math.nan
         self.steps = 0  # versions that step() has made
         self._spent = job.statistics
@@ -553,6 +554,7 @@ class Exchange:
         `scaling` says by what gradients are multiplied (where they are reduced already it was the
         same then), and whether nothing is applied if they are not finite, which `finite` tells.
         """
+        self._check_open()
         (scale, check_finite), self.scaling = self.scaling, (None, False)
         started = time.perf_counter()
         if self._first_push and self.store.asynchronous:
@@ -728,16 +730,20 @@ class Exchange:
     @contextlib.contextmanager
     def editing(self) -> Iterator[None]:
         """Parameters are copies inside; what worker 0 has changed becomes everybody's."""
+        self._check_open()
         self.between_steps("edit()")
         self._watch.check()
         self.withdraw()
         self._edit_memory.lend(self.store, self._held)
         before = [_format_of(parameter) for parameter in self.parameters]
+        self._edited = True
         try:
             yield
         except BaseException:
             self._restore(before)
             raise
+        finally:
+            self._edited = False
         self._check_format(before)
         if self._watch.frozen_or_not() is None:
             self._publish(edited=True)
@@ -746,6 +752,18 @@ class Exchange:
                 self._restore(before)
             self.check_movable("freezing inside edit()")
             self._move(self.optimizer.state_dict())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "the job of this optimizer was closed, and the model keeps its last values: to go "
+                "on, call tw.init() and make the optimizer anew"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
+        if not (self.closed or self._edited):
+            self._watch.check()
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError for a split model: its processes would have to agree anew."""

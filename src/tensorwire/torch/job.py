@@ -469,12 +469,13 @@ class Job:
         it replaces; of a symbolic link the target is replaced.
 
         Raises:
-            RuntimeError: nothing was kept.
+            RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
+                would be this worker's alone.
             TypeError: a state_dict() has other objects than tensors, numbers, texts and containers
                 of these, which `load` refuses.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
-        checkpoint.save(path, self._kept, self._done, self.seed)
+        checkpoint.save(path, self._kept, self.optimizers, self._done, self.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.

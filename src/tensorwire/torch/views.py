@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -10,10 +13,17 @@ from tensorwire.parameters import Bytes, Rows
 
 def tensor_at(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
     """A tensor over `memory` with dtype, shape and strides of `like`, and a storage of its own."""
-    if like.numel() == 0:
-        return torch.empty_like(like.detach())
-    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
-    return flat.as_strided(like.size(), like.stride())
+    return in_form(memory, like.dtype, like.size(), like.stride())
+
+
+def in_form(
+    memory: Bytes, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over `memory` of this form, with a storage of its own."""
+    count = math.prod(size)
+    if count == 0:
+        return torch.empty_strided(size, stride, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count).as_strided(size, stride)
 
 
 def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:

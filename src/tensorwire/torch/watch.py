@@ -1,7 +1,8 @@
 """Notices what a script did to parameters outside of `step()` and `tw.edit`.
 
-Looked at before every step and every other change: values by version counter and address, the place
-in the model by identity, and which parameters are frozen.
+Looked at before every step and every other change, and before a checkpoint is written: values by
+version counter, address and form, the place in the model by identity, and which parameters are
+frozen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 from tensorwire.parameters import Store
+
+from .views import in_form
 
 
 class Watch:
@@ -41,7 +44,7 @@ class Watch:
         self._held = held
         self._store = store
         self._owners = self._find_owners()
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}
         if store.compares:
             warnings.warn(
                 "the kernel does not tell which memory this process has written "
@@ -53,7 +56,7 @@ class Watch:
 
     def remember(self) -> None:
         """All is as it should be now."""
-        self._versions = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
+        self._seen = {i: _look_at(p) for i, p in self._held.items()}
 
     def check(self) -> None:
         """Raises RuntimeError if something was changed since, with what to do instead."""
@@ -71,14 +74,16 @@ class Watch:
 
     def _check_values(self) -> None:
         """What was written in place is undone, so that the caller may go on after the error."""
-        now = {i: (p._version, p.data_ptr()) for i, p in self._held.items()}
-        changed = [i for i, each in now.items() if each != self._versions[i]]
+        changed = [i for i, p in self._held.items() if _look_at(p) != self._seen[i]]
         written = [i for i in self._store.take_back(bool(changed)) if i in self._held]
         if not changed and not written:
             return
         for i in changed:
-            if now[i][1] == self._versions[i][1]:
-                self._versions[i] = now[i]
+            parameter, (_, address, size, stride, *_) = self._held[i], self._seen[i]
+            if parameter.data_ptr() == address:
+                value = self._store.value(i)
+                parameter.data = in_form(value, parameter.dtype, size, stride)
+                self._seen[i] = _look_at(parameter)
         raise RuntimeError(
             f"parameter {self._name(self._held[(changed or written)[0]])} was changed outside "
             "step(), in place or by way of .data; other workers would not see it. Change "
@@ -116,3 +121,9 @@ class Watch:
                     "tensor, which the optimizer does not know (load_state_dict(assign=True), for "
                     "example). Load without assign, or make a new optimizer"
                 )
+
+
+def _look_at(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What differs after a change in place, or of the memory or form that `.data` has."""
+    negated = parameter.is_neg(), parameter.is_conj()
+    return parameter._version, parameter.data_ptr(), parameter.shape, parameter.stride(), *negated
