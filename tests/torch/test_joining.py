@@ -7,10 +7,12 @@ import itertools
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,9 +81,9 @@ def demo(rank, world_size, port):
     job = tw.init()
     check_group(rank)
     train(job)
-    store = dist.distributed_c10d._get_default_store()
-    assert store.check(["tensorwire//0/members/1"])
-    assert not store.check(["tensorwire//0/secret"])
+    store = tw.bootstrap.rendezvous._base(dist.distributed_c10d._get_default_store())
+    assert store.check(["tensorwire/torch//0/0/members/1"])
+    assert not store.check(["tensorwire/torch//0/0/secret"])
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -184,6 +186,90 @@ def test_a_second_claim_to_a_rank_is_refused(tmp_path: Path, launcher: str) -> N
     assert not any(each.returncode for each in made), text
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+SECOND_UNDER_TORCHRUN = """
+GROUP = "import torch.distributed as dist; dist.init_process_group('gloo'); "
+parent, child = (GROUP, "") if os.environ["FIRST"] == "the worker" else ("", GROUP)
+exec(parent)
+job = tw.init()
+inner = [sys.executable, "-c", child + "import tensorwire.torch as tw; tw.init()"]
+done = subprocess.run(inner, capture_output=True, text=True)
+assert done.returncode == 1
+assert f"worker {job.rank} of this job is process {os.getpid()} already" in done.stderr, done.stderr
+train(job)
+"""
+
+
+@pytest.mark.parametrize("first", ["the worker", "the subprocess"])
+def test_a_second_claim_is_refused_although_one_has_a_process_group(
+    tmp_path: Path, first: str
+) -> None:
+    """Under torchrun both can enter one store, whose keys must not be those of two jobs."""
+    made = run(tmp_path, SECOND_UNDER_TORCHRUN, *TORCHRUN, FIRST=first)
+    check_done(made.communicate(timeout=100)[0])
+    assert made.returncode == 0
+
+
+def test_torchrun_starts_all_again_after_a_failure(tmp_path: Path) -> None:
+    """Its store is the same as before, in which every rank is claimed already.
+
+    Not with a process group, whose own keys are there too: torch may wait for the gloo of before.
+    """
+    text = """
+job = tw.init()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    job.barrier()
+    raise LookupError("bad luck")
+train(job)
+"""
+    made = run(tmp_path, text, *TORCHRUN, "--max-restarts=1", "--monitor-interval=0.1")
+    told = made.communicate(timeout=100)[0]
+    check_done(told)
+    assert made.returncode == 0
+    assert "LookupError: bad luck" in told
+
+
+def test_one_job_after_another_at_one_port(tmp_path: Path) -> None:
+    text = """
+def demo(rank, port):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = port
+    train(tw.init(rank=rank, world_size=2))
+
+if __name__ == "__main__":
+    for _ in range(2):
+        mp.spawn(demo, args=(os.environ["PORT"],), nprocs=2)
+"""
+    made = run(tmp_path, text, PORT=free_port())
+    told = made.communicate(timeout=100)[0]
+    assert made.returncode == 0, told
+    assert sorted(re.findall(r"^done (\d) 2 1 ", told, re.MULTILINE)) == ["0", "0", "1", "1"], told
+
+
+@pytest.mark.parametrize("waits", ["worker 0", "worker 1", "a name"])
+def test_ctrl_c_ends_the_wait_for_others(tmp_path: Path, waits: str) -> None:
+    text = """
+print("begins", flush=True)
+try:
+    tw.init()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    address = "no-such-host.invalid" if waits == "a name" else "127.0.0.1"
+    rank = "0" if waits == "worker 0" else "1"
+    meeting = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": free_port()}
+    made = run(tmp_path, text, TENSORWIRE_JOIN_TIMEOUT="500", **meeting)
+    assert made.stdout is not None
+    assert made.stdout.readline() == "begins\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        made.wait(2.0)  # until it waits; earlier is easier
+    made.send_signal(signal.SIGINT)
+    try:
+        assert made.communicate(timeout=30)[0] == "interrupted\n"
+    finally:
+        made.kill()
+
+
 def test_tensorwire_run_behind_a_process_group(tmp_path: Path) -> None:
     text = """
 dist.init_process_group("gloo")
@@ -234,6 +320,60 @@ def test_missing_workers_are_named(environ: pytest.MonkeyPatch) -> None:
     store.set("members/1", "here")
     with pytest.raises(UnavailableError, match=r"waited 1 s .* for worker 2, worker 3: RANK say"):
         rendezvous.Meeting(Start(0, 4, "RANK"), store)
+
+
+def test_there_is_one_time_for_all_that_has_to_come(environ: pytest.MonkeyPatch) -> None:
+    """Members that are late leave less of it for the secret; what follows has its own."""
+    environ.setenv("TENSORWIRE_JOIN_TIMEOUT", "500")
+    store = dist.HashStore()
+    store.set("members/0", '{"host": "5", "name": "process 7 on b"}')
+    with pytest.raises(UnavailableError, match=r"worker 1 waited 500 s .* for worker 0: its own"):
+        rendezvous.Meeting(Start(1, 2, "RANK"), store, time.monotonic() + 0.1)
+    store = dist.HashStore()
+    store.set("members/0", '{"host": "5", "name": "process 7 on b"}')
+    store.set("secret", "TENSORWIRE_SECRET")
+    meeting = rendezvous.Meeting(Start(1, 2, "RANK"), store, time.monotonic() + 0.1)
+    environ.setenv("TENSORWIRE_JOIN_TIMEOUT", "1")
+    setting = threading.Timer(0.3, store.set, ("later", "x"))
+    setting.start()
+    meeting.wait({"later": "somebody"}, "no advice")
+    setting.join()
+
+
+def test_what_names_the_store_of_a_group(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it would be named without the group; nothing names what several jobs may share."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    assert rendezvous._place_of(store) == f"127.0.0.1:{store.port}"
+    environ.setenv("MASTER_ADDR", "localhost")
+    environ.setenv("MASTER_PORT", "1")
+    assert rendezvous._place_of(store) == f"127.0.0.1:{store.port}"
+    environ.setenv("MASTER_PORT", str(store.port))
+    assert rendezvous._place_of(store) == f"localhost:{store.port}"
+    file = dist.FileStore(str(tmp_path / "store"), 1)
+    assert rendezvous._place_of(file) == str(tmp_path / "store")
+    assert rendezvous._place_of(dist.HashStore()) == ""
+
+
+@pytest.mark.parametrize("below", [None, "half"])
+def test_a_store_that_several_groups_may_share(environ: pytest.MonkeyPatch, below: str) -> None:
+    """Each of these is a job, with a worker 0."""
+    base = dist.HashStore()
+    store = dist.PrefixStore(below, base) if below else base
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = rendezvous._whole(dist.distributed_c10d._get_default_store())
+        assert (found == base) == (below is None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_alone_whatever_a_launcher_has_said(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("TENSORWIRE_RANK", "1")
+    environ.setenv("TENSORWIRE_WORKERS", "2")
+    with pytest.raises(ValueError, match="TENSORWIRE_SERVERS is not set"):
+        tw.init()
+    with tw.init(rank=0, world_size=1) as job:
+        assert job.size == 1
 
 
 def test_a_store_of_somebody_else(environ: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.membership import Start, explicit_start, find_cluster_start, find_start
-from tensorwire.membership.engines import _first_host, without_ranks
+from tensorwire.membership.engines import _SIGNS, _first_host, without_ranks
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.b", "MASTER_PORT": "29500"}
 # As srun of Slurm 22.05 sets them.
@@ -107,6 +107,20 @@ def test_what_is_inside_counts() -> None:
         ({"RANK": "0"}, "RANK hints"),
         ({"MASTER_ADDR": "localhost"}, "MASTER_ADDR hints .* call init_process_group before"),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, "PMIX_RANK hints"),
+        ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1 and OMPI_COMM_WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE hints"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "OMPI_COMM_WORLD_LOCAL_SIZE hints"),
+        ({"PMI_RANK": "1"}, "PMI_RANK hints"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_PROCID hints"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK hints at other workers of torchrun"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE hints"),
+        ({"GROUP_WORLD_SIZE": "4"}, "GROUP_WORLD_SIZE hints"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE hints .* of Flux .*=4"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "FLUX_JOB_SIZE": "4"}, "FLUX"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE hints"),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID hints"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE hints"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX hints .* set RANK, WORLD_SIZE"),
         ({**SLURM, "WORLD_SIZE": "8"}, "WORLD_SIZE is 8 and SLURM_PROCID .* 4 workers"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_PROCID .* MASTER_ADDR is not set: export"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "worker 1 of 2.*mpirun -x MASTER_ADDR"),
@@ -118,7 +132,18 @@ def test_what_is_missing_is_named(environ: dict[str, str], words: str) -> None:
         find_start(environ)
 
 
-@pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "3"},
+        {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FLUX_JOB_SIZE": "1", "PALS_RANKID": "0"},
+        {**SLURM, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
 def test_alone(environ: dict[str, str]) -> None:
     assert find_start(environ) is None
 
@@ -141,7 +166,8 @@ def test_servers_and_other_jobs_get_no_ranks() -> None:
 def test_the_page_names_every_variable(repository: Path) -> None:
     page = (repository / "docs" / "launch.md").read_text()
     names = {*TORCH, *OPEN_MPI, *MPICH, "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
-    assert not [name for name in names - {"PMIX_RANK"} if name not in page]
+    names |= {name for _, *variables in _SIGNS for name in variables}
+    assert not [name for name in names if name not in page]
 
 
 def test_clusters_alone() -> None:

@@ -31,6 +31,7 @@ def test_a_complete_environment() -> None:
 def test_nothing_said_is_alone() -> None:
     assert Place.from_environment({}) is None
     assert Place.from_environment({"TENSORWIRE_SLICES": "3"}) == Place(slices=3)
+    assert Place.from_environment({"TENSORWIRE_WORKERS": "1", "TENSORWIRE_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,9 @@ def test_nothing_said_is_alone() -> None:
         ({"TENSORWIRE_WORKERS": None}, "TENSORWIRE_WORKERS is not"),
         ({"TENSORWIRE_WORKERS": "0"}, "TENSORWIRE_WORKERS is '0'"),
         ({"TENSORWIRE_SERVERS": " , "}, "is empty"),
+        ({"TENSORWIRE_SERVERS": None}, "RANK and TENSORWIRE_WORKERS say .*_SERVERS is not set"),
+        ({"TENSORWIRE_SERVERS": None, "TENSORWIRE_WORKERS": None}, "TENSORWIRE_RANK say"),
+        ({"TENSORWIRE_SERVERS": None, "TENSORWIRE_RANK": None}, "TENSORWIRE_WORKERS say"),
         ({"TENSORWIRE_SLICES": "-1"}, "TENSORWIRE_SLICES is '-1'"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from .claim import drop_claim, hold_claim, refusal
 from .collective import MAX_NUMBERS, Collective, CollectiveServer
-from .engines import Start, explicit_start, find_cluster_start, find_start, without_ranks
+from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
 from .members import (
     GOODBYE,
     LOOPBACK,
@@ -20,6 +20,7 @@ from .members import (
     why_lost,
     worker_name,
 )
+from .runtime import runtime_folder
 
 __all__ = [
     "GOODBYE",
@@ -42,8 +43,10 @@ __all__ = [
     "introductions_in",
     "listed",
     "refusal",
+    "runtime_folder",
     "server_name",
     "this_host",
+    "torch_job",
     "turn_away",
     "why_lost",
     "without_ranks",

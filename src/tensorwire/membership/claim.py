@@ -1,19 +1,28 @@
-"""One process of a host is a worker of a job, and no other one: a name that the kernel keeps.
+"""One process of a host is a worker of a job, and no other one: a lock that ends with its process.
 
-A process inherits the variables of the one that started it, RANK too. The name is an abstract unix
-socket, which is gone with its process; forked children let go of it.
+A process inherits the variables of the one that started it, RANK too. The lock is on a file in a
+folder that no other user can write to, so that nobody else can take it or keep it; a forked child
+lets go of it. The file has the holder's process id, for messages alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import os
-import socket
-import struct
+import time
+from pathlib import Path
 
-_held: tuple[str, socket.socket] | None = None
+from tensorwire.errors import UnavailableError
+
+from .members import this_host
+from .runtime import RUNTIME, runtime_folder
+
+# How long a lock is tried that no worker holds: a process that removes what dead ones left, or one
+# that is between fork and exec.
+_PATIENCE_S = 2.0
+_held: tuple[Path, int] | None = None
 
 
 def hold_claim(job: str, rank: int, told_by: str) -> None:
@@ -26,30 +35,40 @@ def hold_claim(job: str, rank: int, told_by: str) -> None:
 
     Raises:
         RuntimeError: another process of this host is that worker; it is not disturbed.
+        UnavailableError: no folder is fit for the lock, or it has no locks.
     """
     global _held
-    name = f"\0tensorwire-{hashlib.sha256(f'{job} {rank}'.encode()).hexdigest()[:40]}"
-    if _held is not None and _held[0] == name:
+    digest = hashlib.sha256(f"{this_host()} {job} {rank}".encode()).hexdigest()[:40]
+    path = runtime_folder() / f"claim-{digest}"
+    if _held is not None and _held[0] == path:
         return
     drop_claim()
-    made = socket.socket(socket.AF_UNIX)
     try:
-        made.bind(name)
-        made.listen()
+        descriptor = _lock_patiently(path)
     except OSError as error:
-        made.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise RuntimeError(refusal(rank, told_by, f"process {_holder(name)}")) from None
-    _held = name, made
+        raise UnavailableError(
+            f"the file {path}, which keeps a second process from being worker {rank}, cannot be "
+            f"locked ({error.strerror}); set {RUNTIME} to a folder of yours on a disk of this host"
+        ) from error
+    if descriptor is None:
+        raise RuntimeError(refusal(rank, told_by, f"process {_holder(path) or '(unknown)'}"))
+    _held = path, descriptor
+    with contextlib.suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    _remove_left(path.parent)
 
 
 def drop_claim() -> None:
     """Another process may be this worker from now on. Idempotent."""
     global _held
     if _held is not None:
-        _held[1].close()
-    _held = None
+        path, descriptor = _held
+        _held = None
+        with contextlib.suppress(OSError):
+            if _is_there(path, descriptor):
+                path.unlink()
+        os.close(descriptor)
 
 
 def refusal(rank: int, told_by: str, holder: str) -> str:
@@ -67,13 +86,66 @@ def refusal(rank: int, told_by: str, holder: str) -> str:
     )
 
 
-def _holder(name: str) -> str:
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-        probe.settimeout(1.0)
-        probe.connect(name)
-        told = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return str(struct.unpack("3i", told)[0])
-    return "(unknown)"  # it is just starting or ending
+def _lock_patiently(path: Path) -> int | None:
+    """The descriptor of a file that is locked and has this name; None if a worker holds it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            locked = _lock(descriptor)
+            if locked and _is_there(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Else it was removed between the two calls, by who held it or found it left.
+        os.close(descriptor)
+        if not locked and (_is_running(_holder(path)) or time.monotonic() > deadline):
+            return None
+        time.sleep(0.005)
 
 
-os.register_at_fork(after_in_child=drop_claim)
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    """The name is still, or again, that of the file which is open."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes the files of processes that were killed; nobody has a lock on these."""
+    for path in folder.glob("claim-*"):
+        with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+            if _lock(file.fileno()) and _is_there(path, file.fileno()):
+                path.unlink()
+
+
+def _holder(path: Path) -> str:
+    """The process id in the file, "" if there is none yet."""
+    with contextlib.suppress(OSError):
+        return path.read_text("ascii", "replace")[:20]
+    return ""
+
+
+def _is_running(process: str) -> bool:
+    return process.isdigit() and os.path.exists(f"/proc/{process}")
+
+
+def _let_go() -> None:
+    """In a forked child. The lock is the parent's too, so it must not be undone here."""
+    global _held
+    if _held is not None:
+        os.close(_held[1])
+    _held = None
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -30,6 +30,25 @@ TORCH_VARIABLES = (
 )
 """What torchrun sets for every worker, without those that only concern torchrun itself."""
 
+_SIGNS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI", "PMI_RANK", "PMI_SIZE"),
+    ("MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("PMIx", "PMIX_RANK", ""),
+    ("torchrun", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    ("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("PALS", "PALS_RANKID", ""),
+    ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("a Kubernetes Job", "JOB_COMPLETION_INDEX", ""),
+)
+"""Engine, its rank, its number of processes. A rank other than 0 and a number other than 1 say that
+there are others, also where that is not enough to find them."""
+_CLUSTERS = ("Open MPI", "MPI", "Slurm", "PMIx")
+
 _ALONE = "tw.init(rank=0, world_size=1) if this process is to train alone"
 
 
@@ -71,18 +90,21 @@ def find_start(environ: Mapping[str, str]) -> Start | None:
         ValueError: a variable says that there are others, and something is missing or makes no
             sense; the message names it and what to do.
     """
-    start = _torch(environ) or find_cluster_start(environ)
-    if start is None:
-        _check_nobody_else(environ)
+    start = _torch(environ)
+    if start is not None and start.workers == 1:
+        _check_mpi_agrees(environ)
         return None
-    if "RANK" not in environ and "WORLD_SIZE" in environ:
+    start = start or find_cluster_start(environ)
+    if start is None or start.workers == 1:
+        _check_nobody_else(environ, start)
+    if start is not None and "RANK" not in environ and "WORLD_SIZE" in environ:
         told = number("WORLD_SIZE", environ["WORLD_SIZE"], 1, MAX_WORKERS)
         if told != start.workers:
             raise ValueError(
                 f"WORLD_SIZE is {told} and {start.told_by} say {start.workers} workers; start as "
                 f"many, or unset WORLD_SIZE; {_ALONE}"
             )
-    return None if start.workers == 1 else start
+    return None if start is None or start.workers == 1 else start
 
 
 def find_cluster_start(environ: Mapping[str, str]) -> Start | None:
@@ -109,7 +131,13 @@ def explicit_start(environ: Mapping[str, str], rank: int, workers: int) -> Start
     if workers == 1:
         return Start(0, 1, told_by)
     host, port = _meeting_point(environ, told_by)
-    return Start(rank, workers, told_by, host, port, "torch//0")
+    return Start(rank, workers, told_by, host, port, torch_job(environ))
+
+
+def torch_job(environ: Mapping[str, str]) -> str:
+    """`Start.job` where torch's variables say who meets: torchrun's store outlives a restart."""
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"torch/{run}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
@@ -146,10 +174,8 @@ def _torch(environ: Mapping[str, str]) -> Start | None:
     if workers == 1:
         return Start(0, 1, told_by)
     host, port = _meeting_point(environ, told_by)
-    run = environ.get("TORCHELASTIC_RUN_ID", "")
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     kept = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Start(rank, workers, told_by, host, port, f"torch/{run}/{attempt}", kept)
+    return Start(rank, workers, told_by, host, port, torch_job(environ), kept)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Start | None:
@@ -238,29 +264,53 @@ def _meeting_point(environ: Mapping[str, str], told_by: str) -> tuple[str, int]:
     return environ["MASTER_ADDR"], number("MASTER_PORT", environ["MASTER_PORT"], 1, 65535)
 
 
-def _check_nobody_else(environ: Mapping[str, str]) -> None:
+def _check_nobody_else(environ: Mapping[str, str], start: Start | None) -> None:
     """Raises ValueError if a variable hints at other workers: each would train a model of its own.
 
     So it is where a script names its rank to `init_process_group` alone.
+
+    Args:
+        environ: the variables.
+        start: an engine that says that this process is alone; another one may be inside of it.
     """
-    world = environ.get("WORLD_SIZE", "")
-    names = [
-        name
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        if environ.get(name)
-    ]
-    if world and world != "1":
-        names = ["WORLD_SIZE", *names]
-    elif world:
-        return
-    if not names and "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
-        names = ["PMIX_RANK"]
-    if names:
+    # Slurm starts what starts MPI: an outer one's variables are still there.
+    signs = _signs(environ, () if start is None else _CLUSTERS)
+    if start is None and environ.get("WORLD_SIZE", "") != "1":
+        said = ["WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"]
+        said += ["PMIX_RANK"] if "PMIX_NAMESPACE" in environ else []
+        signs = [*((name, "") for name in said if environ.get(name)), *signs]
+    if signs:
+        name, engine = signs[0]
+        whose = f" of {engine}" if engine else ""
         raise ValueError(
-            f"{names[0]} hints at other workers, but nothing says which one this is and how "
-            "many there are: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
-            "init_process_group before tw.init(), or tw.init(rank=…, world_size=…); "
-            f"{_ALONE}"
+            f"{name} hints at other workers{whose} ({name}={environ[name]}), but nothing that "
+            "tensorwire knows says which one this is and how many there are: set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT, or call init_process_group before tw.init(), or "
+            f"tw.init(rank=…, world_size=…); {_ALONE}"
+        )
+
+
+def _signs(environ: Mapping[str, str], without: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The variables that say that there are others, each with its engine; not of these engines."""
+    return [
+        (name, engine)
+        for engine, rank, size in _SIGNS
+        if engine not in without
+        for name, harmless in ((size, "1"), (rank, "0"))
+        if environ.get(name, harmless) not in (harmless, "")
+    ]
+
+
+def _check_mpi_agrees(environ: Mapping[str, str]) -> None:
+    """Raises ValueError if RANK and WORLD_SIZE say that one is alone, and Open MPI does not.
+
+    Inside a step of Slurm or a worker of torchrun they count: these start what starts others too.
+    """
+    name = "OMPI_COMM_WORLD_SIZE"
+    if environ.get(name, "1") != "1" and "TORCHELASTIC_RUN_ID" not in environ:
+        raise ValueError(
+            f"WORLD_SIZE is 1 and {name} is {environ[name]}: unset RANK and WORLD_SIZE to train "
+            f"with the others, or call {_ALONE}"
         )
 
 

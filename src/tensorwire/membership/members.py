@@ -149,6 +149,7 @@ class Place:
             ValueError: a variable is missing or makes no sense.
         """
         if SERVERS not in environ:
+            _check_unsaid(environ)
             slices = _number(environ, SLICES, "1", 1, MAX_WORKERS)
             return Place(slices=slices) if slices > 1 else None
         workers = _number(environ, WORKERS, None, 1, MAX_WORKERS)
@@ -276,6 +277,21 @@ class WorkerMember:
             with contextlib.suppress(TensorwireError):
                 word.set(GOODBYE).wait(30.0)
         self.node.close()
+
+
+def _check_unsaid(environ: Mapping[str, str]) -> None:
+    """Raises ValueError if a launcher's variables say that there are others, but not the servers.
+
+    One worker needs nobody.
+    """
+    told = [name for name in (RANK, WORKERS) if environ.get(name)]
+    if told and (environ.get(WORKERS) != "1" or environ.get(RANK, "0") != "0"):
+        names = " and ".join(told)
+        raise ValueError(
+            f"{names} say that this is a worker of a job and {SERVERS} is not set, so that it "
+            f"cannot join the others: unset {names}, or pass {SERVERS} on too; "
+            "tw.init(rank=0, world_size=1) if this process is to train alone"
+        )
 
 
 def this_host() -> int:

@@ -37,12 +37,14 @@ def find_place(rank: int | None = None, workers: int | None = None) -> Place:
     Raises:
         RuntimeError: another process is this worker.
         ValueError: variables or arguments contradict each other, or do not say enough.
-        UnavailableError: a server did not start, or a worker is missing.
+        UnavailableError: a server did not start, or a worker is missing, or no folder is fit for
+            the lock on the rank.
     """
     global _by_engine
     _by_engine = False
-    place = Place.from_environment()
-    if place is not None and place.servers and workers != 1:
+    # A program that says that it is alone is alone, whatever a launcher has said to it.
+    place = Place.from_environment(os.environ if workers != 1 else _slices_alone())
+    if place is not None and place.servers:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
             raise ValueError(
                 f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
@@ -58,6 +60,10 @@ def find_place(rank: int | None = None, workers: int | None = None) -> Place:
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return Place(meeting.rank, meeting.workers, _start_servers(meeting), slices)
+
+
+def _slices_alone() -> dict[str, str]:
+    return {SLICES: os.environ[SLICES]} if SLICES in os.environ else {}
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

@@ -12,10 +12,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import secrets
 import socket
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,9 +31,12 @@ from tensorwire.membership import (
     hold_claim,
     refusal,
     this_host,
+    torch_job,
 )
 
 JOIN_TIMEOUT = "TENSORWIRE_JOIN_TIMEOUT"
+_PAUSES_S = 0.005, 0.1  # between two looks at what may be there: the first one, and the longest
+_ENTRY_S = 3.0  # for a store to answer who has reached it; then it is tried again
 _ELSEWHERE = "192.0.2.1"  # an address that nobody has
 
 _meetings = itertools.count()  # which all workers hold in the same order
@@ -40,6 +46,11 @@ _kept: dict[tuple[str, int], Any] = {}  # a store that worker 0 closed would end
 class Meeting:
     """The workers of a job, all of them there; made by `meet`.
 
+    Args:
+        start: this worker.
+        store: as below.
+        deadline: of `time.monotonic`, until when all have to be there; else `join_timeout_s`.
+
     Attributes:
         rank: this worker.
         workers: how many there are.
@@ -48,12 +59,15 @@ class Meeting:
         address: where all hosts can reach worker 0; "" if nobody said it.
     """
 
-    def __init__(self, start: Start, store: Any) -> None:
+    _deadline: float | None = None
+
+    def __init__(self, start: Start, store: Any, deadline: float | None = None) -> None:
         self.rank = start.rank
         self.workers = start.workers
         self.store = store
         self.address = start.host
         self._told_by = start.told_by
+        self._deadline = deadline or time.monotonic() + join_timeout_s()
         self._claim()
         members = self._gather()
         hosts: dict[str, list[int]] = {}
@@ -62,6 +76,7 @@ class Meeting:
             hosts.setdefault(member["host"] or f"of {rank}", []).append(rank)
         self.hosts = list(hosts.values())
         self._agree_on_secret()
+        self._deadline = None  # what comes later has its own time
 
     @property
     def listen(self) -> str:
@@ -85,7 +100,7 @@ class Meeting:
         return [json.loads(self.store.get(key)) for key in names]
 
     def wait(self, keys: Mapping[str, str], advice: str) -> None:
-        """Waits until all keys are in the store.
+        """Waits until all keys are in the store, for `join_timeout_s`; Ctrl-C ends it at once.
 
         Args:
             keys: each with who sets it.
@@ -95,21 +110,27 @@ class Meeting:
             UnavailableError: the time is over, or the store is gone; the message names who is
                 missing.
         """
-        timeout_s = join_timeout_s()
+        deadline = time.monotonic() + join_timeout_s() if self._deadline is None else self._deadline
         try:
-            self.store.wait(list(keys), timedelta(seconds=timeout_s))
+            missing = [who for key, who in keys.items() if not self._has(key, deadline)]
         except RuntimeError as error:
-            try:
-                missing = [who for key, who in keys.items() if not self.store.check([key])]
-            except RuntimeError:
-                raise UnavailableError(
-                    f"worker {self.rank} has lost the store at which the workers meet, so worker 0 "
-                    f"has probably ended; its own error tells why ({_line(error)})"
-                ) from error
             raise UnavailableError(
-                f"worker {self.rank} waited {timeout_s:g} s ({JOIN_TIMEOUT}) for "
-                f"{', '.join(missing) or 'the store'}: {advice}"
+                f"worker {self.rank} has lost the store at which the workers meet, so worker 0 "
+                f"has probably ended; its own error tells why ({_line(error)})"
             ) from error
+        if missing:
+            raise UnavailableError(
+                f"worker {self.rank} waited {join_timeout_s():g} s ({JOIN_TIMEOUT}) for "
+                f"{', '.join(missing)}: {advice}"
+            )
+
+    def _has(self, key: str, deadline: float) -> bool:
+        """Whether it is in the store until then. Not `store.wait`, which handles no signals."""
+        for pause_s in _pauses_s(deadline):
+            if self.store.check([key]):
+                return True
+            time.sleep(pause_s)
+        return bool(self.store.check([key]))
 
     def _agree_on_secret(self) -> None:
         """Afterwards the secret is in the environment, and no longer in the store."""
@@ -144,7 +165,8 @@ def meet(rank: int | None = None, workers: int | None = None) -> Meeting | None:
 
     Raises:
         RuntimeError: another process has claimed this rank.
-        UnavailableError: a worker is missing, or the meeting point cannot be reached.
+        UnavailableError: a worker is missing, or the meeting point cannot be reached, or no folder
+            is fit for the lock on the rank.
         ValueError: the engine or the arguments make no sense.
     """
     number = next(_meetings)
@@ -152,13 +174,18 @@ def meet(rank: int | None = None, workers: int | None = None) -> Meeting | None:
     start = _find(rank, workers, None if group is None else group[0])
     if start is None or start.workers == 1:
         return None
-    if group is None:
-        hold_claim(f"{start.job} {start.address}", start.rank, start.told_by)
+    deadline = time.monotonic() + join_timeout_s()
+    shared = None if group is None else _whole(group[1])
+    if place := start.address if group is None else _place_of(shared):
+        hold_claim(place, start.rank, start.told_by)
     try:
         import torch.distributed as dist
 
-        store = _open_store(start) if group is None else group[1]
-        return Meeting(start, dist.PrefixStore(f"tensorwire/{start.job}/{number}", store))
+        # With a group or without one it is the same job, so that a second process of a rank is
+        # noticed in the store too.
+        shared = _open_store(start, deadline) if group is None else shared
+        store = dist.PrefixStore(f"tensorwire/{start.job}/{number}", shared)
+        return Meeting(start, store, deadline)
     except BaseException:
         drop_claim()
         raise
@@ -251,39 +278,135 @@ def _default_group() -> tuple[Start, Any] | None:
             "meet: call tw.init() before init_process_group, or tw.init(rank=…, world_size=…) then"
         )
     host = getattr(_base(store), "host", None) or os.environ.get("MASTER_ADDR", "")
-    return Start(rank, workers, told_by, host), store
+    return Start(rank, workers, told_by, host, job=torch_job(os.environ)), store
 
 
-def _open_store(start: Start) -> Any:
+def _whole(store: Any) -> Any:
+    """The store below the prefixes of a group; the group's own if others may share the whole.
+
+    Each of these would have a worker 0, below another prefix.
+    """
+    import torch.distributed as dist
+
+    base, name = _base(store), dist.group.WORLD.group_name
+    store.set("tensorwire/group", "")
+    prefixes = f"default_pg/{name}/", f"{name}/"  # where torch made the store, or the program did
+    mine = any(base.check([f"{prefix}/tensorwire/group"]) for prefix in prefixes)
+    return base if mine else store
+
+
+def _place_of(store: Any) -> str:
+    """What names a store as `Start.address` does, on this host; "" if nothing does."""
+    if path := getattr(store, "path", ""):
+        return os.path.realpath(path)
+    if not (port := getattr(store, "port", 0)):
+        return ""
+    # A host has several names; what a process without a group would be told is the one that counts.
+    told = os.environ.get("MASTER_ADDR") if os.environ.get("MASTER_PORT") == str(port) else ""
+    return f"{told or store.host}:{port}"
+
+
+def _open_store(start: Start, deadline: float) -> Any:
     """Worker 0 keeps it, in a way that `init_process_group` in the same process shares."""
     import torch.distributed as dist
 
     where = start.host, start.port
     if where in _kept:
         return _kept[where]
-    timeout_s = join_timeout_s()
-    host = start.rank == 0 and not start.kept
+    keeps = start.rank == 0 and not start.kept
     try:
-        store = dist.TCPStore(
-            start.host,
-            start.port,
-            is_master=host,
-            timeout=timedelta(seconds=timeout_s),
-            multi_tenant=host,
-        )
-    except RuntimeError as error:
-        if host:
+        if keeps:
+            # By loopback it need not wait for itself, whatever the host's name for others is.
+            store = dist.TCPStore("127.0.0.1", start.port, is_master=True, multi_tenant=True)
+        else:
+            store = _enter_store(start.host, start.port, deadline)
+        store.set_timeout(timedelta(seconds=join_timeout_s()))
+    except (OSError, RuntimeError) as error:
+        if keeps:
             raise UnavailableError(
                 f"worker 0 cannot keep a store at port {start.port}: set MASTER_PORT to a free "
                 f"port for all workers ({_line(error)})"
             ) from error
         raise UnavailableError(
-            f"worker {start.rank} waited {timeout_s:g} s ({JOIN_TIMEOUT}) for the store of worker "
-            f"0 at {start.address}: was worker 0 started, is {start.host} its host, and can it be "
-            f"reached there? MASTER_ADDR and MASTER_PORT name another place ({_line(error)})"
+            f"worker {start.rank} waited {join_timeout_s():g} s ({JOIN_TIMEOUT}) for the store of "
+            f"worker 0 at {start.address}: was worker 0 started, is {start.host} its host, and can "
+            f"it be reached there? MASTER_ADDR and MASTER_PORT name another place ({_line(error)})"
         ) from error
     _kept[where] = store
     return store
+
+
+def _enter_store(host: str, port: int, deadline: float) -> Any:
+    """A client of a TCPStore. The constructor handles no signals, so it never waits for long.
+
+    Raises:
+        OSError: nobody listens there until the deadline.
+        RuntimeError: who listens there is no store.
+    """
+    import torch.distributed as dist
+
+    while True:
+        _await_listener(host, port, deadline)
+        left_s = deadline - time.monotonic()
+        limit = timedelta(seconds=max(min(left_s, _ENTRY_S), 1.0))
+        try:
+            return dist.TCPStore(host, port, is_master=False, timeout=limit)
+        except RuntimeError:
+            if left_s <= _ENTRY_S:
+                raise
+        time.sleep(_PAUSES_S[1])
+
+
+def _await_listener(host: str, port: int, deadline: float) -> None:
+    """Waits until a port takes connections; Ctrl-C ends it at once, although a name is resolved.
+
+    Raises:
+        OSError: nobody listened there in time; the last reason.
+    """
+    over = threading.Event()
+    told: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+    arguments = host, port, deadline, over, told
+    threading.Thread(target=_knock, args=arguments, daemon=True).start()
+    try:
+        error = told.get(timeout=max(deadline - time.monotonic(), 0.0) + _PAUSES_S[1])
+    except queue.Empty:
+        error = TimeoutError(f"the name {host} was not resolved")
+    finally:
+        over.set()
+    if error is not None:
+        raise error
+
+
+def _knock(
+    host: str,
+    port: int,
+    deadline: float,
+    over: threading.Event,
+    told: queue.SimpleQueue[OSError | None],
+) -> None:
+    error: OSError = TimeoutError("no time was left")
+    for pause_s in _pauses_s(deadline):
+        left_s = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(min(left_s, 2.0), 0.01)).close()
+        except OSError as caught:
+            error = caught
+        except UnicodeError:
+            error = OSError(f"{host!r} is no name of a host")
+        else:
+            told.put(None)
+            return
+        if over.wait(pause_s):
+            return
+    told.put(error)
+
+
+def _pauses_s(deadline: float) -> Iterator[float]:
+    """How long to wait after each look at something, growing, until the deadline."""
+    pause_s, longest_s = _PAUSES_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        yield min(pause_s, left_s)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def _base(store: Any) -> Any:

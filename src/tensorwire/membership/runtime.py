@@ -1,0 +1,73 @@
+"""The folder of this user's running jobs on this host, into which no other user can write.
+
+It is the place for locks and for what jobs tell about themselves, because nobody else can take a
+name in it. Knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorwire.errors import UnavailableError
+
+RUNTIME = "XDG_RUNTIME_DIR"
+
+
+def runtime_folder() -> Path:
+    """The first of three places that is fit, made if it is missing; the same for all processes.
+
+    These are `$XDG_RUNTIME_DIR/tensorwire`, `/tmp/tensorwire-UID`, and `~/.cache/tensorwire-HOST`
+    for where a stranger has taken the second one.
+
+    Raises:
+        UnavailableError: none is fit; the message says why, and what to do.
+    """
+    refusals = []
+    for folder in _candidates():
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            reason = _why_unfit(folder)
+        except OSError as error:
+            reason = str(error.strerror)
+        if reason is None:
+            return folder
+        refusals.append(f"{folder} ({reason})")
+    raise UnavailableError(
+        f"no folder for the locks of running jobs is fit: {', '.join(refusals)}; set {RUNTIME} to "
+        "a folder that is yours and that nobody else can write to, the same for all processes"
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    # `su` and `sudo` may leave the one of another user.
+    runtime = Path(os.environ.get(RUNTIME, ""))
+    with contextlib.suppress(OSError):
+        if runtime.is_absolute() and _why_unfit(runtime) is None:
+            yield runtime / "tensorwire"
+    with contextlib.suppress(OSError):  # no folder for temporary files at all
+        yield Path(tempfile.gettempdir()) / f"tensorwire-{os.geteuid()}"
+    # A home can be that of several hosts, and their locks need not know of each other.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if cache.is_absolute():
+        with contextlib.suppress(OSError):
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield cache / f"tensorwire-{socket.gethostname()}"
+
+
+def _why_unfit(folder: Path) -> str | None:
+    """What makes it another user's to write to, or not this one's; links are not followed."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "no folder"
+    if found.st_uid != os.geteuid():
+        return f"owned by user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"mode {stat.S_IMODE(found.st_mode):o}, so that others can write"
+    return None if os.access(folder, os.W_OK | os.X_OK) else "not to be written"
