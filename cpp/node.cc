@@ -343,7 +343,7 @@ PeerPtr Node::accept(Deadline deadline) {
 std::vector<PeerPtr> Node::peers() const {
   if (epoch_ != fork::epoch()) check_open();
   auto result = all_peers();
-  std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready(); });
+  std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready() || peer->lost(); });
   return result;
 }
 
