@@ -336,6 +336,7 @@ PeerPtr Node::accept(Deadline deadline) {
     PeerPtr peer = std::move(accepted_.front());
     accepted_.pop_front();
     accepted_count_ = accepted_.size();
+    if (peer->lost()) continue;  // just now, and about to be forgotten
     return peer;
   }
 }
