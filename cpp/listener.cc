@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,8 +30,13 @@ constexpr int kBacklog = 4096;
 // Callers that want another limit, or heed signals, resolve the name themselves.
 constexpr double kResolveS = 10;
 
-// With so many jobs that somebody holds up, nobody gets a chance to hold up another one.
-constexpr size_t kMostStuck = 32;
+// With so many jobs that somebody holds up, nobody gets a chance to hold up another one. Each holds
+// a descriptor; the others are for honest peers.
+size_t most_stuck() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return std::min<rlim_t>(limit.rlim_cur / 4, 1024);
+}
 
 Descriptor listen_tcp(const std::string& host, uint16_t port) {
   Resolved found = resolve(host, port, Deadline::after(kResolveS), nullptr);
@@ -208,7 +214,7 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
 
   Meeting meet(uint64_t name) {
     // Members can pass descriptors that take long to close, each of which holds a thread.
-    if (stuck_jobs() >= kMostStuck) return {Code::kUnavailable, 0};
+    if (stuck_jobs() >= most_stuck()) return {Code::kUnavailable, 0};
     try {
       descriptors_ = DescriptorSocket::answer(name);
       return {Code::kOk, descriptors_->name()};
