@@ -205,8 +205,7 @@ std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std
   if (meeting.code != Code::kOk) {
     why =
         "same host, but its shared memory cannot be reached: it is in another network namespace, "
-        "or "
-        "its peers have passed too many descriptors that do not close";
+        "or its peers have passed too many descriptors that do not close";
     return nullptr;
   }
   try {

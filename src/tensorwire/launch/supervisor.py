@@ -279,6 +279,7 @@ class Supervisor:
             text = f"{_named(process)} {process.ending()}{when}"
             if culprit := self._culprit(process):
                 process, code = culprit, 1
+            if code == 1 and self._reports.has(process.name):
                 text = f"{_named(process)} raised {self._reports.kind(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
             self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
