@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorwire.torch as tw
 from tensorwire.memory import private
-from tensorwire.torch.looks import TURNS, Looks
+from tensorwire.torch.replica.gradient_checks import TURNS, Looks
 
 MCL_FUTURE = 2  # of mlockall
 WIDTH = 200  # a weight has 160,000 bytes: many pages, and a bias shares one with others

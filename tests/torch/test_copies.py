@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from team import Team
-from test_placing import batch, loss_of, net, wrap
+from test_gradient_slots import batch, loss_of, net, wrap
 from torch import nn
 
 import tensorwire.torch as tw

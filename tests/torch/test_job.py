@@ -13,7 +13,7 @@ from torch import nn
 from twins import batch, loss, net, sgd
 
 import tensorwire.torch as tw
-from tensorwire.torch.progress import ProgressLine
+from tensorwire.torch.console import ProgressLine
 
 
 def together(job: tw.Job) -> None:

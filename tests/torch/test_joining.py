@@ -81,7 +81,7 @@ def demo(rank, world_size, port):
     job = tw.init()
     check_group(rank)
     train(job)
-    store = tw.bootstrap.rendezvous._base(dist.distributed_c10d._get_default_store())
+    store = tw.discovery.rendezvous._base(dist.distributed_c10d._get_default_store())
     assert store.check(["tensorwire/torch//0/0/members/1"])
     assert not store.check(["tensorwire/torch//0/0/secret"])
     dist.destroy_process_group()
@@ -417,14 +417,14 @@ def test_a_file_as_a_store_is_private(environ: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_a_server_that_fails_is_told_to_all(environ: pytest.MonkeyPatch) -> None:
-    from tensorwire.torch import bootstrap
+    from tensorwire.torch import discovery
 
     store = dist.HashStore()
     store.set("servers/0", "!OSError: no memory")
     meeting = object.__new__(rendezvous.Meeting)
     meeting.rank, meeting.workers, meeting.hosts, meeting.store = 1, 2, [[0, 1]], store
     with pytest.raises(UnavailableError, match="server 0, which worker 0 starts, failed: OSError"):
-        bootstrap._start_servers(meeting)
+        discovery._start_servers(meeting)
 
 
 def test_arguments_that_make_no_sense(environ: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from twins import STEPS, adamw, batch, loss, mean_gradients, net, same
 
 import tensorwire.torch as tw
-from tensorwire.parameters.store import RemoteStore
+from tensorwire.parameters.worker.store import RemoteStore
 
 
 def training(job: tw.Job) -> tuple[str, int, int]:

@@ -36,7 +36,7 @@ from tensorwire.parameters import (
     TensorSpec,
 )
 from tensorwire.parameters.shard import Memory, Shard
-from tensorwire.torch.apply import TorchApply
+from tensorwire.torch.kernels import TorchKernels
 
 STEPS = 6
 SGD = "torch.optim.SGD:momentum_buffer"
@@ -48,7 +48,7 @@ HYPER = (0.1, 0.9, 0.0, 0.0, 0.0, 0.0)
 
 def spec_of(sizes: list[int], slices: int) -> Spec:
     tensors = tuple(TensorSpec(f"t{i}", "float32", (size,)) for i, size in enumerate(sizes))
-    return Spec(SGD, TorchApply(SGD).hyper, 1, slices, tensors)
+    return Spec(SGD, TorchKernels(SGD).hyper, 1, slices, tensors)
 
 
 def values_of(store: LocalStore) -> np.ndarray[Any, Any]:
@@ -61,7 +61,7 @@ def train(
     spec: Spec, ways: list[list[int]], order: list[int], clipped: bool
 ) -> tuple[list[float], np.ndarray[Any, Any]]:
     """Two steps; how each slice's gradients come, and in whose blocks those of the pool lie."""
-    store = LocalStore(spec, TorchApply(SGD))
+    store = LocalStore(spec, TorchKernels(SGD))
     generator = np.random.default_rng(1)
     norms = []
     for version in (2, 3):
@@ -126,7 +126,7 @@ def test_a_reduced_gradient_of_the_pool_is_applied() -> None:
     """As synchronize() and then step() do it."""
     views = []
     for way in (PUSHED, POOLED):
-        store = LocalStore(spec_of([40, 40], 1), TorchApply(SGD))
+        store = LocalStore(spec_of([40, 40], 1), TorchKernels(SGD))
         places = store.places(0)
         for tensor in range(2):
             data = np.arange(40, dtype=np.float32).view(np.uint8)
@@ -163,7 +163,7 @@ def test_blocks_that_cannot_be_are_refused(block: int, says: str | None) -> None
         arrays[0], arrays[1:2], arrays[2:3], arrays[3:4], {"momentum_buffer": arrays[4]},
         np.zeros(3, np.int64),
     )  # fmt: skip
-    shard = Shard(share, TorchApply(SGD), memory)
+    shard = Shard(share, TorchKernels(SGD), memory)
     present = bytes([POOLED, PRODUCED, ABSENT])
     commit = Commit(2, APPLY, 0, 1.0, 1.0, 1.0, (HYPER,), present, (block, 0, 0))
     if says is None:
@@ -184,7 +184,7 @@ def test_blocks_of_another_server_are_refused() -> None:
         arrays[0], arrays[1:2], arrays[2:3], arrays[3:4], {"momentum_buffer": arrays[4]},
         np.zeros(4, np.int64),
     )  # fmt: skip
-    shard = Shard(share, TorchApply(SGD), memory)
+    shard = Shard(share, TorchKernels(SGD), memory)
     commit = Commit(2, APPLY, 0, 1.0, 1.0, 1.0, (HYPER,), bytes([POOLED] * 4), (6, 4, 2, 0))
     with pytest.raises(ValueError, match="cannot be in the place of"):
         shard.check(commit, True)
@@ -354,10 +354,10 @@ def used_once(job: tw.Job) -> tuple[list[int], int]:
     """A layer without gradients after the first step, of the size of what comes and goes."""
     model = layers(300)
     opt = wrap(model, "plan")
-    placer = opt._tensorwire._placing._placer
+    allocator = opt._tensorwire._slots._allocator
     counts = []
     for step in range(2 * STEPS):
-        before = placer.placed()
+        before = allocator.placed()
         x = model[1](torch.ones(300, 300, requires_grad=True) * 2.0)
         chain = [model[2], model[0]] if step == 0 else [model[2]]
         for layer in chain:
@@ -365,7 +365,7 @@ def used_once(job: tw.Job) -> tuple[list[int], int]:
         x.square().mean().backward()
         opt.step()
         opt.zero_grad()
-        counts.append(placer.placed() - before)
+        counts.append(allocator.placed() - before)
     return counts, 2
 
 
@@ -462,7 +462,7 @@ def beside(job: tw.Job) -> list[float]:
         backward(job, step, model)
         opt.step()
         opt.zero_grad()
-    blocks = opt._tensorwire._placing._blocks
+    blocks = opt._tensorwire._slots._blocks
     assert not any(each.data_ptr() in blocks for each in copies)
     child = os.fork()
     if child == 0:

@@ -10,7 +10,7 @@ from torch import nn
 from twins import STEPS, same
 
 import tensorwire.torch as tw
-from tensorwire.torch.declaring import tables_of
+from tensorwire.torch.replica.declaration import tables_of
 
 WORDS, PLACES = 3000, 90
 LR = 0.05

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire.torch as tw
-from tensorwire.torch.same_batches import STEPS, SameBatches
+from tensorwire.torch.replica.same_batches import STEPS, SameBatches
 
 POINTS = torch.arange(80.0).view(40, 2).sin()
 

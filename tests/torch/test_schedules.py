@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from tensorwire.torch.schedules import SCHEDULES, Action, Kind, deal, flights, order
+from tensorwire.torch.pipeline.schedules import SCHEDULES, Action, Kind, deal, flights, order
 
 SIZES = [1, 2, 3, 4]
 SEVERAL = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]  # any number on each machine

@@ -12,6 +12,8 @@ from tensorwire.cli import info as info_module
 from tensorwire.cli import main
 from tensorwire.memory.devices import RdmaPort
 
+LIBRARY = "tensorwire.torch.allocator.library"
+
 
 def findings(*arguments: str) -> dict[str, dict[str, str]]:
     result = CliRunner().invoke(main, ["info", "--json", *arguments])
@@ -112,15 +114,17 @@ def test_info_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> N
 
 
 def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    placer = pytest.importorskip("tensorwire.torch.placer", reason="torch is not installed")
+    library = pytest.importorskip(
+        "tensorwire.torch.allocator.library", reason="torch is not installed"
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(placer, "_brought", lambda: tmp_path / "none")
-    monkeypatch.setattr(placer.shutil, "which", {"g++": "/usr/bin/g++"}.get)
+    monkeypatch.setattr(library, "_brought", lambda: tmp_path / "none")
+    monkeypatch.setattr(library.shutil, "which", {"g++": "/usr/bin/g++"}.get)
     found = info_module.check_placement()
     assert (found.state, found.detail) == ("yes", "compiled at first use, by /usr/bin/g++")
     assert info_module.check_compiler().detail == "/usr/bin/g++"
-    monkeypatch.setattr(placer.shutil, "which", lambda name: None)
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
     without = info_module.check_placement()
     assert without.state == "partly"
     assert "gradients are copied: no C++ compiler" in without.detail
@@ -128,7 +132,7 @@ def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert info_module.check_compiler().state == "no"
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     assert "CXX names 'no-such-compiler'" in info_module.check_compiler().detail
-    (tmp_path / "tensorwire" / placer._name(["c++"])).touch()
+    (tmp_path / "tensorwire" / library._name(["c++"])).touch()
     monkeypatch.delenv("CXX")
     assert info_module.check_placement().detail.startswith("compiled before, ")
     assert info_module.check_compiler().state == "partly"
@@ -136,12 +140,14 @@ def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named for a bug: of CXX="ccache g++" only the first word was run."""
-    placer = pytest.importorskip("tensorwire.torch.placer", reason="torch is not installed")
+    library = pytest.importorskip(
+        "tensorwire.torch.allocator.library", reason="torch is not installed"
+    )
     monkeypatch.setenv("CXX", "env g++")
-    found = placer.find_compiler()
+    found = library.find_compiler()
     assert found[0].endswith("/env")
     assert found[1:] == ["g++"]
-    assert placer._command(found)[:2] == found
+    assert library._command(found)[:2] == found
 
 
 def test_help_teaches_by_examples() -> None:

@@ -8,9 +8,9 @@ import pytest
 from tensorwire import Node, Peer
 from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.membership import (
-    Place,
     ServerMember,
     WorkerMember,
+    World,
     introductions_in,
 )
 from tensorwire.membership.members import CONTROL
@@ -23,15 +23,15 @@ GOOD = {
 
 
 def test_a_complete_environment() -> None:
-    place = Place.from_environment({**GOOD, "TENSORWIRE_SLICES": "4"})
-    assert place == Place(1, 2, ("127.0.0.1:1", "127.0.0.1:2"), 4)
-    assert Place.from_environment(GOOD) == Place(1, 2, ("127.0.0.1:1", "127.0.0.1:2"), 2)
+    place = World.from_environment({**GOOD, "TENSORWIRE_SLICES": "4"})
+    assert place == World(1, 2, ("127.0.0.1:1", "127.0.0.1:2"), 4)
+    assert World.from_environment(GOOD) == World(1, 2, ("127.0.0.1:1", "127.0.0.1:2"), 2)
 
 
 def test_nothing_said_is_alone() -> None:
-    assert Place.from_environment({}) is None
-    assert Place.from_environment({"TENSORWIRE_SLICES": "3"}) == Place(slices=3)
-    assert Place.from_environment({"TENSORWIRE_WORKERS": "1", "TENSORWIRE_RANK": "0"}) is None
+    assert World.from_environment({}) is None
+    assert World.from_environment({"TENSORWIRE_SLICES": "3"}) == World(slices=3)
+    assert World.from_environment({"TENSORWIRE_WORKERS": "1", "TENSORWIRE_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_nothing_said_is_alone() -> None:
 def test_what_makes_no_sense(change: dict[str, str | None], words: str) -> None:
     environ = {**GOOD, **change}
     with pytest.raises(ValueError, match=words):
-        Place.from_environment({k: v for k, v in environ.items() if v is not None})
+        World.from_environment({k: v for k, v in environ.items() if v is not None})
 
 
 def test_slices_are_dealt_equally() -> None:
     with pytest.raises(ValueError, match="3 slices cannot be dealt equally to 2 workers"):
-        Place(0, 2, ("127.0.0.1:1",), 3).check()
+        World(0, 2, ("127.0.0.1:1",), 3).check()
 
 
 def test_pipelines_of_consecutive_workers() -> None:
-    places = [Place(rank, 6, ("127.0.0.1:1",), 6, 2) for rank in range(6)]
+    places = [World(rank, 6, ("127.0.0.1:1",), 6, 2) for rank in range(6)]
     assert {place.replicas for place in places} == {3}
     assert [place.stage for place in places] == [0, 1] * 3
     assert [place.my_slices for place in places[::2]] == [range(2), range(2, 4), range(4, 6)]
@@ -70,14 +70,14 @@ def test_pipelines_of_consecutive_workers() -> None:
 
 def test_pipelines_are_dealt_equally() -> None:
     with pytest.raises(ValueError, match="5 workers cannot be dealt to pipelines of 2"):
-        Place(0, 5, ("127.0.0.1:1",), 5, 2).check()
+        World(0, 5, ("127.0.0.1:1",), 5, 2).check()
     with pytest.raises(ValueError, match="3 slices cannot be dealt equally to 2 replicas"):
-        Place(0, 4, ("127.0.0.1:1",), 3, 2).check()
+        World(0, 4, ("127.0.0.1:1",), 3, 2).check()
 
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(UnavailableError, match=r"worker 1 cannot join: server 0 at 127\.0\.0\.1:1"):
-        WorkerMember.join(Place(1, 2, ("127.0.0.1:1",), 2), timeout_s=2.0)
+        WorkerMember.join(World(1, 2, ("127.0.0.1:1",), 2), timeout_s=2.0)
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def refusal(peer: Peer) -> str:
     return str(caught.value)
 
 
-def job_of(nodes: contextlib.ExitStack, servers: int | None = 1) -> tuple[ServerMember, Place]:
+def job_of(nodes: contextlib.ExitStack, servers: int | None = 1) -> tuple[ServerMember, World]:
     node = nodes.enter_context(Node("server-0"))
-    return ServerMember(0, 2, node, servers), Place(0, 2, (node.address,), 2)
+    return ServerMember(0, 2, node, servers), World(0, 2, (node.address,), 2)
 
 
-def join(nodes: contextlib.ExitStack, rank: int, place: Place) -> WorkerMember:
-    member = WorkerMember.join(Place(rank, 2, place.servers, 2))
+def join(nodes: contextlib.ExitStack, rank: int, place: World) -> WorkerMember:
+    member = WorkerMember.join(World(rank, 2, place.servers, 2))
     nodes.callback(member.close)
     return member
 
@@ -196,7 +196,7 @@ def test_an_address_where_another_one_listens(nodes: contextlib.ExitStack) -> No
     """Named for a bug: whoever listened at an address of TENSORWIRE_SERVERS was a server."""
     address = job_of(nodes)[1].servers[0]
     with pytest.raises(UnavailableError, match=r"server 1 .*'server-0' .*listens .*not server-1"):
-        WorkerMember.join(Place(0, 2, (address, address), 2))
+        WorkerMember.join(World(0, 2, (address, address), 2))
     with pytest.raises(UnavailableError, match=r"'server-0' \(pid .*, not server-1"):
         ServerMember(2, 2, nodes.enter_context(Node("server-2"))).connect((address, address))
 
@@ -218,7 +218,7 @@ def test_a_goodbye_reaches_every_server_though_one_has_ended(nodes: contextlib.E
     servers = [ServerMember(index, 1, node, 2) for index, node in enumerate(places)]
     addresses = tuple(node.address for node in places)
     servers[1].connect(addresses[:1])
-    worker = WorkerMember.join(Place(0, 1, addresses, 1))
+    worker = WorkerMember.join(World(0, 1, addresses, 1))
     for server in servers:
         server.gather()
     places[0].close()

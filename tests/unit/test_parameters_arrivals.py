@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tensorwire.parameters import Layout, Spec, TensorSpec
-from tensorwire.parameters.arrivals import UNIT_BYTES, Announced, Incoming, units_of
+from tensorwire.parameters.server.arrivals import Announced, Incoming
+from tensorwire.parameters.units import UNIT_BYTES, units_of
 
 SGD = "torch.optim.SGD"
 

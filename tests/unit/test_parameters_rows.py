@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.parameters.apply import Lookup
-from tensorwire.parameters.arrivals import units_of
+from tensorwire.parameters.kernel import Lookup
 from tensorwire.parameters.layout import CELL_BYTES, Layout, Share, Spec, TensorSpec
 from tensorwire.parameters.messages import APPLY, PUSHED, REDUCE, WANT_NORM, Bytes, Commit
 from tensorwire.parameters.rows import (
@@ -25,6 +24,7 @@ from tensorwire.parameters.rows import (
     take_change,
 )
 from tensorwire.parameters.shard import Memory, Shard
+from tensorwire.parameters.units import units_of
 
 SGD = "torch.optim.SGD:"
 
@@ -201,7 +201,7 @@ class Sum:
 
 
 class Only:
-    """An `Apply` for tables."""
+    """An `Kernel` for tables."""
 
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()

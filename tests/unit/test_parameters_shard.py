@@ -30,7 +30,7 @@ class Tile:
 
 
 class Recorder:
-    """An `Apply` that only tells which cell is worked on."""
+    """An `Kernel` that only tells which cell is worked on."""
 
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()

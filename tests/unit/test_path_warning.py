@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 import tensorwire as tw
-from tensorwire.memory import slower
+from tensorwire.memory import path_warning
 from tensorwire.memory.devices import RdmaPort
 from tensorwire.memory.offer import offered_by
-from tensorwire.memory.slower import warn_if_slower, why_slower
+from tensorwire.memory.path_warning import warn_if_slower, why_slower
 
 ACTIVE = RdmaPort("mlx5_0", 1, "ACTIVE", 100.0, "InfiniBand", ("fe80::1",), "")
 DOWN = RdmaPort("mlx5_0", 1, "DOWN", 100.0, "InfiniBand", (), "")
@@ -73,14 +73,14 @@ def test_the_peer_is_asked_only_with_a_device(monkeypatch: pytest.MonkeyPatch) -
         asked.append(address)
         return offered_by(address)
 
-    monkeypatch.setattr(slower, "offered_by", ask)
+    monkeypatch.setattr(path_warning, "offered_by", ask)
     with tw.Node("there") as there, warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(slower, "rdma_ports", lambda: [])
+        monkeypatch.setattr(path_warning, "rdma_ports", lambda: [])
         warn_if_slower(there.address, "there", "tcp", APART)
         assert asked == []
-        monkeypatch.setattr(slower, "rdma_ports", lambda: [ACTIVE])
-        slower._warned.discard(there.address)
+        monkeypatch.setattr(path_warning, "rdma_ports", lambda: [ACTIVE])
+        path_warning._warned.discard(there.address)
         warn_if_slower(there.address, "there", "tcp", APART)  # it offers no rdma
         assert asked == [there.address]
 

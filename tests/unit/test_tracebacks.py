@@ -116,12 +116,12 @@ def test_a_hook_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_of_an_engine_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    bootstrap = pytest.importorskip("tensorwire.torch.bootstrap", reason="torch is not installed")
+    discovery = pytest.importorskip("tensorwire.torch.discovery", reason="torch is not installed")
     meeting = SimpleNamespace(rank=1, workers=2)
-    monkeypatch.setattr(bootstrap.rendezvous, "meet", lambda rank, workers: meeting)
-    monkeypatch.setattr(bootstrap, "_start_servers", lambda meeting: ("place",))
-    monkeypatch.setattr(bootstrap, "_by_engine", False)
+    monkeypatch.setattr(discovery.rendezvous, "meet", lambda rank, workers: meeting)
+    monkeypatch.setattr(discovery, "_start_servers", lambda meeting: ("place",))
+    monkeypatch.setattr(discovery, "_by_engine", False)
     named: list[str] = []
     monkeypatch.setattr(tracebacks, "install", named.append)
-    assert bootstrap.find_place().servers == ("place",)
+    assert discovery.find_place().servers == ("place",)
     assert named == ["worker 1"]

@@ -128,12 +128,12 @@ def check_placement() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("placement", PART, "torch is not installed; only training needs it")
     try:
-        from tensorwire.torch import placer
+        from tensorwire.torch.allocator import library
     except (ImportError, OSError) as error:
         text = f"torch {machine.version('torch')} cannot be imported: {error}"
         return Finding("placement", MISSING, text, "install torch anew")
     try:
-        return Finding("placement", OK, placer.find())
+        return Finding("placement", OK, library.find())
     except UnavailableError as error:
         return Finding("placement", PART, f"gradients are copied: {error}", _COMPILER_REMEDY)
 
@@ -143,7 +143,7 @@ def check_compiler() -> Finding:
     placement = check_placement()
     if placement.state == MISSING or importlib.util.find_spec("torch") is None:
         return Finding("compiler", PART, "not looked for; only placement, with torch, needs one")
-    from tensorwire.torch.placer import find_compiler
+    from tensorwire.torch.allocator.library import find_compiler
 
     try:
         found, text = find_compiler(), "no c++, g++ or clang++"

@@ -107,7 +107,7 @@ def server_name(index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class World:
     """This worker's place in its job.
 
     Attributes:
@@ -142,7 +142,7 @@ class Place:
         return range(replica * each, (replica + 1) * each)
 
     @staticmethod
-    def from_environment(environ: Mapping[str, str] = os.environ) -> Place | None:
+    def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
         """What the launcher said; None if there is no launcher.
 
         Raises:
@@ -151,14 +151,14 @@ class Place:
         if SERVERS not in environ:
             _check_unsaid(environ)
             slices = _number(environ, SLICES, "1", 1, MAX_WORKERS)
-            return Place(slices=slices) if slices > 1 else None
+            return World(slices=slices) if slices > 1 else None
         workers = _number(environ, WORKERS, None, 1, MAX_WORKERS)
         rank = _number(environ, RANK, None, 0, workers - 1)
         slices = _number(environ, SLICES, str(workers), 1, MAX_WORKERS)
         addresses = tuple(filter(None, (a.strip() for a in environ[SERVERS].split(","))))
         if not addresses:
             raise ValueError(f"{SERVERS} is empty; it lists the servers' addresses")
-        return Place(rank, workers, addresses, slices)
+        return World(rank, workers, addresses, slices)
 
     def check(self) -> None:
         """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""
@@ -191,7 +191,7 @@ class WorkerMember:
         servers: Peers, in order.
     """
 
-    def __init__(self, place: Place, node: Node, servers: tuple[Peer, ...]) -> None:
+    def __init__(self, place: World, node: Node, servers: tuple[Peer, ...]) -> None:
         self.place = place
         self.node = node
         self.servers = servers
@@ -201,7 +201,7 @@ class WorkerMember:
         self._control = [peer.region(CONTROL).word(offset) for peer in servers]
 
     @staticmethod
-    def join(place: Place, timeout_s: float = 60.0) -> WorkerMember:
+    def join(place: World, timeout_s: float = 60.0) -> WorkerMember:
         """Connects to the servers.
 
         Raises:
@@ -305,7 +305,7 @@ def this_host() -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little") or 1
 
 
-def _worker_node(place: Place) -> Node:
+def _worker_node(place: World) -> Node:
     """Only workers of this host connect to a worker, so it is not seen on the network.
 
     Such a Node does not look for rdma by itself; where servers are on other hosts it does.

@@ -23,9 +23,9 @@ from tensorwire._core import Transfer
 from . import aio
 from .arguments import byte_count, name_text
 from .handle import Handle, access_flags, join_address, split_address
+from .path_warning import warn_if_slower
 from .peer import Peer
 from .region import Region, Word, adoptable
-from .slower import warn_if_slower
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 MIN_SECRET_BYTES = 16

@@ -18,8 +18,8 @@ from tensorwire.errors import StaleHandleError
 
 from .aio import inline_limit
 from .arguments import addend, byte_count, name_text
+from .bandwidth import memory_gb_per_s, network_gb_per_s, rdma_gb_per_s
 from .buffers import as_local, describe, size_bytes
-from .expect import memory_gb_per_s, network_gb_per_s, rdma_gb_per_s
 from .handle import Handle
 from .remote import RemoteRegion, RemoteWord, Signal, check_signal
 

@@ -4,7 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .apply import Apply, Lent, Lookup, Rows, Tile, Weight
+from .kernel import Kernel, Lent, Lookup, Rows, Tile, Weight
 from .layout import CELL_BYTES, ITEM_BYTES, Layout, Selection, Share, Spec, TensorSpec
 from .messages import (
     ABSENT,
@@ -22,9 +22,9 @@ from .messages import (
     Hyper,
     Result,
 )
-from .server import Server, most_threads
+from .server.server import Server, most_threads
 from .shard import threads_for
-from .store import LocalStore, Part, Place, RemoteStore, Store
+from .worker.store import LocalStore, Part, Place, RemoteStore, Store
 
 __all__ = [
     "ABSENT",
@@ -39,10 +39,10 @@ __all__ = [
     "REDUCE",
     "REDUCED",
     "WANT_NORM",
-    "Apply",
     "Bytes",
     "Commit",
     "Hyper",
+    "Kernel",
     "Layout",
     "Lent",
     "LocalStore",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .apply import Rows
+from .kernel import Rows
 from .layout import ALIGN_BYTES, Share, table_of
 from .messages import Bytes
 

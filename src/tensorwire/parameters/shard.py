@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .apply import Apply, Lent, Lookup, Rows, Tile, Weight
+from .kernel import Kernel, Lent, Lookup, Rows, Tile, Weight
 from .layout import Cell, Piece, Share
 from .messages import (
     APPLY,
@@ -100,7 +100,7 @@ class Shard:
         threads: how many work on them.
     """
 
-    def __init__(self, share: Share, apply: Apply, memory: Memory, threads: int = 1) -> None:
+    def __init__(self, share: Share, apply: Kernel, memory: Memory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
         self._tiles = [
@@ -131,7 +131,7 @@ class Shard:
         if self._pool:
             self._pool.shutdown()
 
-    def _bind(self, apply: Apply, cell: Cell) -> Tile:
+    def _bind(self, apply: Kernel, cell: Cell) -> Tile:
         begin, end = cell.start - self.share.start, cell.stop - self.share.start
         memory = self.memory
         states = memory.states if cell.kind == "trained" else {}
@@ -145,7 +145,7 @@ class Shard:
             {name: state[begin:end] for name, state in states.items()},
         )
 
-    def _bind_rows(self, apply: Apply, table: Table) -> Lookup:
+    def _bind_rows(self, apply: Kernel, table: Table) -> Lookup:
         tensor = self.share.layout.spec.tensors[table.tensors[0]]
         rows = self.memory.master[table.start : table.stop]
         return apply.bind_rows(tensor.dtype, tensor.shape[1], rows)

@@ -17,17 +17,17 @@ except ImportError as _error:
 
 from tensorwire import _core
 
-from .connecting import Machines, connect, machine_name, machines
+from .allocator.gradient_slots import PlacementWarning
 from .explanation import Explanation, explain_model, explain_optimizer
+from .group import Machines, connect, machine_name, machines
 from .job import Job, init
 from .loader import Loader
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
-from .placing import PlacementWarning
-from .same_batches import SameBatchesWarning
+from .replica.same_batches import SameBatchesWarning
 from .scaler import GradScaler
 
 if TYPE_CHECKING:
-    from .splitting import Split, split
+    from .pipeline.pipeline import Split, split
 
 # Tensors over our memory may outlive the interpreter, in torch's own globals.
 _core.expect_leaks()
@@ -56,7 +56,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Split", "split"):  # when asked for: what it needs of torch takes a second to load
-        from . import splitting
+        from .pipeline import pipeline as splitting
 
         return getattr(splitting, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

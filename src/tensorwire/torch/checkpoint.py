@@ -14,7 +14,7 @@ import torch
 from torch.utils.serialization import config
 
 from . import archive
-from .whole import whole_of
+from .model_index import model_index_of
 
 _FORMAT = 1
 
@@ -154,7 +154,7 @@ def _some(content: dict[Any, Any]) -> str:
 
 
 def _is_model_of(thing: Any, optimizer: Any) -> bool:
-    is_model = isinstance(thing, torch.nn.Module) or whole_of(thing) is not None
+    is_model = isinstance(thing, torch.nn.Module) or model_index_of(thing) is not None
     return is_model and optimizer._tensorwire.shares(thing)
 
 

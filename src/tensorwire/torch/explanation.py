@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from . import job as jobs
-from .exchange import Exchange, Found
+from .allocator.gradient_slots import NOT_YET, SPARSE, Placed
 from .optimizer import DistributedOptimizer
-from .placing import NOT_YET, SPARSE, Placed
+from .replica.replica import Found, Replica
 
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
@@ -172,7 +172,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     Args:
         optimizer: from `DistributedOptimizer`, after at least two steps.
     """
-    core: Exchange = optimizer._tensorwire
+    core: Replica = optimizer._tensorwire
     gradients, parameters = [], []
     for found in core.places():
         parameter, placed = found.parameter, found.placed
@@ -199,7 +199,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     return Explanation(_name_of(core), tuple(gradients + parameters), core.planning_s)
 
 
-def _name_of(core: Exchange) -> str:
+def _name_of(core: Replica) -> str:
     """The model's class, and with several optimizers in the job what tells this one apart."""
     cores = [optimizer._tensorwire for optimizer in core.job.optimizers]
     if len(cores) < 2:
@@ -213,7 +213,7 @@ def _name_of(core: Exchange) -> str:
     return f"{_kept_name(core)} {which}"
 
 
-def _kept_name(core: Exchange) -> str:
+def _kept_name(core: Replica) -> str:
     name = core.job.kept_name(lambda thing: thing is core.model)
     return f"{name} ({core.model_name})" if name else core.model_name
 

@@ -28,19 +28,19 @@ from tensorwire.membership import (
     MAX_NUMBERS,
     SLICES,
     Collective,
-    Place,
     WorkerMember,
+    World,
     introductions_in,
 )
 from tensorwire.memory import Node
 from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
 
-from . import bootstrap, checkpoint, rendezvous
-from .apply import TorchApply
-from .connecting import Machines, connect, machine_name
+from . import checkpoint, discovery, rendezvous
+from .console import ProgressLine
+from .group import Machines, connect, machine_name
+from .kernels import TorchKernels
 from .loader import Loader, seed_of
-from .progress import ProgressLine
-from .report import Statistics
+from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
 
@@ -98,7 +98,7 @@ def init(
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
     try:
-        place = bootstrap.find_place(rank, world_size)
+        place = discovery.find_place(rank, world_size)
         place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
         if slices is not None:
             place = replace(place, slices=slices)
@@ -107,7 +107,7 @@ def init(
         place.check()
         _current = Job(place, seed)
     except BaseException:
-        bootstrap.leave(orderly=False)
+        discovery.leave(orderly=False)
         raise
     return _current
 
@@ -154,7 +154,7 @@ class Job:
         batch_samples: in the last one.
     """
 
-    def __init__(self, place: Place, seed: int) -> None:
+    def __init__(self, place: World, seed: int) -> None:
         self.rank = place.rank
         self.size = place.workers
         self.pipeline = place.pipeline
@@ -212,7 +212,7 @@ class Job:
 
     # ---- stores and optimizers
 
-    def open_store(self, spec: Spec, apply: TorchApply, part: Part | None = None) -> Store:
+    def open_store(self, spec: Spec, apply: TorchKernels, part: Part | None = None) -> Store:
         """A store for an optimizer; all workers open the same ones in the same order.
 
         Args:
@@ -522,7 +522,7 @@ class Job:
                 self._machines.close()
             if self._member is not None:
                 self._member.close(goodbye)
-            bootstrap.leave(goodbye, error)
+            discovery.leave(goodbye, error)
 
     def _why_not_another(self) -> str:
         if os.getpid() == self._pid:

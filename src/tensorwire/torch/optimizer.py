@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from .apply import path_of
-from .exchange import Exchange
 from .job import Job, current_job
-from .whole import whole_of
+from .kernels import path_of
+from .model_index import model_index_of
+from .replica.replica import Replica
 
 if TYPE_CHECKING:
-    from .splitting import Split
+    from .pipeline.pipeline import Split
 
 MODES = ("sync",)
 PLACEMENTS = ("plan", "copy")
@@ -82,7 +82,7 @@ def DistributedOptimizer(
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    if whole_of(model) is not None:
+    if model_index_of(model) is not None:
         core = _exchange_of_split(job, optimizer, model, max_norm, buffers, placement)
     else:
         if job.pipeline > 1:
@@ -90,7 +90,7 @@ def DistributedOptimizer(
                 f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
                 "made of it"
             )
-        core = Exchange(job, optimizer, model, max_norm, buffers, placement)
+        core = Replica(job, optimizer, model, max_norm, buffers, placement)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
@@ -101,7 +101,7 @@ def DistributedOptimizer(
 
 def _exchange_of_split(
     job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
-) -> Exchange:
+) -> Replica:
     machines = split.machines
     if machines.size != job.pipeline or (job.pipeline > 1 and machines is not job.machines()):
         raise ValueError(
@@ -112,7 +112,7 @@ def _exchange_of_split(
         raise ValueError("a split model has one distributed optimizer; close() the other first")
     if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
-    core = Exchange(job, optimizer, split.module, max_norm, buffers, placement, split.whole)
+    core = Replica(job, optimizer, split.module, max_norm, buffers, placement, split.whole)
     split.trained_by(core)
     return core
 
@@ -120,7 +120,7 @@ def _exchange_of_split(
 class DistributedMixin:
     """What `DistributedOptimizer` adds to the optimizer's class."""
 
-    _tensorwire: Exchange  # until `close`
+    _tensorwire: Replica  # until `close`
     param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -228,7 +228,7 @@ class DistributedMixin:
 
 
 class _Closed:
-    """In place of a closed optimizer's Exchange."""
+    """In place of a closed optimizer's Replica."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("this optimizer was closed; make a new one for further steps")
@@ -285,12 +285,12 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     return torch.tensor(core.clip(float(max_norm)))
 
 
-def _core_of(what: Any) -> Exchange:
+def _core_of(what: Any) -> Replica:
     if isinstance(what, DistributedMixin):
         return what._tensorwire
-    cores: list[Exchange] = [optimizer._tensorwire for optimizer in current_job().optimizers]
+    cores: list[Replica] = [optimizer._tensorwire for optimizer in current_job().optimizers]
     for core in cores:
-        if whole_of(what) is not None and core.shares(what):
+        if model_index_of(what) is not None and core.shares(what):
             return core
     if isinstance(what, nn.Module):
         what = what.parameters()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .exchange import Exchange
 from .optimizer import DistributedMixin
+from .replica.replica import Replica
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -64,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
 
-    def _begin(self, core: Exchange) -> None:
+    def _begin(self, core: Replica) -> None:
         """Of a split model one process alone scales the loss."""
         if core.is_shared and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))

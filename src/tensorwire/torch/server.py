@@ -18,7 +18,7 @@ from tensorwire.membership import CollectiveServer, ServerMember, server_name
 from tensorwire.memory import Node
 from tensorwire.parameters import Server, most_threads
 
-from .apply import TorchApply
+from .kernels import TorchKernels
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             with os.fdopen(options.address_fd, "w") as channel:
                 channel.write(f"{node.address}\n")
             member.gather()
-            server = Server(member, TorchApply, threads, collective)
+            server = Server(member, TorchKernels, threads, collective)
             if collective:
                 collective.start(server.fail)
             server.run()

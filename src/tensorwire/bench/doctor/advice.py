@@ -14,7 +14,7 @@ from tensorwire.bench.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
 from tensorwire.bench.doctor.measure import LARGE_BYTES, OWN, RAW
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.memory.devices import UCX_REMEDY, Interface
-from tensorwire.memory.slower import why_slower
+from tensorwire.memory.path_warning import why_slower
 
 OK, NOTE, WARNING = "ok", "note", "warning"
 

@@ -30,11 +30,11 @@ from tensorwire.bench.doctor.measure import BENCH, OWN, Effort, Session, plan
 from tensorwire.bench.rows import Report, Row, format_size
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node
+from tensorwire.memory.bandwidth import interface_of, source_address
 from tensorwire.memory.devices import interface
-from tensorwire.memory.expect import interface_of, source_address
 from tensorwire.memory.handle import join_address, split_address
 from tensorwire.memory.offer import offered_by
-from tensorwire.memory.slower import PathWarning
+from tensorwire.memory.path_warning import PathWarning
 
 PATHS = ("shm", "rdma", "tcp")
 """All that are tried, fastest first. One that this version does not have says so itself."""

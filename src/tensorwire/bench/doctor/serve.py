@@ -25,7 +25,7 @@ from tensorwire.bench.doctor.mailbox import (
 from tensorwire.bench.doctor.raw import RawServer
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer
-from tensorwire.memory.expect import interface_with
+from tensorwire.memory.bandwidth import interface_with
 from tensorwire.memory.handle import split_address
 
 _MAX_CLIENTS = 16

@@ -120,7 +120,7 @@ class Driver:
         A round before them is not counted: all that torch itself does once per process.
         """
         begin = time.perf_counter()
-        importlib.import_module("tensorwire.torch.placer").load()
+        importlib.import_module("tensorwire.torch.allocator.library").load()
         load_s = time.perf_counter() - begin
         network = self._model.build(self._torch)
         found = First(([], []), [], load_s)

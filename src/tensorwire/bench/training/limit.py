@@ -1,7 +1,7 @@
 """The limit of an exchange: what the machine allows, without any protocol.
 
-Apply: a C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory,
-reads the gradients of all workers, parameters and state once and writes parameters and state once
+A C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory, reads
+the gradients of all workers, parameters and state once and writes parameters and state once
 (`drivers.exchange_limit`). Of parameters with sparse gradients these are the rows that the batches
 look up (`Traffic`), and they lie one behind the other here: to find them in their tables costs a
 server more. On tcp also the carrying: a raw C socket that takes the gradients of each worker in and

@@ -1,0 +1,1 @@
+"""Gradients produced where they are read: slots, and the allocator of torch that fills them."""

@@ -1,0 +1,402 @@
+// An allocator for torch's CPU tensors that produces chosen ones in memory that was planned for
+// them; the rest comes from the allocator that was there before.
+//
+// Not part of the core: it is compiled against the torch that it is loaded into, at first use
+// (src/tensorwire/torch/allocator/library.py), and is called through ctypes. It knows bytes and no plan.
+//
+// The idea is tracing: a step of training allocates as the step before it did. While a thread is
+// in a *context* (between one mark and the next: after forward, after the gradient of a certain
+// parameter was accumulated), its allocations are logged. Once the caller has seen at which address
+// a gradient arrived, `learn` looks up which allocation that was: the n-th of so many bytes in that
+// context. That is a *site*. From then on the site's allocation is the gradient's slot.
+//
+// A wrong prediction is harmless: some other tensor lies in the slot for a while, the gradient lies
+// elsewhere, and whoever looks at its address sees it.
+//
+// While a slot is *missed* (its gradient came elsewhere), allocations of its size that no site
+// claims come from a *pool*: blocks of the sizes of gradients, in memory that is as good as the
+// slots'. So a gradient whose site is not known, or whose slot is in use, needs no copy either.
+// When nothing is missed any more the pool's pages go back to the system.
+//
+// Invariants
+//   A slot or block is handed out only while no tensor has it: `held` is set by the allocation,
+//   cleared by the deleter, and nothing else touches it.
+//   Installed once and for ever: tensors may outlive everything, so nothing here is destroyed, and
+//   the caller keeps the memory of a slot mapped while it is held.
+//   Whatever is not allocated by a backward pass, by a thread with a context, gets memory as if
+//   this were not there; so does a forked child.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace torch::autograd {
+// Of the backward pass that the calling thread runs; -1: none (torch/csrc/autograd/graph_task.h).
+int get_current_graph_task_id();
+}  // namespace torch::autograd
+
+namespace {
+
+struct Pool;
+
+struct Slot {
+  Slot(void* address, uint64_t bytes, Pool* pool) : address(address), bytes(bytes), pool(pool) {}
+  void* const address;
+  const uint64_t bytes;
+  Pool* const pool;
+  std::atomic<bool> held{false};
+  bool missed = false;   // its gradient may be elsewhere
+  bool touched = false;  // of a block: it has pages
+};
+
+struct Class {
+  std::vector<Slot*> blocks;
+  uint32_t missed = 0;  // slots of these bytes
+  bool touched = false;
+};
+
+struct Pool {
+  std::unordered_map<uint64_t, Class> classes;  // by bytes
+  uint32_t missed = 0;
+  uint32_t touched = 0;  // classes
+};
+
+struct Site {
+  Slot* slot;
+  uint32_t ordinal;  // among the allocations of its bytes in the context, from 1
+  uint32_t seen;     // of these since the context was entered
+};
+
+struct Context {
+  explicit Context(Pool* pool) : pool(pool) {}
+  Pool* const pool;
+  std::vector<Site> sites;
+};
+
+struct Entry {
+  uint64_t visit;  // which stay in which context
+  uint64_t bytes;
+  void* data;
+  Context* context;
+};
+
+constexpr size_t kLogged = 1 << 16;  // allocations that a thread remembers
+
+struct Log {
+  std::vector<Entry> entries = std::vector<Entry>(kLogged);
+  uint64_t count = 0;
+};
+
+// Contexts and sites change rarely; an allocation in a context takes the lock without a wait.
+std::mutex mutex;
+std::deque<Slot>& slots = *new std::deque<Slot>;
+std::deque<Context>& contexts = *new std::deque<Context>;
+std::deque<Pool>& pools = *new std::deque<Pool>;
+std::unordered_map<void*, Slot*>& by_address = *new std::unordered_map<void*, Slot*>;
+
+std::atomic<bool> disabled{false};
+std::atomic<uint64_t> placed{0};
+std::atomic<uint64_t> visits{0};
+
+thread_local Context* current = nullptr;
+thread_local uint64_t visit = 0;
+thread_local Log* log_of_thread = nullptr;
+
+Slot* find(void* data) {
+  const std::lock_guard lock(mutex);
+  const auto found = by_address.find(data);
+  return found == by_address.end() ? nullptr : found->second;
+}
+
+void release_slot(void* data) {
+  if (Slot* slot = find(data)) slot->held.store(false, std::memory_order_release);
+}
+
+class SlotAllocator final : public c10::Allocator {
+ public:
+  explicit SlotAllocator(c10::Allocator* before) : before_(before) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    Context* const context = current;
+    if (context == nullptr || bytes == 0 || disabled.load(std::memory_order_relaxed) ||
+        torch::autograd::get_current_graph_task_id() == -1) {
+      return before_->allocate(bytes);
+    }
+    if (Slot* slot = choose(*context, bytes)) {
+      placed.fetch_add(1, std::memory_order_relaxed);
+      log(context, bytes, slot->address);
+      return {slot->address, slot->address, &release_slot, c10::Device(c10::DeviceType::CPU)};
+    }
+    c10::DataPtr result = before_->allocate(bytes);
+    log(context, bytes, result.get());
+    return result;
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release_any; }
+
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+
+  c10::Allocator* before() const { return before_; }
+
+ private:
+  static Slot* choose(Context& context, size_t bytes) {
+    const std::lock_guard lock(mutex);
+    Slot* const slot = predicted(context, bytes);
+    return slot != nullptr || context.pool->missed == 0 ? slot : pooled(*context.pool, bytes);
+  }
+
+  static Slot* predicted(Context& context, size_t bytes) {
+    Slot* found = nullptr;
+    for (Site& site : context.sites) {
+      if (site.slot->bytes != bytes || ++site.seen != site.ordinal || found) continue;
+      if (!site.slot->held.exchange(true, std::memory_order_acquire)) found = site.slot;
+    }
+    return found;
+  }
+
+  static Slot* pooled(Pool& pool, size_t bytes) {
+    const auto found = pool.classes.find(bytes);
+    if (found == pool.classes.end() || found->second.missed == 0) return nullptr;
+    for (Slot* block : found->second.blocks) {
+      if (block->held.exchange(true, std::memory_order_acquire)) continue;
+      block->touched = true;
+      if (!found->second.touched) {
+        found->second.touched = true;
+        ++pool.touched;
+      }
+      return block;
+    }
+    return nullptr;
+  }
+
+  static void log(Context* context, size_t bytes, void* data) {
+    if (log_of_thread == nullptr) log_of_thread = new Log;
+    Log& log = *log_of_thread;
+    log.entries[log.count++ % kLogged] = {visit, bytes, data, context};
+  }
+
+  static void release_any(void* data);
+
+  c10::Allocator* const before_;
+};
+
+SlotAllocator* allocator = nullptr;
+
+// Libraries free through whichever allocator is current, also what another one allocated.
+void SlotAllocator::release_any(void* data) {
+  if (Slot* slot = find(data)) {
+    slot->held.store(false, std::memory_order_release);
+  } else if (const c10::DeleterFnPtr before = allocator->before()->raw_deleter()) {
+    before(data);
+  }
+}
+
+void forget(const Slot& slot) {
+  for (Context& context : contexts) {
+    std::erase_if(context.sites, [&](const Site& site) { return site.slot == &slot; });
+  }
+}
+
+void set_missed(Slot& slot, bool missed) {
+  if (slot.missed == missed) return;
+  slot.missed = missed;
+  const uint32_t change = missed ? 1 : -1U;
+  slot.pool->classes[slot.bytes].missed += change;
+  slot.pool->missed += change;
+}
+
+// Gives back the pages of blocks that no tensor has, of sizes in which nothing is missed. What is
+// shared has to be removed; of private memory the pages are dropped.
+void trim(Pool& pool) {
+  if (pool.touched == 0 || disabled.load()) return;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  for (auto& [bytes, each] : pool.classes) {
+    if (!each.touched || each.missed != 0) continue;
+    each.touched = false;
+    for (Slot* block : each.blocks) {
+      if (!block->touched) continue;
+      if (block->held.load(std::memory_order_acquire)) {
+        each.touched = true;
+        continue;
+      }
+      block->touched = false;
+      const auto start = reinterpret_cast<uintptr_t>(block->address);
+      const uintptr_t first = (start + page - 1) / page * page;
+      const uintptr_t last = (start + bytes) / page * page;
+      if (first >= last) continue;
+      void* const pages = reinterpret_cast<void*>(first);
+      if (madvise(pages, last - first, MADV_REMOVE) != 0) {
+        madvise(pages, last - first, MADV_DONTNEED);
+      }
+    }
+    if (!each.touched) --pool.touched;
+  }
+}
+
+void enter(uint32_t number) {
+  current = &contexts[number];
+  visit = visits.fetch_add(1) + 1;
+  for (Site& site : current->sites) site.seen = 0;
+}
+
+// The child of a fork frees what it inherited: no other thread may hold the lock then.
+void before_fork() { mutex.lock(); }
+
+void after_fork_in_parent() { mutex.unlock(); }
+
+void after_fork_in_child() {
+  mutex.unlock();
+  disabled.store(true);
+  current = nullptr;
+}
+
+}  // namespace
+
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// Puts the allocator in place; 0 if it is there now, else it never will be: the one that is there
+// has a higher priority or cannot free raw pointers.
+EXPORT int tensorwire_allocator_install() {
+  if (allocator != nullptr) return c10::GetCPUAllocator() == allocator ? 0 : 1;
+  c10::Allocator* before = c10::GetCPUAllocator();
+  if (before->raw_deleter() == nullptr) return 2;
+  allocator = new SlotAllocator(before);
+  c10::SetCPUAllocator(allocator);
+  pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+  return c10::GetCPUAllocator() == allocator ? 0 : 1;
+}
+
+// Whether torch asks this allocator: another one may have been installed later.
+EXPORT int tensorwire_allocator_installed() {
+  return allocator != nullptr && c10::GetCPUAllocator() == allocator;
+}
+
+EXPORT uint32_t tensorwire_allocator_add_pool() {
+  const std::lock_guard lock(mutex);
+  pools.emplace_back();
+  return static_cast<uint32_t>(pools.size() - 1);
+}
+
+// Memory for one tensor of exactly so many bytes, 64-byte aligned. It stays valid until it is
+// retired and not held. Returns its number.
+EXPORT uint32_t tensorwire_allocator_add_slot(uint32_t pool, void* address, uint64_t bytes) {
+  const std::lock_guard lock(mutex);
+  slots.emplace_back(address, bytes, &pools[pool]);
+  by_address[address] = &slots.back();
+  return static_cast<uint32_t>(slots.size() - 1);
+}
+
+// The same, for any tensor of these bytes while a slot of these bytes is missed.
+EXPORT uint32_t tensorwire_allocator_add_block(uint32_t pool, void* address, uint64_t bytes) {
+  const uint32_t number = tensorwire_allocator_add_slot(pool, address, bytes);
+  const std::lock_guard lock(mutex);
+  pools[pool].classes[bytes].blocks.push_back(&slots[number]);
+  return number;
+}
+
+// Whether the gradient of this slot may come elsewhere, and is better in the pool than anywhere.
+EXPORT void tensorwire_allocator_miss(uint32_t number, int missed) {
+  const std::lock_guard lock(mutex);
+  set_missed(slots[number], missed != 0);
+}
+
+// The slot or block is never handed out again. Returns whether a tensor has it still.
+EXPORT int tensorwire_allocator_retire(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  Slot& slot = slots[number];
+  forget(slot);
+  set_missed(slot, false);
+  std::erase(slot.pool->classes[slot.bytes].blocks, &slot);
+  return slot.held.load();
+}
+
+EXPORT int tensorwire_allocator_held(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  return slots[number].held.load();
+}
+
+// A retired slot whose last tensor is gone: its address may be used for something else.
+EXPORT void tensorwire_allocator_remove(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  const auto found = by_address.find(slots[number].address);
+  if (found != by_address.end() && found->second == &slots[number]) by_address.erase(found);
+}
+
+EXPORT uint32_t tensorwire_allocator_add_context(uint32_t pool) {
+  const std::lock_guard lock(mutex);
+  contexts.emplace_back(&pools[pool]);
+  return static_cast<uint32_t>(contexts.size() - 1);
+}
+
+// The calling thread is in this context until it enters another or leaves.
+EXPORT void tensorwire_allocator_enter(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  enter(number);
+}
+
+// The same at the begin of a step, when nobody reads gradients of the step before.
+EXPORT void tensorwire_allocator_begin(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  enter(number);
+  trim(*current->pool);
+}
+
+// The calling thread gets memory as if this were not there.
+EXPORT void tensorwire_allocator_leave() { current = nullptr; }
+
+// The slot is for what this thread has last allocated at `data`: from now on also for that site.
+// 0: so it is. 1: there is no such allocation among those that are remembered. 2: it was one of
+// another number of bytes.
+EXPORT int tensorwire_allocator_learn(uint32_t number, void* data) {
+  const std::lock_guard lock(mutex);
+  if (log_of_thread == nullptr) return 1;
+  const Log& log = *log_of_thread;
+  Slot& slot = slots[number];
+  const uint64_t oldest = log.count > kLogged ? log.count - kLogged : 0;
+  for (uint64_t at = log.count; at-- > oldest;) {
+    const Entry& entry = log.entries[at % kLogged];
+    if (entry.data != data) continue;
+    if (entry.bytes != slot.bytes) return 2;
+    uint32_t ordinal = 1;
+    for (uint64_t before = at; before-- > oldest;) {
+      const Entry& other = log.entries[before % kLogged];
+      if (other.visit != entry.visit) break;
+      ordinal += other.bytes == entry.bytes;
+    }
+    for (const Site& site : entry.context->sites) {
+      if (site.slot == &slot && site.ordinal == ordinal) return 0;
+    }
+    entry.context->sites.push_back({&slot, ordinal, 0});
+    return 0;
+  }
+  return 1;
+}
+
+// No allocation is predicted for the slot any more.
+EXPORT void tensorwire_allocator_forget(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  forget(slots[number]);
+}
+
+// The pages of blocks that nobody needs go back to the system.
+EXPORT void tensorwire_allocator_trim(uint32_t pool) {
+  const std::lock_guard lock(mutex);
+  trim(pools[pool]);
+}
+
+// Tensors that were produced in slots and blocks, in this process.
+EXPORT uint64_t tensorwire_allocator_placed() { return placed.load(); }
+}

@@ -1,0 +1,352 @@
+"""Where the gradients of one optimizer's parameters are produced.
+
+Every parameter may have a slot: memory where its gradient is wanted, at a server or in a registered
+region. After the first step it is known which allocation of backward each gradient was, and from
+the second on that allocation is the slot (`allocator.cc`). Until then, and whenever the prediction
+misses, gradients are produced in blocks of a pool, which the server can read too. Where a gradient
+really lies is looked up when it has arrived, so one that is elsewhere is noticed, told with a
+reason, and copied.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import Bytes, Place
+
+from .library import Allocator, load
+
+NOT_YET = "no gradient has arrived yet"
+NO_PLACE = "it gets no gradient"
+SPARSE = "it is sparse: its rows are sent"
+LEARNING = "its allocation is learned from the step before"
+
+SLOT = -1
+"""Of a gradient: it lies in its slot; else where it lies, as in `Commit.blocks`."""
+
+# Smaller ones are not pooled: to copy them costs less than to look after them one by one.
+LEAST_POOLED_BYTES = 64 << 10
+
+# The pool stays open for a gradient until so many in a row were in their slot: 1, and 4 times as
+# many after each time that this was too early.
+_MOST_HITS = 1 << 16
+
+# A parameter without a gradient for so many steps is not expected to get one.
+_PATIENCE = 2
+
+
+class PlacementWarning(UserWarning):
+    """Gradients are copied where they could be produced in place; the text says why and the remedy.
+
+    Silent with `DistributedOptimizer(placement="copy")`.
+    """
+
+
+class Placed(NamedTuple):
+    """Of one parameter: what its last gradient did.
+
+    Attributes:
+        in_place: it was produced in its slot, or in the pool.
+        reason: why not in its slot; "" if it was.
+    """
+
+    in_place: bool
+    reason: str
+
+
+class GradientSlots:
+    """Slots for gradients. One thread at a time, but backward may be another.
+
+    Attributes:
+        reasons: for each parameter why its last gradient was not in its slot; "" if it was.
+        learning_s: spent on finding out which allocations gradients were.
+
+    Args:
+        parameters: those that get gradients.
+        places: for each memory of exactly its bytes, or the reason why it has none.
+
+    Raises:
+        UnavailableError: the allocator cannot be had here.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place | str]) -> None:
+        self._allocator = load()
+        self.learning_s = 0.0
+        self._pool = pool = _Pool(self._allocator)
+        self._start = self._allocator.add_context(pool.number)
+        self._enter = self._allocator.enter
+        self._slots: list[int] = []
+        self._held_memory: list[Bytes] = []
+        self._addresses: list[int] = []
+        self._strides = [parameter.stride() for parameter in parameters]
+        self._dtypes = [parameter.dtype for parameter in parameters]
+        self._contexts = [self._allocator.add_context(pool.number) for _ in parameters]
+        self._misses = [0] * len(parameters)
+        self.reasons = [NOT_YET] * len(parameters)
+        self._seen = [0] * len(parameters)  # the step of the last gradient
+        self._pooled = [False] * len(parameters)
+        self._blocks: dict[int, int] = {}  # as in `Commit.blocks`, by address
+        self._closed = False
+        self._owners = [-1 if isinstance(place, str) else place.server for place in places]
+        for index, place in enumerate(places):
+            if isinstance(place, str) or place.memory.nbytes == 0:
+                self.reasons[index] = place if isinstance(place, str) else "it has no elements"
+                self._addresses.append(0)
+                self._slots.append(-1)
+                continue
+            address = _address(place.memory)
+            self._addresses.append(address)
+            slot = self._allocator.add_slot(pool.number, address, place.memory.nbytes)
+            self._slots.append(slot)
+            self._held_memory.append(place.memory)
+            if place.block is not None and place.block.nbytes >= LEAST_POOLED_BYTES:
+                self._blocks[address] = 2 * index + 1
+                self._blocks[_address(place.block)] = 2 * index
+                pool.add(index, slot, place.block)
+        _sweep(self._allocator)
+        _in_use.extend([self._held_memory, pool.memory])
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins in the calling thread: what it allocates until the first gradient."""
+        if not self._closed:
+            self._allocator.begin(self._start)
+
+    def stepped(self) -> None:
+        """A step is over, and the next one begins."""
+        self._pool.stepped()
+        self.begin()
+
+    def arrived(self, index: int, gradient: torch.Tensor) -> int | None:
+        """The gradient of a parameter has arrived, in the thread that runs backward.
+
+        Returns:
+            As `find`.
+        """
+        where = self.find(index, gradient)
+        self._seen[index] = self._pool.steps
+        if where == SLOT:
+            if self.reasons[index]:
+                self.reasons[index], self._misses[index] = "", 0
+            self._pool.hit(index)
+        elif self._slots[index] >= 0:
+            started = time.perf_counter()
+            self._pooled[index] = where is not None
+            self._pool.seen(index)
+            if where is not None:
+                self._leave_slot(where)
+            self._miss(index, gradient)
+            self.learning_s += time.perf_counter() - started
+        self._enter(self._contexts[index])
+        return where
+
+    def find(self, index: int, gradient: torch.Tensor) -> int | None:
+        """Where a gradient lies, in the order of its parameter.
+
+        Returns:
+            SLOT; a number of `Commit.blocks`; None: elsewhere.
+        """
+        if gradient.dtype != self._dtypes[index]:
+            return None
+        strides = self._strides[index]
+        if gradient.stride() != strides and not _in_order(gradient, strides):
+            return None
+        address = gradient.data_ptr()
+        if address == self._addresses[index]:
+            return SLOT
+        block = self._blocks.get(address)
+        if block is None or self._owners[block // 2] != self._owners[index]:
+            return None
+        return block if gradient.untyped_storage().nbytes() == gradient.nbytes else None
+
+    def placed(self, index: int) -> Placed:
+        """What the last gradient of a parameter did."""
+        reason = self.reasons[index]
+        return Placed(not reason or self._pooled[index], reason)
+
+    def _leave_slot(self, where: int) -> None:
+        """A gradient is in the slot of another parameter, which may not need it any more."""
+        owner, is_slot = divmod(where, 2)
+        if is_slot and self._pool.steps - self._seen[owner] > _PATIENCE:
+            self._allocator.forget(self._slots[owner])
+
+    def _miss(self, index: int, gradient: torch.Tensor) -> None:
+        self._misses[index] += 1
+        count = self._misses[index]
+        if count & (count - 1):
+            return  # looking through the log takes long where nothing can be found
+        slot, address = self._slots[index], gradient.data_ptr()
+        if address == self._addresses[index]:
+            self.reasons[index] = "its elements are in another order than the parameter's"
+            self._pool.miss(index, False)
+            return
+        held = self._allocator.held(slot)
+        if held and count > 1:
+            self._allocator.forget(slot)  # something else is allocated at the predicted site
+        learned = self._allocator.learn(slot, address)
+        self._pool.miss(index, learned == 0)
+        if not self._allocator.installed():
+            self.reasons[index] = "another CPU allocator was installed after tensorwire's"
+        elif learned == 1:
+            self.reasons[index] = (
+                "it was not allocated in a thread that runs backward, or it is part of a larger "
+                "tensor"
+            )
+        elif learned == 2:
+            self.reasons[index] = "it is the beginning of a larger tensor"
+        elif held:
+            self.reasons[index] = (
+                "its slot is in use: the gradient of an earlier step was kept, or another tensor "
+                "of this size is there"
+            )
+        else:
+            self.reasons[index] = LEARNING
+
+    def close(self) -> None:
+        """No gradient is placed any more; the memory of those that still exist stays."""
+        self._closed = True
+        self._allocator.leave()
+        slots = [slot for slot in self._slots if slot >= 0]
+        for slot in slots:
+            self._allocator.retire(slot)
+        blocks = self._pool.close()
+        _in_use[:] = [
+            m for m in _in_use if m is not self._held_memory and m is not self._pool.memory
+        ]
+        _leave_behind(self._allocator, slots, self._held_memory)
+        _leave_behind(self._allocator, blocks, self._pool.memory)
+        self._slots = [-1] * len(self._slots)
+        self._addresses = [0] * len(self._addresses)
+        self._blocks.clear()
+
+
+class _Pool:
+    """For which gradients the pool is open.
+
+    Attributes:
+        number: at the allocator.
+        memory: of the blocks.
+        steps: that are over.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.number = allocator.add_pool()
+        self.memory: list[Bytes] = []
+        self._allocator = allocator
+        self._blocks: list[int] = []
+        self._slots: dict[int, int] = {}  # of parameters that have a block
+        self._missed: dict[int, int] = {}  # the step of their last gradient
+        self._hits: dict[int, int] = {}
+        self._hits_needed: dict[int, int] = {}
+        self.steps = 0
+
+    def add(self, index: int, slot: int, block: Bytes) -> None:
+        """A parameter's slot, and the block that it contributes."""
+        self._blocks.append(self._allocator.add_block(self.number, _address(block), block.nbytes))
+        self.memory.append(block)
+        self._slots[index] = slot
+        self._hits_needed[index] = 1
+        self._open(index)
+
+    def _open(self, index: int) -> None:
+        self._missed[index] = self.steps
+        self._hits[index] = 0
+        self._allocator.miss(self._slots[index], True)
+
+    def _close(self, index: int) -> None:
+        del self._missed[index]
+        self._allocator.miss(self._slots[index], False)
+
+    def hit(self, index: int) -> None:
+        """A gradient was in its slot."""
+        if index in self._missed:
+            self._missed[index] = self.steps
+            self._hits[index] += 1
+            if self._hits[index] >= self._hits_needed[index]:
+                self._close(index)
+
+    def seen(self, index: int) -> None:
+        """A gradient was not."""
+        if index in self._missed:
+            self._missed[index] = self.steps
+
+    def miss(self, index: int, helps: bool) -> None:
+        """And in the pool it can be, or not."""
+        if helps and index in self._slots and index not in self._missed:
+            self._hits_needed[index] = min(4 * self._hits_needed[index], _MOST_HITS)
+            self._open(index)
+        elif helps and index in self._missed:
+            self._hits[index] = 0
+        elif index in self._missed:
+            self._close(index)
+
+    def stepped(self) -> None:
+        """Who has had no gradient for a while is not waited for."""
+        self.steps += 1
+        if self._missed:
+            late = [i for i, step in self._missed.items() if self.steps - step > _PATIENCE]
+            for index in late:
+                self._close(index)
+
+    def close(self) -> list[int]:
+        """Nothing is handed out any more; returns the blocks."""
+        for index in list(self._missed):
+            self._close(index)
+        self._allocator.trim(self.number)
+        for block in self._blocks:
+            self._allocator.retire(block)
+        self._slots.clear()
+        return self._blocks
+
+
+# Slots can be handed out until they are retired: their memory must not go before, whatever becomes
+# of whoever made them.
+_in_use: list[list[Bytes]] = []
+
+_left: list[tuple[list[int], list[Bytes]]] = []
+
+
+def _leave_behind(allocator: Allocator, slots: Sequence[int], memory: list[Bytes]) -> None:
+    """Keeps memory mapped as long as a tensor lies in it; looks again whenever more comes."""
+    _left.append((list(slots), memory))
+    _sweep(allocator)
+
+
+def _sweep(allocator: Allocator) -> None:
+    """Forgets memory in which no tensor lies any more."""
+    still = []
+    for slots, memory in _left:
+        if any(allocator.held(slot) for slot in slots):
+            still.append((slots, memory))
+            continue
+        for slot in slots:
+            allocator.remove(slot)
+    _left[:] = still
+
+
+def _in_order(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """The strides are the tensor's wherever they matter: not where there is one element."""
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or mine == other for size, mine, other in sizes)
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+def try_slots(
+    parameters: Sequence[torch.Tensor], places: Sequence[Place | str]
+) -> GradientSlots | str:
+    """The slots, or why there are none here, which is also said once as a PlacementWarning."""
+    try:
+        return GradientSlots(parameters, places)
+    except UnavailableError as error:
+        text = f"gradients are copied to their place instead of being produced there: {error}"
+        warnings.warn(text, PlacementWarning, stacklevel=6)  # the script
+        return str(error)

@@ -1,0 +1,147 @@
+"""How a worker finds its job: by the variables of `tensorwire run`, by an engine, or it is alone.
+
+Where an engine has started the workers, the first one of every host starts a server beside it and
+tells the others its address through the store at which they meet. docs/launch.md has it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+
+from tensorwire import tracebacks
+from tensorwire.errors import UnavailableError
+from tensorwire.membership import SLICES, World, drop_claim, hold_claim, without_ranks
+
+from . import rendezvous
+from .rendezvous import Meeting
+
+_START_S = 120.0
+# After a failure: what its server gets to tell the others, and they wait for the failed one to end.
+_FAILED_END_S = 5.0
+_servers: list[subprocess.Popen[bytes]] = []
+_by_engine = False
+
+
+def find_place(rank: int | None = None, workers: int | None = None) -> World:
+    """This worker's place; alone where nobody says anything else.
+
+    Args:
+        rank: of this worker, where the program knows it itself; then also `workers`.
+        workers: how many there are.
+
+    Raises:
+        RuntimeError: another process is this worker.
+        ValueError: variables or arguments contradict each other, or do not say enough.
+        UnavailableError: a server did not start, or a worker is missing, or no folder is fit for
+            the lock on the rank.
+    """
+    global _by_engine
+    _by_engine = False
+    # A program that says that it is alone is alone, whatever a launcher has said to it.
+    place = World.from_environment(os.environ if workers != 1 else _slices_alone())
+    if place is not None and place.servers:
+        if rank is not None and (rank, workers) != (place.rank, place.workers):
+            raise ValueError(
+                f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
+                f"{place.rank} of {place.workers}"
+            )
+        hold_claim(",".join(place.servers), place.rank, "TENSORWIRE_RANK and TENSORWIRE_SERVERS")
+        return place
+    if (meeting := rendezvous.meet(rank, workers)) is None:
+        if workers is None:
+            rendezvous.check_alone()
+        return World(slices=1 if place is None else place.slices)
+    _by_engine = True
+    tracebacks.install(f"worker {meeting.rank}")
+    slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
+    return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
+
+
+def _slices_alone() -> dict[str, str]:
+    return {SLICES: os.environ[SLICES]} if SLICES in os.environ else {}
+
+
+def _start_servers(meeting: Meeting) -> tuple[str, ...]:
+    """One beside the first worker of every host; the addresses of all."""
+    addresses: list[str] = []
+    for index, ranks in enumerate(meeting.hosts):
+        key, whose = f"servers/{index}", f"server {index}, which worker {ranks[0]} starts"
+        if ranks[0] == meeting.rank:
+            try:
+                made = start_server(
+                    index, meeting.workers, len(meeting.hosts), addresses, meeting.listen
+                )
+            except BaseException as error:
+                meeting.store.set(key, f"!{type(error).__name__}: {error}")
+                raise
+            meeting.store.set(key, made)
+        meeting.wait({key: whose}, "its own messages tell why")
+        told = meeting.store.get(key).decode()
+        if told.startswith("!"):
+            raise UnavailableError(f"{whose}, failed: {told[1:]}")
+        addresses.append(told)
+    return tuple(addresses)
+
+
+def leave(orderly: bool, error: BaseException | None = None) -> None:
+    """Other workers may still need the server that this process started; it ends after them.
+
+    Engines blame the worker that ends first, and torch.multiprocessing.spawn shows no other one's
+    error. So a worker that ends only because another has failed lets that one go first; most
+    engines then end it at once.
+
+    Args:
+        orderly: the work of this process is done.
+        error: the exception that ends it, if one does.
+    """
+    drop_claim()
+    while _servers:
+        process = _servers.pop()
+        try:
+            # After a failure it first tells the others what happened.
+            process.wait(None if orderly else _FAILED_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if _by_engine and tracebacks.is_consequence(error):
+        time.sleep(_FAILED_END_S)
+
+
+def start_server(
+    index: int, workers: int, count: int, before: list[str], listen: str = "127.0.0.1"
+) -> str:
+    """Starts a server that ends with this process; returns its address.
+
+    Raises:
+        UnavailableError: it ended or gave no address in time.
+    """
+    reader, writer = os.pipe()
+    command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
+    command += [f"--workers={workers}", f"--count={count}", f"--servers={','.join(before)}"]
+    command += [f"--listen={listen}:0"]
+    command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
+    with open(reader) as channel:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=without_ranks(os.environ),
+                pass_fds=[writer],
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        ready, _, _ = select.select([channel], [], [], _START_S)
+        address = channel.readline().strip() if ready else ""
+    _servers.append(process)
+    if not address:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise UnavailableError(
+            f"server {index} did not start (exit code {process.wait()}); its messages are above"
+        )
+    return address

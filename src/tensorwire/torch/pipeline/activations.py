@@ -1,0 +1,208 @@
+"""What moves between the stages of a split model: values, and their gradients back.
+
+Between stages of one process directly, else over edges (tensorwire.edges).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from tensorwire.edges import Arrival, Edges, Rows
+from tensorwire.placement import Graph, Operator, Plan, Tensor
+
+from ..group import Machines
+from .capture import Capture, Value
+from .stage import Stage
+
+# Elements that numpy does not know move as their bits.
+_BITS = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+class Activations:
+    """What moves in a micro-batch: to other processes by edges, between stages here directly.
+
+    Args:
+        values: all that cross, by name.
+        stages: those of this process.
+        edges: to the other processes, open; closed by their owner.
+    """
+
+    def __init__(self, values: Mapping[str, Value], stages: Sequence[int], edges: Edges) -> None:
+        self._values = values
+        self._stages = stages
+        self._here: dict[tuple[str, int], Any] = {}
+        self._left: dict[tuple[str, int], int] = {}  # stages here that still use it
+        self._arrived: dict[tuple[str, int], Arrival] = {}
+        self._gradients: dict[tuple[int, int], list[Arrival]] = {}  # of a stage and micro-batch
+        self.edges = edges
+
+    def _users_here(self, name: str) -> list[int]:
+        return [user for user in self._values[name].users if user in self._stages]
+
+    def put(self, name: str, value: Any, at: int) -> None:
+        """A stage here has made a value."""
+        crossing = self._values[name]
+        if self._users_here(name):
+            # Its graph is the business of the stage that made it.
+            self._here[name, at] = value if crossing.is_size else value.detach()
+            self._left[name, at] = len(self._users_here(name))
+        if len(self._users_here(name)) < len(crossing.users):
+            if crossing.is_size:
+                self.edges.put(name, np.array(int(value), np.int64))
+            else:
+                self.edges.put(name, array_of(self._own(value.detach())))
+
+    def get(self, name: str, stage: int, at: int) -> Any:
+        """A value for a stage here; tensors lie where they came."""
+        key = name, at
+        if key not in self._here:
+            arrival = self.edges.get(name)
+            crossing = self._values[name]
+            self._arrived[key] = arrival
+            self._left[key] = len(self._users_here(name))
+            array = arrival.value
+            if crossing.is_size:
+                assert isinstance(array, np.ndarray)
+                self._here[key] = int(array)
+            else:
+                self._here[key] = tensor_of(array, getattr(torch, crossing.tensor.dtype))
+        return self._here[key]
+
+    def release(self, stage: int, at: int) -> None:
+        """A stage here is done with a micro-batch, and with gradients that came for it."""
+        for name, value in self._values.items():
+            key = name, at
+            if stage in value.users and key in self._left:
+                self._left[key] -= 1
+                if not self._left[key]:
+                    del self._left[key], self._here[key]
+                    if (arrival := self._arrived.pop(key, None)) is not None:
+                        arrival.release()
+        for arrival in self._gradients.pop((stage, at), ()):
+            arrival.release()
+
+    def put_gradient(self, name: str, stage: int, gradient: torch.Tensor, at: int) -> None:
+        """A stage here has the gradient of a value that it used."""
+        if self._values[name].maker in self._stages:
+            self._here[_gradient(name, stage), at] = gradient
+        else:
+            self.edges.put(_gradient(name, stage), array_of(gradient))
+
+    def gradients(self, stage: Stage, at: int) -> dict[str, torch.Tensor]:
+        """The gradient of everything that a stage here has made for others, until `release`."""
+        found: dict[str, torch.Tensor] = {}
+        arrivals = self._gradients.setdefault((stage.index, at), [])
+        for name in stage.outputs:
+            value = self._values[name]
+            if not value.needs_grad:
+                continue
+            parts = []
+            for user in reversed(value.users):  # as they are made
+                key = _gradient(name, user)
+                if user in self._stages:
+                    parts.append(self._here.pop((key, at)))
+                    continue
+                arrivals.append(self.edges.get(key))
+                parts.append(tensor_of(arrivals[-1].value, getattr(torch, value.tensor.dtype)))
+            found[name] = parts[0]
+            for part in parts[1:]:
+                found[name] = found[name] + part
+        return found
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies in memory of its own, not in that of an arrival."""
+        return tensor.clone() if self._in_arrival(tensor) else tensor
+
+    def kept(self, output: Any) -> Any:
+        """Outputs of the model as its user may keep them."""
+        return pytree.tree_map_only(torch.Tensor, self._own, output)
+
+    def _in_arrival(self, tensor: torch.Tensor) -> bool:
+        start = tensor.untyped_storage().data_ptr()
+        for key in self._arrived:
+            value = self._here[key]
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == start:
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Waits until the others have released all that was sent."""
+        self.edges.settle()
+
+
+def _gradient(name: str, user: int) -> str:
+    return f"gradient {user} {name}"
+
+
+def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
+    """A micro-batch: forwards in order of the stages, then backwards.
+
+    Args:
+        taken: the model.
+        homes: the machine of each stage.
+    """
+    count = len(taken.parts)
+    tensors = [value.tensor for value in taken.values.values()]
+    operators = []
+    for stage in range(count):
+        uses = [n for n, v in taken.values.items() if stage in v.users]
+        makes = [n for n, v in taken.values.items() if v.maker == stage]
+        grads = [_gradient(n, stage) for n in uses if taken.values[n].needs_grad]
+        needs = [
+            _gradient(n, user)
+            for n in makes
+            if taken.values[n].needs_grad
+            for user in taken.values[n].users
+        ]
+        machine = str(homes[stage])
+        operators += [
+            Operator(f"forward {stage}", machine, tuple(uses), tuple(makes), stage),
+            Operator(
+                f"backward {stage}", machine, tuple(needs), tuple(grads), 2 * count - 1 - stage
+            ),
+        ]
+        tensors += [
+            Tensor(_gradient(n, stage), taken.values[n].tensor.dtype, taken.values[n].tensor.shape)
+            for n in uses
+            if taken.values[n].needs_grad
+        ]
+    return Graph(tuple(tensors), tuple(operators))
+
+
+def open_edges(
+    machines: Machines, made: Plan, label: str, turns: int, timeout_s: float | None
+) -> Edges:
+    """The edges of this process; none if nothing crosses to or from it."""
+    rank = str(machines.rank)
+    if not any(rank in pair for pair in made.pairs):
+        made = Plan(())
+    peers = {str(other): peer for other, peer in (machines.peers or {}).items()}
+    node: Any = machines.node  # None without peers, and then nothing crosses
+    edges = Edges(node, made, rank, peers, flights=turns, label=label, timeout_s=timeout_s)
+    try:
+        return edges.open()
+    except BaseException:
+        edges.close()
+        raise
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """A tensor's elements for an edge; copied only if they are not contiguous."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(_BITS[tensor.dtype]).numpy() if tensor.dtype in _BITS else tensor.numpy()
+
+
+def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The other way round; the same memory."""
+    assert not isinstance(value, Rows)
+    tensor = torch.from_numpy(value)
+    return tensor.view(dtype) if dtype in _BITS else tensor

@@ -1,0 +1,168 @@
+"""What happens to a model's buffers (BatchNorm's statistics and the like) in a distributed step.
+
+A worker that computes several slices gives each the buffers that the step began with, so that the
+result does not depend on who computes which slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
+
+from ..model_index import ModelIndex
+from ..views import flat_bytes
+
+_KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
+
+
+class Buffers:
+    """The buffers of one model.
+
+    Args:
+        model: has them, or this process's part of them.
+        kind: one of _KINDS.
+        first: index of the first buffer among the store's tensors.
+        my_slices: of this worker.
+        declared: they are in the store.
+        whole: of a split model.
+        rank: this process among those that share it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str,
+        first: int,
+        my_slices: range,
+        declared: bool,
+        whole: ModelIndex | None = None,
+        rank: int = 0,
+    ) -> None:
+        if kind not in _KINDS:
+            raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
+        self._kind = kind
+        self._slices = my_slices
+        self._owners: list[tuple[nn.Module, str, str]] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules() if declared else ():
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if whole is not None and full not in whole.buffers:
+                    continue  # a constant of the trace
+                if buffer is not None and id(buffer) not in seen and buffer.numel():
+                    seen.add(id(buffer))
+                    self._owners.append((module, name, full))
+                    if 0 in buffer.stride():  # expanded: cannot be written to
+                        module._buffers[name] = buffer.contiguous()
+        self._likes = {owner[2]: owner[0]._buffers[owner[1]] for owner in self._owners}
+        if whole is not None and declared:
+            self._likes = {name: b for name, b in whole.buffers.items() if b.numel()}
+        self.indices = {name: first + i for i, name in enumerate(self._likes)}
+        self._sends = {
+            name: whole is None or whole.speaks_for(rank, name) for _, _, name in self._owners
+        }
+        self._shapes: dict[str, torch.Size | None] = {}
+        self._before: list[torch.Tensor] = []
+        self._own: dict[int, list[torch.Tensor]] = {}
+        # Contiguous copies: the next forward may change a buffer while it is still on its way.
+        self._leaving = [torch.empty(each.shape, dtype=each.dtype) for each in self.tensors]
+        self._leaving_bytes = [flat_bytes(tensor) for tensor in self._leaving]
+        self._arrived: list[torch.Tensor] = []  # where the store has them
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now, also if a module has replaced one."""
+        found = []
+        for module, name, full in self._owners:
+            buffer = module._buffers[name]
+            shape = self._shapes.setdefault(full, None if buffer is None else buffer.shape)
+            if buffer is None or buffer.shape != shape:
+                raise RuntimeError(f"buffer {full!r} was removed or has another shape now")
+            found.append(buffer)
+        return found
+
+    def specs(self) -> list[TensorSpec]:
+        """How they are declared."""
+        kind = _KINDS[self._kind]
+        specs = []
+        for full, tensor in self._likes.items():
+            assert tensor is not None
+            name, dtype = f"buffer {full}", str(tensor.dtype).removeprefix("torch.")
+            shape = tuple(tensor.shape)
+            if dtype not in ITEM_BYTES:  # bool or complex, for example: travels as bytes
+                name, dtype, shape = f"{name} of {dtype} {shape}", "uint8", (tensor.nbytes,)
+            specs.append(TensorSpec(name, dtype, shape, kind))
+        return specs
+
+    @property
+    def mine(self) -> list[int]:
+        """Their indices of which this process says what they are."""
+        return [self.indices[name] for name, sends in self._sends.items() if sends]
+
+    @property
+    def here(self) -> list[int]:
+        """The indices of those that this process has."""
+        return [self.indices[name] for _, _, name in self._owners]
+
+    def values(self) -> Iterator[tuple[int, Bytes]]:
+        """Copies of `mine`, elements in the order of their indices; until the next call."""
+        if self._owners:
+            with torch.no_grad():
+                torch._foreach_copy_(self._leaving, self.tensors)
+        for (_, _, name), data in zip(self._owners, self._leaving_bytes, strict=True):
+            if self._sends[name]:
+                yield self.indices[name], data
+
+    def push(self, store: Store, slice_index: int) -> None:
+        """After a slice's forward and backward."""
+        if self._kind == "local" or not self._owners:
+            return
+        if self._kind == "broadcast" and slice_index != 0:
+            return
+        for index, data in self.values():
+            store.push(slice_index, index, data)
+
+    def take(self, store: Store, published: bool = False) -> None:
+        """The version's buffers become the model's."""
+        if not self._owners or (self._kind == "local" and not published):
+            return
+        tensors = self.tensors
+        if not self._arrived:
+            for index, like in zip(self.here, self._leaving, strict=True):
+                flat = torch.frombuffer(store.value(index), dtype=like.dtype)
+                self._arrived.append(flat.view(like.shape))
+        self._set(tensors, self._arrived)
+
+    def remember(self) -> None:
+        """What a step begins with."""
+        if len(self._slices) > 1 and self._owners:
+            self._before = [tensor.detach().clone() for tensor in self.tensors]
+
+    def after_slice(self, turn: int) -> None:
+        """Slice number `turn` of this worker begins; at its end the version's are taken."""
+        if len(self._slices) == 1 or not self._owners:
+            return
+        values = self._before
+        if self._kind == "local":
+            self._own[turn - 1] = [tensor.detach().clone() for tensor in self.tensors]
+            values = self._own.get(turn % len(self._slices), self._before)
+        elif turn == len(self._slices):
+            return
+        self._set(self.tensors, values)
+
+    def _set(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            try:
+                torch._foreach_copy_(tensors, values)
+            except RuntimeError:
+                owned = zip(self._owners, tensors, values, strict=True)
+                for (module, name, _), tensor, value in owned:
+                    if 0 in tensor.stride() or tensor.is_inference():
+                        # Forward has put it there, and nobody can write to it.
+                        module._buffers[name] = value.to(tensor.dtype, copy=True)
+                    else:
+                        tensor.copy_(value)

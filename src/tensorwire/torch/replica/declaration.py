@@ -1,0 +1,159 @@
+"""Which tensors an optimizer's store has: what every worker declares, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import ITEM_BYTES, TensorSpec
+
+from ..views import memory_format_of
+
+if TYPE_CHECKING:
+    from .ownership import Ownership
+    from .replica import Replica
+
+
+class Declaration(NamedTuple):
+    """In the order of the store.
+
+    Attributes:
+        tensors: the parameters as the servers know them.
+        parameters: the same here; on meta where another process has one.
+        planned: those that the optimizer here was given.
+    """
+
+    tensors: list[TensorSpec]
+    parameters: list[torch.Tensor]
+    planned: list[nn.Parameter]
+
+
+def declare_all(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    others: Sequence[Replica],
+    rows_alone: bool,
+) -> Declaration:
+    """Every parameter of the model, those of the optimizer first.
+
+    Args:
+        model: of the optimizer.
+        optimizer: whose groups are trained.
+        others: of other optimizers, which give up what does not change with them.
+        rows_alone: this optimizer leaves rows without a gradient as they are.
+
+    Raises:
+        ValueError: a parameter that is not the model's, or cannot be distributed.
+        UnavailableError: it is on another device.
+    """
+    names = _names_of(model)
+    tables = tables_of(model)
+    tensors, parameters = [], []
+    planned: list[nn.Parameter] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            _check_known(names, parameter, index)
+            for other in others:
+                other.release(parameter)
+            kind = "trained" if parameter.requires_grad else "constant"
+            if parameter.requires_grad and id(parameter) in tables and parameter.numel():
+                kind = "rows"
+                if not parameter.is_contiguous():
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is a table with sparse gradients and "
+                        f"has strides {parameter.stride()}; make it contiguous first"
+                    )
+                if not rows_alone or group["weight_decay"]:
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is a table with sparse gradients, and "
+                        "momentum, weight decay, Adam and AdamW change all of its rows in every "
+                        "step: use torch.optim.SGD without them, or a table with sparse=False"
+                    )
+            _check_device(names[id(parameter)], parameter)
+            tensors.append(_declare(names[id(parameter)], parameter, kind, index))
+            parameters.append(parameter)
+            planned.append(parameter)
+    seen = {id(parameter) for parameter in planned}
+    for parameter in model.parameters():
+        if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
+            _check_device(names[id(parameter)], parameter)
+            tensors.append(_declare(names[id(parameter)], parameter, "constant", 0))
+            parameters.append(parameter)
+    return Declaration(tensors, parameters, planned)
+
+
+def declare_whole(
+    sharing: Ownership, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Declaration:
+    """Every parameter of a model that processes share; all workers call it.
+
+    Raises:
+        As `declare_all`, and ValueError if the processes disagree.
+    """
+    names = _names_of(model)
+    planned = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            _check_known(names, parameter, index)
+            planned.append(parameter)
+    own = sharing.own
+    tensors, parameters = [], []
+    for name, like, kind, group in sharing.agree():
+        tensors.append(_declare(name, like, kind, group))
+        parameters.append(own.get(name, like))
+        if name in own:
+            _check_device(name, own[name])
+    return Declaration(tensors, parameters, planned)
+
+
+def tables_of(model: nn.Module) -> set[int]:
+    """By `id`, the parameters that get sparse gradients: those of such tables, and of nothing else.
+
+    A table that something else uses too gets a dense gradient.
+    """
+    found: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for name, parameter in module.named_parameters(recurse=False):
+            (found if is_table and name == "weight" else others).add(id(parameter))
+    return found - others
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _check_known(names: dict[int, str], parameter: torch.Tensor, group: int) -> None:
+    if id(parameter) not in names:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} in group {group} of the optimizer "
+            "is not the model's; give the model that has all of them"
+        )
+
+
+def _check_device(name: str, parameter: torch.Tensor) -> None:
+    if parameter.device.type != "cpu":
+        raise UnavailableError(
+            f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
+            "distributed so far"
+        )
+
+
+def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> TensorSpec:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES or (
+        kind in ("trained", "rows") and not parameter.is_floating_point()
+    ):
+        raise ValueError(
+            f"parameter {name!r} is {dtype}; float32, float64, bfloat16 and float16 can be "
+            "distributed"
+        )
+    strides = memory_format_of(parameter)
+    if not parameter.is_contiguous():
+        name = f"{name}, strides {strides}"  # a worker with another order must not agree
+    return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)

@@ -1,0 +1,55 @@
+"""Which bytes of the gradients are looked at in a step: all of them in the first, then in turn.
+
+Looking is taking a checksum when a gradient leaves, and again at `step()`. It finds what torch does
+not count: changes by way of `.grad.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tensorwire.memory import checksum
+
+from ..views import flat_bytes
+
+TURNS = 32
+"""So many steps see every byte, at most."""
+_LEAST_BYTES = 256 << 10  # of a step
+_PIECE_BYTES = 64 << 10
+_CALL_BYTES = 16 << 10  # a look at few bytes costs as much as this
+
+
+class GradientChecks:
+    """The turns of one optimizer's gradients.
+
+    Args:
+        sizes: bytes of every dense gradient, by index.
+    """
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self._all = {index: slice(0, size) for index, size in sizes.items()}
+        cost = sum(size + _CALL_BYTES for size in sizes.values())
+        count = max(min(cost // _LEAST_BYTES, TURNS), 1)
+        self._turns: list[dict[int, slice]] = [{} for _ in range(count)]
+        done = 0
+        for index, size in sizes.items():
+            for start in range(0, size, _PIECE_BYTES):
+                stop = min(start + _PIECE_BYTES, size)
+                turn = self._turns[min(done * count // cost, count - 1)]
+                begin = turn[index].start if index in turn else start
+                turn[index] = slice(begin, stop)
+                done += stop - start
+            done += _CALL_BYTES
+
+    def at(self, step: int) -> Mapping[int, slice]:
+        """What is looked at in a step, counted from 0: bytes by the index of the gradient."""
+        return self._all if step == 0 else self._turns[(step - 1) % len(self._turns)]
+
+
+def sum_of(gradient: torch.Tensor, like: torch.Tensor, part: slice | None) -> int | None:
+    """The checksum of bytes of a gradient; None if none are looked at, or they are not in order."""
+    if part is None or gradient.layout != torch.strided or gradient.stride() != like.stride():
+        return None
+    return checksum(flat_bytes(gradient.detach())[part])

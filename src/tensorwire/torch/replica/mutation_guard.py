@@ -1,0 +1,129 @@
+"""Notices what a script did to parameters outside of `step()` and `tw.edit`.
+
+Looked at before every step and every other change, and before a checkpoint is written: values by
+version counter, address and form, the place in the model by identity, and which parameters are
+frozen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import Store
+
+from ..views import in_form
+
+
+class MutationGuard:
+    """Of one optimizer.
+
+    Args:
+        model: has the parameters.
+        names: of every parameter by its id.
+        planned: the optimizer's parameters, which are frozen or not for good.
+        held: the parameters whose memory is the store's, by index; may lose some later.
+        store: has them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[int, str],
+        planned: Sequence[nn.Parameter],
+        held: Mapping[int, nn.Parameter],
+        store: Store,
+    ) -> None:
+        self._model = model
+        self._names = names
+        self._planned = [(parameter, parameter.requires_grad) for parameter in planned]
+        self._held = held
+        self._store = store
+        self._owners = self._find_owners()
+        self._seen: dict[int, tuple[Any, ...]] = {}
+        if store.compares:
+            warnings.warn(
+                "the kernel does not tell which memory this process has written "
+                "(/proc/self/pagemap): parameters that a script changes by way of .data, outside "
+                "of tw.edit, are found by comparing, within 32 steps instead of at once",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def remember(self) -> None:
+        """All is as it should be now."""
+        self._seen = {i: _look_at(p) for i, p in self._held.items()}
+
+    def check(self) -> None:
+        """Raises RuntimeError if something was changed since, with what to do instead."""
+        for parameters, name, parameter in self._owners:
+            if parameters.get(name) is not parameter:
+                self._check_owners()
+                break
+        self._check_values()
+        if (changed := self.frozen_or_not()) is not None:
+            what = "unfrozen" if changed.requires_grad else "frozen"
+            raise RuntimeError(
+                f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
+                "change requires_grad inside 'with tw.edit(model):', on all workers"
+            )
+
+    def _check_values(self) -> None:
+        """What was written in place is undone, so that the caller may go on after the error."""
+        changed = [i for i, p in self._held.items() if _look_at(p) != self._seen[i]]
+        written = [i for i in self._store.take_back(bool(changed)) if i in self._held]
+        if not changed and not written:
+            return
+        for i in changed:
+            parameter, (_, address, size, stride, *_) = self._held[i], self._seen[i]
+            if parameter.data_ptr() == address:
+                value = self._store.value(i)
+                parameter.data = in_form(value, parameter.dtype, size, stride)
+                self._seen[i] = _look_at(parameter)
+        raise RuntimeError(
+            f"parameter {self._name(self._held[(changed or written)[0]])} was changed outside "
+            "step(), in place or by way of .data; other workers would not see it. Change "
+            "parameters inside 'with tw.edit(model):', on all workers. To evaluate with other "
+            "values (an average of weights), put them in and back inside one such block, or load "
+            "them into copy.deepcopy(model)"
+        )
+
+    def frozen_or_not(self) -> nn.Parameter | None:
+        """The first parameter of the optimizer whose requires_grad is not what was planned."""
+        for parameter, planned in self._planned:
+            if parameter.requires_grad != planned:
+                return parameter
+        return None
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return repr(self._names[id(parameter)])
+
+    def _find_owners(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        return [
+            (module._parameters, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in self._names
+        ]
+
+    def _check_owners(self) -> None:
+        """A parameter may move to another name or module, but not out of the model."""
+        self._owners = self._find_owners()
+        there = {id(parameter) for _, _, parameter in self._owners}
+        for parameter in self._held.values():
+            if id(parameter) not in there:
+                raise RuntimeError(
+                    f"parameter {self._name(parameter)} was replaced in the model by another "
+                    "tensor, which the optimizer does not know (load_state_dict(assign=True), for "
+                    "example). Load without assign, or make a new optimizer"
+                )
+
+
+def _look_at(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What differs after a change in place, or of the memory or form that `.data` has."""
+    negated = parameter.is_neg(), parameter.is_conj()
+    return parameter._version, parameter.data_ptr(), parameter.shape, parameter.stride(), *negated

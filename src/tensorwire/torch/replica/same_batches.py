@@ -1,0 +1,92 @@
+"""Notices that several workers compute the same: their batches are equal.
+
+Random numbers outside `job.loader` are the same in all workers, so a plain DataLoader that shuffles
+gives everybody the same samples. Gradients tell it without a look at any data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tensorwire.memory import checksum
+
+from ..views import flat_bytes
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+STEPS = 3
+"""So many first steps are compared."""
+
+
+class SameBatchesWarning(UserWarning):
+    """Several workers train with the same batches; the text says which, and what to do.
+
+    Where that is meant, `warnings.filterwarnings("ignore", category=tw.SameBatchesWarning)`.
+    """
+
+
+class SameBatches:
+    """Of one optimizer. All workers make the same steps, so all of them compare at the same one."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._steps = STEPS if job.replicas > 1 and job.pipeline == 1 else 0
+        self._found = 0
+        self._counts = True
+
+    @property
+    def looks(self) -> bool:
+        """Gradients of this step are wanted."""
+        return self._steps > 0
+
+    def slice_comes(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """A slice is committed with these gradients, by the index of the parameter."""
+        found: list[int] = []
+        nonzero = False
+        for index, gradient in gradients:
+            parts = _parts(gradient.detach())
+            nonzero = nonzero or bool(parts[-1].any())
+            found += [index, *(checksum(flat_bytes(part)) for part in parts)]
+        self._counts = self._counts and nonzero and self._job.batches == 0
+        self._found = hash((self._found, tuple(found)))
+
+    def stepped(self) -> None:
+        """After the version; warns in worker 0, at most once."""
+        self._steps -= 1
+        if self._steps:
+            return
+        job = self._job
+        told = [0.0] * job.size
+        # In a float64; 0 stands for a worker that does not count.
+        told[job.rank] = float(self._found % (1 << 52) + 1) if self._counts else 0.0
+        told = job.sum(told)
+        for one in told if job.rank == 0 else ():
+            ranks = [rank for rank, each in enumerate(told) if each == one != 0.0]
+            if len(ranks) > 1:
+                # At the line that called the optimizer's step(), which torch wraps.
+                warnings.warn(_text(ranks), SameBatchesWarning, stacklevel=5)
+                return
+
+
+def _parts(gradient: torch.Tensor) -> list[torch.Tensor]:
+    if gradient.layout == torch.strided:
+        return [gradient.contiguous()]
+    gradient = gradient.coalesce()
+    return [gradient.indices(), gradient.values().contiguous()]
+
+
+def _text(ranks: Sequence[int]) -> str:
+    named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return (
+        f"workers {named} computed the same gradients, to the bit, in the first {STEPS} steps: "
+        "their batches are equal, and do not come from job.loader. Random numbers outside of "
+        "job.loader are the same in all workers, so that DataLoader(shuffle=True) gives everybody "
+        "the same samples: use job.loader(dataset, batch_size, shuffle=True), or deal the data out "
+        "by job.rank. If equal batches are meant: "
+        'warnings.filterwarnings("ignore", category=tw.SameBatchesWarning)'
+    )

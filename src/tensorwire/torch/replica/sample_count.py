@@ -1,0 +1,45 @@
+"""How many samples a slice's gradient stands for: its weight in the mean over all slices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+
+class SampleCount:
+    """Of one optimizer.
+
+    A batch counts once, when a gradient comes while it is the loader's present one. So evaluation,
+    a look at a batch, and what was withdrawn do not count.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._samples = 0
+        self._batch = -1  # the last that was counted
+        self._before = job.batches  # when the last step was made
+
+    def gradient_comes(self) -> None:
+        """From a hook; must be cheap."""
+        job = self._job
+        if job.batches != self._batch:
+            self._batch = job.batches
+            if job.batches > 0:
+                self._samples += job.batch_samples
+
+    def withdraw(self) -> None:
+        """The gradients since the last step do not count."""
+        self._samples, self._batch = 0, -1
+
+    def weight(self) -> float:
+        """Samples since the last step; 1 where no loader gives them."""
+        if self._samples == 0 and self._job.batches > self._before:
+            return float(self._job.batch_samples)  # the model had no gradient for them
+        return float(self._samples or 1)
+
+    def stepped(self) -> None:
+        """The next slice begins."""
+        self.withdraw()
+        self._before = self._job.batches
