@@ -208,7 +208,7 @@ class TestNode:
             region = Node().allocate(8)
             gc.collect()
             assert not region.freed
-            assert not region._node.closed
+            assert not region._node.core.closed
             del region
 
     def test_stats_count(self, pair: Pair) -> None:

@@ -7,11 +7,11 @@ from tensorwire._core import Transfer, checksum, same_bytes
 
 from .handle import Handle
 from .node import Node, wait_all
+from .path import Path
 from .path_warning import PathWarning
-from .peer import Path, Peer, Prepared
+from .peer import Peer, Prepared, RemoteRegion, RemoteWord
 from .private import PrivateMapping, local_memory
 from .region import Region, Word
-from .remote import RemoteRegion, RemoteWord
 
 __all__ = [
     "Handle",

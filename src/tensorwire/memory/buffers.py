@@ -13,7 +13,7 @@ from sys import modules
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from tensorwire._core import Buffer
 
@@ -181,3 +181,22 @@ def shape_in(region: Any, shape: Any, item_bytes: int, dtype: str) -> tuple[int,
             f"shape {result} of {dtype} needs {needed} bytes, {region!r} has {region.size_bytes}"
         )
     return result
+
+
+def check_sequence(side: str, pieces: Any) -> None:
+    """Raises TypeError unless one side of a batch is a sequence of objects."""
+    if not isinstance(pieces, Sequence) or isinstance(pieces, str | bytes | bytearray):
+        raise TypeError(
+            f"a batch is a list of local objects and a list of RemoteRegions; "
+            f"{side} is {describe(pieces)}"
+        )
+
+
+def index_vector(indices: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Checks the indices of a `Prepared.start`."""
+    vector = np.asarray(indices)
+    if vector.ndim != 1:
+        raise ValueError(f"indices have one dimension, not shape {vector.shape}")
+    if vector.size and vector.dtype.kind not in "iu":
+        raise TypeError(f"indices are whole numbers, not {vector.dtype}")
+    return np.ascontiguousarray(vector, np.int64)

@@ -5,11 +5,7 @@ What peers are and what regions hold is elsewhere; this module joins them to the
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import warnings
-import weakref
 from collections.abc import Iterable
 from ipaddress import ip_address
 from pathlib import Path as FilePath
@@ -20,9 +16,9 @@ from typing import Any
 from tensorwire import _core
 from tensorwire._core import Transfer
 
-from . import aio
 from .arguments import byte_count, name_text
 from .handle import Handle, access_flags, join_address, split_address
+from .open_node import OpenNode
 from .path_warning import warn_if_slower
 from .peer import Peer
 from .region import Region, Word, adoptable
@@ -81,10 +77,9 @@ class Node:
 
     __slots__ = (
         "__weakref__",
-        "_closer",
         "_core",
         "_free_choice",
-        "_owner_pid",
+        "_open",
         "address",
         "incarnation",
         "name",
@@ -141,9 +136,7 @@ class Node:
         self.transports = tuple(chosen)
         self.address = join_address(advertised, self._core.port)
         self.incarnation = self._core.incarnation
-        self._owner_pid = os.getpid()
-        # Also at exit of the interpreter, so that peers see an orderly end.
-        self._closer = weakref.finalize(self, _close, self._core, self._owner_pid, forgotten=True)
+        self._open = OpenNode(self._core, self.address)
 
     @property
     def closed(self) -> bool:
@@ -153,7 +146,7 @@ class Node:
     @property
     def peers(self) -> list[Peer]:
         """Peers that are connected now, whoever began."""
-        return [Peer(self, core) for core in self._core.peers()]
+        return [Peer(self._open, core) for core in self._core.peers()]
 
     def __repr__(self) -> str:
         return f"<Node {self.name!r} at {self.address}{', closed' if self.closed else ''}>"
@@ -187,7 +180,7 @@ class Node:
         core = self._core.allocate(
             size_bytes, name_text(name or "", "region"), writable, readable, mappable
         )
-        return Region(self, core, 0, core.size_bytes)
+        return Region(self._open, core, 0, core.size_bytes)
 
     def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:
         """Allocates a region of the right size and moves an array or tensor in.
@@ -213,7 +206,7 @@ class Node:
             ClosedError: the Node was closed.
         """
         core = self._core.region(name_text(name, "region"))
-        return Region(self, core, 0, core.size_bytes)
+        return Region(self._open, core, 0, core.size_bytes)
 
     def connect(
         self,
@@ -248,7 +241,7 @@ class Node:
         if port == 0:
             raise ValueError(f"{address_or_handle!r} has port 0; use the other Node's .address")
         required = "" if require is None else _choose_transports([require])[0][0]
-        peer = Peer(self, self._core.connect(host, port, timeout_s, required))
+        peer = Peer(self._open, self._core.connect(host, port, timeout_s, required))
         if require is None and self._free_choice:
             core = peer._core
             try:
@@ -267,7 +260,7 @@ class Node:
             TimeoutError: nobody came in time (None waits for ever).
             ClosedError: the Node was closed.
         """
-        return Peer(self, self._core.accept(timeout_s))
+        return Peer(self._open, self._core.accept(timeout_s))
 
     def wait_until(
         self,
@@ -294,8 +287,7 @@ class Node:
         mapped ones, is given back, whatever objects of the Node are still referenced: all but what
         arrays, tensors and memoryviews show, which stays for them and goes with the last of them.
         """
-        self._closer.detach()
-        _close(self._core, self._owner_pid)
+        self._open.close()
 
     def __enter__(self) -> Node:
         return self
@@ -335,36 +327,6 @@ def wait_all(transfers: Iterable[Transfer], timeout_s: float | None = None) -> N
             failed = failed or error
     if failed is not None:
         raise failed
-
-
-def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
-    if os.getpid() != owner_pid:
-        return  # a forked child: the Node lives in the parent
-    forgotten = forgotten and not core.closed
-    core.close()
-    aio.release(core)
-    if forgotten:
-        warnings.warn(
-            f"Node {core.name!r} was never closed; use 'with Node(...)' or close()",
-            ResourceWarning,
-            stacklevel=1,
-        )
-
-
-def _begin_exit() -> None:
-    """Before the Nodes that are open are closed, at the end of the interpreter.
-
-    What daemon threads hold then is never released, and no fault of the bindings.
-    """
-    if len(sys._current_frames()) > 1:
-        _core.expect_leaks()
-    _core.begin_exit(aio.silence_loop)
-
-
-# Functions of atexit run in reverse order: this one before that of weakref, which closes Nodes and
-# is registered with the first finalizer of a process.
-weakref.finalize(Node, _begin_exit).detach()
-atexit.register(_begin_exit)
 
 
 def _default_name() -> str:

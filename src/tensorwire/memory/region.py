@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import index
 from sys import modules
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,11 +23,9 @@ from . import aio
 from .arguments import byte_range, word_offset, word_value
 from .buffers import array_over, check_tensor, check_unmasked, describe, is_tensor, shape_in
 from .handle import Handle, access_name
+from .open_node import OpenNode
+from .peer import Peer
 from .private import PrivateMapping
-
-if TYPE_CHECKING:
-    from .node import Node
-    from .peer import Peer
 
 
 class Region:
@@ -48,7 +46,7 @@ class Region:
 
     __slots__ = ("__weakref__", "_core", "_node", "_offset", "size_bytes")
 
-    def __init__(self, node: Node, core: _core.Region, offset: int, size_bytes: int) -> None:
+    def __init__(self, node: OpenNode, core: _core.Region, offset: int, size_bytes: int) -> None:
         self._node = node
         self._core = core
         self._offset = offset
@@ -94,13 +92,13 @@ class Region:
         node, core = self._node, self._core
         return Handle(
             node.address,
-            node.incarnation,
+            node.core.incarnation,
             core.id,
             core.generation,
             core.size_bytes,
             self.access,
             core.name,
-            node.name,
+            node.core.name,
         )
 
     def word(self, offset: int) -> Word:
@@ -246,8 +244,8 @@ class Region:
             ValueError: this is a slice; only a whole region can be freed.
         """
         self._check_whole("free")
-        if not self._node.closed:
-            self._node._core.free(self._core)
+        if not self._node.core.closed:
+            self._node.core.free(self._core)
 
     def __enter__(self) -> Region:
         return self
@@ -282,7 +280,7 @@ class Word:
 
     __slots__ = ("_core", "_node", "offset")
 
-    def __init__(self, node: Node, core: _core.Region, offset: int) -> None:
+    def __init__(self, node: OpenNode, core: _core.Region, offset: int) -> None:
         self._node = node
         self._core = core
         self.offset = offset
@@ -313,7 +311,7 @@ class Word:
             ClosedError: the Node was closed.
             ValueError: the value does not fit.
         """
-        self._node._core.raise_word(self._core, self.offset, word_value(value))
+        self._node.core.raise_word(self._core, self.offset, word_value(value))
 
     def wait_until(
         self, value: int, timeout_s: float | None = None, *, peer: Peer | None = None
@@ -334,7 +332,7 @@ class Word:
             StaleHandleError: the region was freed.
             ValueError: the value does not fit.
         """
-        self._node._core.wait_word(
+        self._node.core.wait_word(
             self._core,
             self.offset,
             word_value(value),
@@ -352,7 +350,7 @@ class Word:
                 `wait_until`.
         """
         value = word_value(value)
-        node, core, offset = self._node._core, self._core, self.offset
+        node, core, offset = self._node.core, self._core, self.offset
         peer_core = None if peer is None else peer._core
 
         def ready() -> bool:
