@@ -263,7 +263,7 @@ def edited(job: tw.Job) -> dict[str, tuple[int, int, int]]:
         opt.zero_grad()
 
     def measured(change: Any) -> tuple[int, int, int]:
-        store, node = core.store, job._member.node
+        store, node = core.store, job.session.member.node
         before = core._version, store.bytes_pushed, node.stats()["bytes_written"]
         with tw.edit(model), torch.no_grad():
             change()

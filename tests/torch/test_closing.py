@@ -48,8 +48,8 @@ def await_use(pid: int, most: tuple[int, int, int]) -> None:
 def folds(job: tw.Job) -> int:
     """Cross-validation: every fold has a model and an optimizer of its own."""
     pids = [os.getpid()]
-    if job._member is not None:
-        pids += [peer.pid for peer in job._member.servers]
+    if job.session.member is not None:
+        pids += [peer.pid for peer in job.session.member.servers]
     before = {pid: used(pid) for pid in pids}
     job.barrier()
     size = 0

@@ -38,7 +38,7 @@ def told_and_seen(job: tw.Job, model: nn.Module, placement: str) -> dict[str, An
     written = counted = 0
     for step in range(STEPS):
         counted = job.statistics.bytes_copied
-        written = job._member.node.stats()["bytes_written"] if job._member else 0
+        written = job.session.member.node.stats()["bytes_written"] if job.session.member else 0
         loss_of(model, batch(job, step)).backward()
         opt.step()
         opt.zero_grad()
@@ -48,7 +48,8 @@ def told_and_seen(job: tw.Job, model: nn.Module, placement: str) -> dict[str, An
         "told": found.bytes_copied,
         "json": found.to_json()["bytes_copied"],
         "counted": job.statistics.bytes_copied - counted,
-        "written": (job._member.node.stats()["bytes_written"] if job._member else 0) - written,
+        "written": (job.session.member.node.stats()["bytes_written"] if job.session.member else 0)
+        - written,
         "size": sum(p.nbytes for p in model.parameters()),
     }
 

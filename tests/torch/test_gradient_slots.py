@@ -774,7 +774,7 @@ def memory_of_the_host(job: tw.Job, placement: str) -> tuple[int, int, int]:
     torch.optim.SGD(first.parameters(), lr=0.1).step()  # imports what it needs
     ctypes.CDLL(None).malloc_trim(0)
     pids = [int(pid) for pid in job.sum([os.getpid() * (r == job.rank) for r in range(job.size)])]
-    pids += [peer.pid for peer in job._member.servers]  # type: ignore[union-attr]
+    pids += [peer.pid for peer in job.session.member.servers]  # type: ignore[union-attr]
     before = settled(pids)
     job.barrier()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])

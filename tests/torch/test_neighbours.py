@@ -26,16 +26,16 @@ def training(job: tw.Job) -> tuple[str, int, int]:
     store, received = opt._tensorwire.store, 0
     assert isinstance(store, RemoteStore)
     for step in range(STEPS):
-        before = job._member.node.stats()["bytes_received"]
+        before = job.session.member.node.stats()["bytes_received"]
         loss(model, batch(step, job.rank)).backward()
         opt.step()
-        received = job._member.node.stats()["bytes_received"] - before
+        received = job.session.member.node.stats()["bytes_received"] - before
         opt.zero_grad()
         mean_gradients(twin, step)
         plain.step()
         plain.zero_grad()
         same(model, twin)
-    neighbour = job._member.neighbour()
+    neighbour = job.session.member.neighbour()
     return digest(model), job.rank if neighbour is None else neighbour[0], received
 
 
@@ -78,7 +78,7 @@ def test_replicas_share_by_stage(team: Team) -> None:
 
 
 def whose_view(job: tw.Job) -> int:
-    neighbour = job._member.neighbour()
+    neighbour = job.session.member.neighbour()
     job.barrier()
     return job.rank if neighbour is None else neighbour[0]
 
@@ -123,7 +123,7 @@ def outliving(job: tw.Job) -> tuple[str, str]:
     if job.rank == 0:
         job.close()
     else:
-        while not job._member.neighbour()[1].lost:
+        while not job.session.member.neighbour()[1].lost:
             pass
         assert digest(model) == before
         job.close()
@@ -141,7 +141,7 @@ def dying(job: tw.Job) -> None:
     loss(model, batch(0, job.rank)).backward()
     opt.step()
     if job.rank == 0:
-        job._member.node.close()
+        job.session.member.node.close()
         raise RuntimeError("worker 0 fails")
     loss(model, batch(1, job.rank)).backward()
     opt.step()
@@ -156,7 +156,7 @@ def test_the_owner_of_a_view_is_lost(team: Team) -> None:
 
 def lying(job: tw.Job, view: int) -> None:
     if job.rank == 1:
-        job._member._neighbour = view, job._member.servers[0]
+        job.session.member.colocation._neighbour = view, job.session.member.servers[0]
     model = net()
     tw.DistributedOptimizer(adamw(model), model)
 

@@ -255,8 +255,8 @@ def told(job: tw.Job) -> dict[str, Any]:
     opt = tw.DistributedOptimizer(sgd(model), model)
     written = 0
     for step in range(STEPS):
-        if job._member:
-            written = job._member.node.stats()["bytes_written"]
+        if job.session.member:
+            written = job.session.member.node.stats()["bytes_written"]
         loss(model, batch(step, job.rank)).backward()
         opt.step()
         opt.zero_grad()
@@ -268,7 +268,7 @@ def told(job: tw.Job) -> dict[str, Any]:
     assert rows["words.weight"].route == "rows sent"
     assert not rows["words.weight"].in_place
     assert rows["last.weight"].bytes == 49 * 2 * 4
-    now = job._member.node.stats()["bytes_written"] if job._member else 0
+    now = job.session.member.node.stats()["bytes_written"] if job.session.member else 0
     return {
         "written": now - written,
         "rows": sum(row.bytes for row in rows.values() if "last" not in row.name),
@@ -304,11 +304,11 @@ def server_writes(job: tw.Job) -> tuple[int, int]:
     opt = tw.DistributedOptimizer(sgd(model), model)
     received = []
     for step in range(2):
-        before = job._member.node.stats()["bytes_received"]
+        before = job.session.member.node.stats()["bytes_received"]
         model(torch.arange(100 * step, 100 * step + 100)).square().mean().backward()
         opt.step()
         opt.zero_grad()
-        received.append(job._member.node.stats()["bytes_received"] - before)
+        received.append(job.session.member.node.stats()["bytes_received"] - before)
     return max(received), model.weight.nbytes
 
 

@@ -1,18 +1,13 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
 from .claim import drop_claim, hold_claim, refusal
-from .collective import MAX_NUMBERS, Collective, CollectiveServer
+from .collective import Collective, CollectiveServer
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
-from .members import (
+from .identity import (
     GOODBYE,
     LOOPBACK,
-    SLICES,
-    ServerMember,
-    WorkerMember,
-    World,
     called,
     check_name,
-    introductions_in,
     listed,
     server_name,
     this_host,
@@ -21,11 +16,13 @@ from .members import (
     worker_name,
 )
 from .runtime import runtime_folder
+from .server import ServerMember
+from .worker import WorkerMember
+from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
     "LOOPBACK",
-    "MAX_NUMBERS",
     "SLICES",
     "Collective",
     "CollectiveServer",
@@ -40,7 +37,6 @@ __all__ = [
     "find_cluster_start",
     "find_start",
     "hold_claim",
-    "introductions_in",
     "listed",
     "refusal",
     "runtime_folder",

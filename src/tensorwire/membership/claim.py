@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tensorwire.errors import UnavailableError
 
-from .members import this_host
+from .identity import this_host
 from .runtime import RUNTIME, runtime_folder
 
 # How long a lock is tried that no worker holds: a process that removes what dead ones left, or one

@@ -1,7 +1,9 @@
-"""Sums of a few numbers over all workers, through the memory of server 0.
+"""What all workers tell each other: sums of numbers and texts of each, by the memory of server 0.
 
-For results and barriers, not for tensors: a worker writes its numbers behind a word and waits for a
-word of its own. The sum is taken in the order of the ranks.
+It is for results and barriers, not for tensors: a worker writes a message behind a word and waits
+for a word of its own. A message is a number that says what it is, and what it says: from 0 up so
+many float64, which are added up in the order of the ranks; below, as `_of_bytes`, so many bytes,
+which come back one behind the other in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from numpy.typing import NDArray
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.memory import RemoteRegion, Transfer, wait_all
 
-from .members import ServerMember, WorkerMember
+from .server import ServerMember
+from .worker import WorkerMember
 
-MAX_NUMBERS = 4096
+_MOST_NUMBERS = 4096  # of one message; more are several messages
+_MOST_BYTES = 8 * _MOST_NUMBERS
+_DISAGREE = -1  # in an answer: the workers' messages are of different kinds or lengths
 _REGION = "collective"
 _HEAD = 64
-_BLOCK = _HEAD + 8 * (MAX_NUMBERS + 1)
+_BLOCK = _HEAD + 8 + _MOST_BYTES
 _BLOCK += -_BLOCK % 64
 _TEXT = 4096  # bytes behind a worker's block: why no result will follow
 _FAILED = 1 << 62  # value of a worker's word then
@@ -65,15 +70,15 @@ class CollectiveServer:
                 for rank in range(member.count):
                     self._wait(rank, number)
                     start = _BLOCK * rank + _HEAD
-                    blocks.append(self._inbox[start : start + _BLOCK - _HEAD].array("float64"))
+                    blocks.append(self._inbox[start : start + _BLOCK - _HEAD].array())
                 for rank, peer in member.workers.items():
                     if rank not in self._outboxes:  # it is there: its owner has called
                         self._outboxes[rank] = peer.region(_REGION, None)
-                total = _sum(blocks)
+                answer = _answer(blocks)
                 with self._sending:
                     if self._failed:
                         return
-                    sent = [_send(region, total, number) for region in self._outboxes.values()]
+                    sent = [_send(region, answer, number) for region in self._outboxes.values()]
                 wait_all(sent)
         except BaseException as error:
             if not member.node.closed and not self._all_left():
@@ -116,16 +121,29 @@ def _send(region: RemoteRegion, data: NDArray[Any], value: int) -> Transfer:
     return region[_HEAD:].write(data, signal=(region.word(0), value))
 
 
-def _sum(blocks: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """What goes back: how many numbers, then the sums; -1 where the workers disagree."""
-    sizes = {int(block[0]) if 0 <= block[0] <= MAX_NUMBERS else -1 for block in blocks}
-    (size,) = sizes if len(sizes) == 1 else (-1,)
-    total = np.zeros(max(size, 0) + 1)
-    total[0] = size
-    if size > 0:
-        for numbers in blocks:
-            total[1:] += numbers[1 : size + 1]
-    return total
+def _of_bytes(size: int) -> int:
+    """What says that a message is so many bytes, beside `_DISAGREE`."""
+    return -2 - size
+
+
+def _message(kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.concatenate([np.array([kind], np.int64).view(np.uint8), content.view(np.uint8)])
+
+
+def _answer(blocks: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """What goes back to every worker."""
+    kinds = {int(block[:8].view(np.int64)[0]) for block in blocks}
+    kind = kinds.pop() if len(kinds) == 1 else _DISAGREE
+    contents = [block[8:] for block in blocks]
+    if 0 <= kind <= _MOST_NUMBERS:
+        total = np.zeros(kind)
+        for content in contents:
+            total += content[: 8 * kind].view(np.float64)
+        return _message(kind, total)
+    size = _of_bytes(kind)  # its own inverse
+    if 0 <= size * len(blocks) <= _MOST_BYTES and kind != _DISAGREE:
+        return _message(kind, np.concatenate([content[:size] for content in contents]))
+    return _message(_DISAGREE, np.empty(0, np.uint8))
 
 
 class Collective:
@@ -138,19 +156,41 @@ class Collective:
         self._remote = member.servers[0].region(_REGION)[offset : offset + _BLOCK]
         self._number = 0
 
-    def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum over all workers.
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all workers, of any number of numbers; all give equally many.
 
         Raises:
-            ValueError: too many numbers, or the workers gave different amounts.
+            ValueError: the workers gave different amounts.
             RuntimeError: the job is over; the message says why and names who failed.
             PeerLostError: server 0 is gone.
         """
-        if len(values) > MAX_NUMBERS:
-            raise ValueError(f"{len(values)} numbers; at most {MAX_NUMBERS} can be combined")
+        result: list[float] = []
+        for first in range(0, max(len(values), 1), _MOST_NUMBERS):
+            part = np.array(values[first : first + _MOST_NUMBERS], np.float64)
+            result += self._ask(len(part), part).view(np.float64).tolist()
+        return result
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each worker gives, by rank; all give equally many bytes.
+
+        Raises:
+            ValueError, RuntimeError, PeerLostError: as for `sum`.
+        """
+        workers = self._member.place.workers
+        most = _MOST_BYTES // workers
+        found = [b""] * workers
+        for first in range(0, max(len(data), 1), most):
+            part = np.frombuffer(data[first : first + most], np.uint8)
+            pieces = self._ask(_of_bytes(len(part)), part).tobytes()
+            for rank in range(workers):
+                found[rank] += pieces[rank * len(part) : (rank + 1) * len(part)]
+        return found
+
+    def _ask(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
+        """Sends a message; the content of the answer."""
         self._number += 1
-        message = np.concatenate([[float(len(values))], values])
         remote, word = self._remote, self._outbox.word(0)
+        message = _message(kind, content)
         try:
             remote[_HEAD:].write(message, signal=(remote.word(0), self._number)).wait()
             word.wait_until(self._number, peer=self._member.servers[0])
@@ -161,13 +201,14 @@ class Collective:
             raise
         if word.value >= _FAILED:
             raise consequence(self._text())
-        result = self._outbox[_HEAD:_BLOCK].array("float64")
-        if result[0] < 0:
+        answer = self._outbox[_HEAD:_BLOCK].array()
+        if int(answer[:8].view(np.int64)[0]) != kind:
             raise ValueError(
                 "the workers call mean() or barrier() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
-        return result[1 : len(values) + 1].copy()
+        size = content.nbytes * (1 if kind >= 0 else self._member.place.workers)
+        return answer[8 : 8 + size].copy()
 
     def _text(self) -> str:
         data = self._outbox[_BLOCK:].array().tobytes()

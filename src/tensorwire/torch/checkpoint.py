@@ -7,7 +7,8 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.serialization import config
 
 from . import archive
 from .model_index import model_index_of
+from .replica.replica import Replica
 
 _FORMAT = 1
 
@@ -22,16 +24,16 @@ _FORMAT = 1
 def save(
     path: str | os.PathLike[str],
     kept: Mapping[str, Any],
-    optimizers: list[Any],
+    trained: Sequence[Replica],
     done: int,
     seed: int,
 ) -> None:
     """See `Job.save`."""
     if not kept:
         raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
-    for optimizer in optimizers:
-        if any(_is_model_of(thing, optimizer) for thing in kept.values()):
-            optimizer._tensorwire.check_unchanged()
+    for replica in trained:
+        if any(_is_model_of(thing, replica) for thing in kept.values()):
+            replica.check_unchanged()
     content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
     for name, state in content.items():
         _check_loadable(name, state)
@@ -87,7 +89,8 @@ def _write(content: dict[str, Any], file: BinaryIO) -> None:
 def load(
     path: str | os.PathLike[str],
     kept: Mapping[str, Any],
-    optimizers: list[Any],
+    trained: Sequence[Replica],
+    editing: Callable[[Any], AbstractContextManager[None]],
     seed: int,
     mapped: bool = False,
 ) -> int:
@@ -107,10 +110,8 @@ def load(
     if names != set(kept):
         raise ValueError(f"{name} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same")
     for key, thing in kept.items():
-        if any(_is_model_of(thing, opt) for opt in optimizers):
-            from .optimizer import edit
-
-            with edit(thing):
+        if any(_is_model_of(thing, replica) for replica in trained):
+            with editing(thing):
                 thing.load_state_dict(content[key])
         else:
             thing.load_state_dict(content[key])
@@ -153,9 +154,9 @@ def _some(content: dict[Any, Any]) -> str:
     return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
-def _is_model_of(thing: Any, optimizer: Any) -> bool:
+def _is_model_of(thing: Any, replica: Replica) -> bool:
     is_model = isinstance(thing, torch.nn.Module) or model_index_of(thing) is not None
-    return is_model and optimizer._tensorwire.shares(thing)
+    return is_model and replica.shares(thing)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

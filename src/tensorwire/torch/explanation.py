@@ -20,7 +20,7 @@ from torch import nn
 
 from . import job as jobs
 from .allocator.gradient_slots import NOT_YET, SPARSE, Placed
-from .optimizer import DistributedOptimizer
+from .optimizer import DistributedOptimizer, replica_of
 from .replica.replica import Found, Replica
 
 STEPS = 2
@@ -172,7 +172,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     Args:
         optimizer: from `DistributedOptimizer`, after at least two steps.
     """
-    core: Replica = optimizer._tensorwire
+    core = replica_of(optimizer)
     gradients, parameters = [], []
     for found in core.places():
         parameter, placed = found.parameter, found.placed
@@ -201,20 +201,21 @@ def explain_optimizer(optimizer: Any) -> Explanation:
 
 def _name_of(core: Replica) -> str:
     """The model's class, and with several optimizers in the job what tells this one apart."""
-    cores = [optimizer._tensorwire for optimizer in core.job.optimizers]
-    if len(cores) < 2:
+    job = jobs.latest_job()
+    cores = job.trained if job is not None and job.session is core.session else []
+    if job is None or len(cores) < 2:
         return core.model_name
-    names = [_kept_name(each) for each in cores]
-    alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(core)]
+    names = [_kept_name(job, each) for each in cores]
+    alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(job, core)]
     if len(alike) < 2:
-        return _kept_name(core)
-    kept = core.job.kept_name(lambda thing: getattr(thing, "_tensorwire", None) is core)
+        return _kept_name(job, core)
+    kept = job.kept_name(lambda thing: thing is core.optimizer)
     which = kept or str(1 + next(i for i, each in enumerate(alike) if each is core))
-    return f"{_kept_name(core)} {which}"
+    return f"{_kept_name(job, core)} {which}"
 
 
-def _kept_name(core: Replica) -> str:
-    name = core.job.kept_name(lambda thing: thing is core.model)
+def _kept_name(job: jobs.Job, core: Replica) -> str:
+    name = job.kept_name(lambda thing: thing is core.model)
     return f"{name} ({core.model_name})" if name else core.model_name
 
 
@@ -257,15 +258,15 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
     finally:
         sys.argv = argv
         sys.path.remove(folder)
-        if jobs._current is not None:
-            jobs._current.close()
+        if (job := jobs.latest_job()) is not None:
+            job.close()
     return found
 
 
 @contextmanager
 def _watching(found: list[Explanation]) -> Iterator[None]:
     def stepped(job: jobs.Job) -> None:
-        if all(optimizer._tensorwire.steps >= STEPS for optimizer in job.optimizers):
+        if all(replica.steps >= STEPS for replica in job.trained):
             found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
             raise _EnoughError
 

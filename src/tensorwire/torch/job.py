@@ -1,7 +1,7 @@
-"""`tw.init()` and the Job: this process's place among the workers, and what they do together.
+"""`tw.init()` and the Job: what a script uses to train together with the other workers.
 
-The Job owns the fabric (a Node, connections to servers), the numbering of stores, and what decides
-a result besides the model: seeds, position in the data, the objects it was asked to keep.
+The Job has what decides a result besides the model: seeds, the position in the data, the objects it
+was asked to keep. How workers reach each other is the `Session`'s.
 """
 
 from __future__ import annotations
@@ -12,37 +12,21 @@ import math
 import multiprocessing.util
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.errors import TensorwireError, consequence
-from tensorwire.membership import (
-    LOOPBACK,
-    MAX_NUMBERS,
-    SLICES,
-    Collective,
-    WorkerMember,
-    World,
-    introductions_in,
-)
-from tensorwire.memory import Node
-from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
+from tensorwire.membership import SLICES, World
+from tensorwire.parameters import Result
 
-from . import checkpoint, discovery, rendezvous
+from . import checkpoint, discovery
 from .console import ProgressLine
-from .group import Machines, connect, machine_name
-from .kernels import TorchKernels
 from .loader import Loader, seed_of
-from .statistics import Statistics
-
-_ADDRESS_BYTES = 256
+from .replica.replica import Replica
+from .session import Session
 
 _current: Job | None = None
 
@@ -128,10 +112,14 @@ def present_job() -> Job | None:
     return None if _current is None or _current.closed else _current
 
 
-def _tell_of_no_step(optimizer: Any) -> None:
+def latest_job() -> Job | None:
+    """The job of this process, also when it was closed; None if there was none."""
+    return _current
+
+
+def _tell_of_no_step(replica: Replica) -> None:
     """The usual slip, which is silent otherwise: the model is as it was."""
-    name = optimizer._tensorwire.model_name
-    text = f"the optimizer of {name} got gradients, and its step() was never called"
+    text = f"the optimizer of {replica.model_name} got gradients, and its step() was never called"
     print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
 
 
@@ -148,46 +136,31 @@ class Job:
         slices: parts of a step.
         my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
-        optimizers: the distributed ones.
-        epoch: the present one inside `epochs`.
-        batches: that this worker's loaders have given out.
-        batch_samples: in the last one.
+        session: how this worker reaches the others.
+        trained: for each distributed optimizer the copy of its model in this process.
     """
 
-    def __init__(self, place: World, seed: int) -> None:
-        self.rank = place.rank
-        self.size = place.workers
-        self.pipeline = place.pipeline
-        self.replicas = place.replicas
-        self.replica = place.rank // place.pipeline
-        self.stage = place.stage
-        self.slices = place.slices
-        self.my_slices = place.my_slices
-        self.optimizers: list[Any] = []
-        self.epoch = 0
-        self.batches = 0
-        self.batch_samples = 0
+    def __init__(self, world: World, seed: int) -> None:
+        self.session = session = Session(world, seed)
+        self.rank = session.rank
+        self.size = session.size
+        self.pipeline = session.pipeline
+        self.replicas = session.replicas
+        self.replica = session.replica
+        self.stage = session.stage
+        self.slices = session.slices
+        self.my_slices = session.my_slices
+        self.seed = session.seed
+        self.statistics = session.statistics
+        self.trained: list[Replica] = []
         self.closed = False
         self._pid = os.getpid()
-        self.statistics = Statistics()
         self._kept: dict[str, Any] = {}
-        self._stores = 0
         self._first_epoch = 0
         self._done = 0  # epochs that a checkpoint of now has behind it
         self._progress: ProgressLine | None = None
-        self._machines: Machines | None = None
-        self._member: WorkerMember | None = None
-        self._collective: Collective | None = None
-        if place.servers:
-            self._member = WorkerMember.join(place)
-            try:
-                self._collective = Collective(self._member)
-                seed = self._introduce(self._member, seed)
-            except BaseException:
-                self._member.close(goodbye=False)
-                raise
-        self.seed = seed
-        torch.manual_seed(seed)
+        session.after_step.append(self._after_step)
+        torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:
             # A child of multiprocessing may end without what atexit does.
@@ -197,45 +170,50 @@ class Job:
         replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
         return f"<Job worker {self.rank} of {self.size}, {self.slices} slices{replicas}>"
 
-    def _introduce(self, member: WorkerMember, seed: int) -> int:
-        """Tells all workers who can share memory with whom; returns worker 0's seed."""
-        mine = seed if self.rank == 0 else 0
-        # In halves: a sum is of float64.
-        told = [float(mine >> 32), float(mine & 0xFFFFFFFF)]
-        told += [0.0] * (2 * self.size)
-        told[2 + 2 * self.rank : 4 + 2 * self.rank] = map(float, member.introduction())
-        high, low, *others = self.sum(told)
-        if not (high.is_integer() and low.is_integer()):
-            raise ValueError(f"worker 0 told a seed of {high:g} and {low:g}, which makes no sense")
-        member.introduce(introductions_in(others))
-        return (int(high) << 32) + int(low)
+    @property
+    def epoch(self) -> int:
+        """The present one inside `epochs`."""
+        return self.session.epoch
 
-    # ---- stores and optimizers
+    @property
+    def batches(self) -> int:
+        """How many this worker's loaders have given out."""
+        return self.session.batches
 
-    def open_store(self, spec: Spec, apply: TorchKernels, part: Part | None = None) -> Store:
-        """A store for an optimizer; all workers open the same ones in the same order.
+    @property
+    def batch_samples(self) -> int:
+        """Samples in the last batch."""
+        return self.session.batch_samples
 
-        Args:
-            spec: of all tensors.
-            apply: its arithmetic.
-            part: which of them this worker has; None: all.
-        """
-        number, self._stores = self._stores, self._stores + 1
-        if self._member is None:
-            return LocalStore(spec, apply)
-        return RemoteStore(self._member, number, spec, part)
+    # ---- optimizers
 
-    def add_optimizer(self, optimizer: Any) -> None:
-        """Called by DistributedOptimizer."""
-        self.optimizers.append(optimizer)
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The distributed ones."""
+        return [replica.optimizer for replica in self.trained]
 
-    def drop_optimizer(self, optimizer: Any) -> None:
+    def train(self, replica: Replica) -> None:
+        """Called by DistributedOptimizer: the replica ends with the job."""
+        self.trained.append(replica)
+
+    def forget(self, replica: Replica) -> None:
         """Called by its `close`."""
-        self.optimizers = [other for other in self.optimizers if other is not optimizer]
+        self.trained.remove(replica)
 
-    def stepped(self, result: Result) -> None:
-        """Called by an optimizer after a version."""
-        self.statistics.step(result)
+    @contextlib.contextmanager
+    def editing(self, model: Any) -> Iterator[None]:
+        """See `tw.edit`."""
+        replicas = [replica for replica in self.trained if replica.shares(model)]
+        if not replicas:
+            raise RuntimeError(
+                "no DistributedOptimizer has parameters of this model; edit it freely"
+            )
+        with contextlib.ExitStack() as stack:
+            for replica in replicas:
+                stack.enter_context(replica.editing())
+            yield
+
+    def _after_step(self, result: Result) -> None:
         if self._progress:
             self._progress.advance()
         if on_step:
@@ -243,75 +221,9 @@ class Job:
 
     # ---- together
 
-    def machines(self) -> Machines:
-        """The processes that share a model with this one, connected.
-
-        All workers call it; the first call connects.
-
-        Raises:
-            ValueError: each worker has all of the model, and there are several.
-            UnavailableError: a process cannot be reached.
-        """
-        if self._machines is None:
-            self._machines = self._connect()
-        return self._machines
-
-    def _connect(self) -> Machines:
-        if self.pipeline == 1 and self.size > 1:
-            raise ValueError(
-                f"this job has {self.size} workers and no pipelines, so that each would have the "
-                "whole model; say how many share one: tw.init(pipeline=…)"
-            )
-        if self._member is None or self.pipeline == 1:
-            return Machines()
-        server = self._member.place.servers[0]
-        host = "127.0.0.1"
-        if not server.startswith(LOOPBACK):
-            host = rendezvous.address_towards(server.rpartition(":")[0].strip("[]"))
-        node = Node(machine_name(self.stage), listen=f"{host}:0")
-        try:
-            # Every worker's address, four bytes in a number.
-            told = np.zeros((self.size, _ADDRESS_BYTES // 4))
-            text = node.address.encode().ljust(_ADDRESS_BYTES, b"\0")
-            told[self.rank] = np.frombuffer(text, "<u4")
-            told = np.array(self.sum(told.reshape(-1).tolist())).reshape(told.shape)
-            first = self.replica * self.pipeline
-            mine = told[first : first + self.pipeline]
-            addresses = {i: _address_in(row, first + i) for i, row in enumerate(mine)}
-            return connect(node, self.stage, addresses)
-        except BaseException:
-            node.close()
-            raise
-
-    def explain_loss(self, error: TensorwireError, within_s: float = 0.0) -> Exception:
-        """Whom the job has lost, if a server says it; else the error itself.
-
-        Another process's end is often seen before the servers have told whose it was.
-        """
-        deadline = time.monotonic() + within_s
-        while True:
-            for optimizer in self.optimizers:
-                if reason := optimizer._tensorwire.store.reason():
-                    return consequence(reason)
-            if time.monotonic() >= deadline:
-                return error
-            time.sleep(0.01)
-
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all workers, of any number of numbers; all give equally many."""
-        if self._collective is None:
-            return list(values)
-        result: list[float] = []
-        try:
-            for first in range(0, max(len(values), 1), MAX_NUMBERS):
-                part = np.array(values[first : first + MAX_NUMBERS], np.float64)
-                result += self._collective.sum(part).tolist()
-            return result
-        except TensorwireError as error:
-            explained = self.explain_loss(error)
-            if explained is error:
-                raise
-            raise explained from error
+        return self.session.sum(values)
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
         """The mean over all workers; all call it at the same place of the program.
@@ -375,7 +287,10 @@ class Job:
                 slices gets so many of one slice in a row.
             options: for `torch.utils.data.DataLoader` (num_workers, collate_fn, …).
         """
-        return Loader(self, dataset, batch_size, shuffle, drop_last, accumulate, options)
+        return Loader(
+            self.session, self._begin_pass, dataset, batch_size, shuffle, drop_last, accumulate,
+            options,
+        )  # fmt: skip
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """This worker's part of a dataset, for evaluation: every `replicas`-th sample.
@@ -419,7 +334,7 @@ class Job:
         try:
             first, self._first_epoch = self._first_epoch, 0
             for epoch in range(first, count):
-                self.epoch = epoch
+                self.session.epoch = epoch
                 self._done = epoch + 1
                 if self._progress:
                     self._progress.begin(epoch)
@@ -439,8 +354,8 @@ class Job:
         if self._progress:
             self._progress.show(plain)
 
-    def expect_steps(self, steps: int) -> None:
-        """Called by a loader that begins: so many steps make this epoch."""
+    def _begin_pass(self, steps: int) -> None:
+        """A loader begins: so many steps make this epoch."""
         self.statistics.begin_pass()
         if self._progress:
             self._progress.expect(steps)
@@ -475,7 +390,7 @@ class Job:
                 of these, which `load` refuses.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
-        checkpoint.save(path, self._kept, self.optimizers, self._done, self.seed)
+        checkpoint.save(path, self._kept, self.trained, self._done, self.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
@@ -488,8 +403,10 @@ class Job:
             OSError: it cannot be read.
         """
         several = self.pipeline > 1
-        self._done = checkpoint.load(path, self._kept, self.optimizers, self.seed, several)
-        self._first_epoch = self.epoch = self._done
+        self._done = checkpoint.load(
+            path, self._kept, self.trained, self.editing, self.seed, several
+        )
+        self._first_epoch = self.session.epoch = self._done
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Where the time of this worker's steps went; see docs/training.md.
@@ -497,7 +414,11 @@ class Job:
         Args:
             path: also write it there as JSON.
         """
-        return self.statistics.report(self, path)
+        return self.statistics.report(
+            {"workers": self.size, "slices": self.slices, "rank": self.rank},
+            [replica.store for replica in self.trained],
+            path,
+        )
 
     # ---- the end
 
@@ -513,15 +434,12 @@ class Job:
         self.closed = True
         atexit.unregister(self._at_exit)
         try:
-            for optimizer in self.optimizers:
-                if goodbye and self.rank == 0 and optimizer._tensorwire.never_stepped:
-                    _tell_of_no_step(optimizer)
-                optimizer._tensorwire.close(private)
+            for replica in self.trained:
+                if goodbye and self.rank == 0 and replica.never_stepped:
+                    _tell_of_no_step(replica)
+                replica.close(private)
         finally:
-            if self._machines is not None:
-                self._machines.close()
-            if self._member is not None:
-                self._member.close(goodbye)
+            self.session.close(goodbye)
             discovery.leave(goodbye, error)
 
     def _why_not_another(self) -> str:
@@ -544,14 +462,6 @@ class Job:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._leave(goodbye=kind is None, error=error)
-
-
-def _address_in(numbers: NDArray[np.float64], rank: int) -> str:
-    """What worker `rank` has told in `Job._connect`."""
-    if np.all((numbers >= 0) & (numbers < 1 << 32) & (numbers == np.floor(numbers))):
-        with contextlib.suppress(UnicodeDecodeError):
-            return numbers.astype("<u4").tobytes().rstrip(b"\0").decode()
-    raise ValueError(f"worker {rank} told no address: all workers are of one version of tensorwire")
 
 
 def _ending_error() -> BaseException | None:

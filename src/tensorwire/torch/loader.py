@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-if TYPE_CHECKING:
-    from .job import Job
+from .session import Session
 
 
 def seed_of(*parts: int) -> int:
@@ -100,7 +99,8 @@ class Loader:
 
     def __init__(
         self,
-        job: Job,
+        session: Session,
+        begin_pass: Callable[[int], None],
         dataset: Dataset[Any],
         batch_size: int,
         shuffle: bool,
@@ -116,13 +116,14 @@ class Loader:
         for name in ("sampler", "batch_sampler", "generator"):
             if options.get(name) is not None:
                 raise ValueError(f"the job chooses the samples; {name}= cannot be given")
-        self._job, self._shuffle, self._accumulate = job, shuffle, accumulate
+        self._session, self._begin_pass = session, begin_pass
+        self._shuffle, self._accumulate = shuffle, accumulate
         self._length = len(dataset)
-        self._epoch, self._passes = job.epoch, 0
-        steps = deal(self._length, job.slices, batch_size, drop_last)
+        self._epoch, self._passes = session.epoch, 0
+        steps = deal(self._length, session.slices, batch_size, drop_last)
         if not steps:
             raise ValueError(
-                f"{self._length} samples do not fill one step of {job.slices} x {batch_size}"
+                f"{self._length} samples do not fill one step of {session.slices} x {batch_size}"
             )
         # Batches that would not fill a group are left out: a step is of complete slices.
         self._steps = steps[: len(steps) // accumulate * accumulate]
@@ -136,15 +137,15 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches that this worker gets in an epoch."""
-        return len(self._steps) * len(self._job.my_slices)
+        return len(self._steps) * len(self._session.my_slices)
 
     def __iter__(self) -> Iterator[Any]:
-        job = self._job
-        if job.epoch != self._epoch:
-            self._epoch, self._passes = job.epoch, 0
+        session = self._session
+        if session.epoch != self._epoch:
+            self._epoch, self._passes = session.epoch, 0
         # A second pass within an epoch has an order of its own.
-        epoch = job.epoch if self._passes == 0 else seed_of(job.epoch, self._passes)
-        generator = self._generator.manual_seed(seed_of(job.seed, epoch))
+        epoch = session.epoch if self._passes == 0 else seed_of(session.epoch, self._passes)
+        generator = self._generator.manual_seed(seed_of(session.seed, epoch))
         order = (
             torch.randperm(self._length, generator=generator).tolist()
             if self._shuffle
@@ -153,16 +154,16 @@ class Loader:
         batches, seeds = [], []
         for step, index in self._mine():
             start, stop = self._steps[step][index]
-            batches.append(_Batch(order[start:stop], seed_of(job.seed, epoch, step, index, 0)))
+            batches.append(_Batch(order[start:stop], seed_of(session.seed, epoch, step, index, 0)))
             # Each process of a pipeline draws other numbers.
-            seeds.append(seed_of(job.seed, epoch, step, index, 1 + job.stage))
+            seeds.append(seed_of(session.seed, epoch, step, index, 1 + session.stage))
         self._batches.now = batches
         if torch.is_grad_enabled():
-            job.expect_steps(len(self._steps) // self._accumulate)
+            self._begin_pass(len(self._steps) // self._accumulate)
         for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
             torch.default_generator.manual_seed(seed)
-            job.batches += 1
-            job.batch_samples = len(batch)
+            session.batches += 1
+            session.batch_samples = len(batch)
             yield data
             if batch is batches[0]:
                 self._passes += 1  # who only looked at the first batch has made no pass
@@ -171,6 +172,6 @@ class Loader:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""
         for first in range(0, len(self._steps), self._accumulate):
             steps = range(first, min(first + self._accumulate, len(self._steps)))
-            for index in self._job.my_slices:
+            for index in self._session.my_slices:
                 for step in steps:
                     yield step, index

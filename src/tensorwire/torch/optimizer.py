@@ -90,12 +90,12 @@ def DistributedOptimizer(
                 f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
                 "made of it"
             )
-        core = Replica(job, optimizer, model, max_norm, buffers, placement)
+        core = Replica(job.session, job.trained, optimizer, model, max_norm, buffers, placement)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
     optimizer.__dict__.pop("step", None)
-    job.add_optimizer(optimizer)
+    job.train(core)
     return optimizer
 
 
@@ -103,18 +103,32 @@ def _exchange_of_split(
     job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
 ) -> Replica:
     machines = split.machines
-    if machines.size != job.pipeline or (job.pipeline > 1 and machines is not job.machines()):
+    if machines.size != job.pipeline or (
+        job.pipeline > 1 and machines is not job.session.machines()
+    ):
         raise ValueError(
             f"the model is split over {machines.size} processes that are no pipeline of this job: "
             "call tw.init(pipeline=…), then tw.split() without machines="
         )
-    if any(other._tensorwire.shares(split) for other in job.optimizers):
+    if any(other.shares(split) for other in job.trained):
         raise ValueError("a split model has one distributed optimizer; close() the other first")
     if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
-    core = Replica(job, optimizer, split.module, max_norm, buffers, placement, split.whole)
+    core = Replica(
+        job.session, job.trained, optimizer, split.module, max_norm, buffers, placement, split.whole
+    )
     split.trained_by(core)
     return core
+
+
+def replica_of(optimizer: Any) -> Replica:
+    """What a distributed optimizer trains.
+
+    Raises:
+        RuntimeError: the optimizer was closed.
+    """
+    found: Replica = optimizer._tensorwire
+    return found
 
 
 class DistributedMixin:
@@ -215,9 +229,9 @@ class DistributedMixin:
         core = self._tensorwire
         if isinstance(core, _Closed):  # type: ignore[unreachable]
             return
-        if not core.job.closed:
+        if not core.session.closed:
             core.drop()
-            core.job.drop_optimizer(self)
+            current_job().forget(core)
         self._tensorwire = _Closed()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -256,13 +270,7 @@ def edit(model: nn.Module | Split) -> Iterator[None]:
     Raises:
         RuntimeError: no distributed optimizer has parameters of `model`.
     """
-    cores = [opt._tensorwire for opt in current_job().optimizers]
-    cores = [core for core in cores if core.shares(model)]
-    if not cores:
-        raise RuntimeError("no DistributedOptimizer has parameters of this model; edit it freely")
-    with contextlib.ExitStack() as stack:
-        for core in cores:
-            stack.enter_context(core.editing())
+    with current_job().editing(model):
         yield
 
 
@@ -288,7 +296,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 def _core_of(what: Any) -> Replica:
     if isinstance(what, DistributedMixin):
         return what._tensorwire
-    cores: list[Replica] = [optimizer._tensorwire for optimizer in current_job().optimizers]
+    cores = current_job().trained
     for core in cores:
         if model_index_of(what) is not None and core.shares(what):
             return core

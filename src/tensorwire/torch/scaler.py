@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .optimizer import DistributedMixin
+from .optimizer import DistributedMixin, replica_of
 from .replica.replica import Replica
 
 
@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        core = optimizer._tensorwire
+        core = replica_of(optimizer)
         core.check_scalable()
         self._begin(core)
         self._check_scale_growth_tracker("step")
@@ -58,10 +58,11 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() comes once, before step(), after the last update().")
-        self._begin(optimizer._tensorwire)
+        core = replica_of(optimizer)
+        self._begin(core)
         self._check_scale_growth_tracker("unscale_")
-        optimizer._tensorwire.check_scalable()
-        optimizer._tensorwire.synchronize(scale=1.0 / self.get_scale())
+        core.check_scalable()
+        core.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
 
     def _begin(self, core: Replica) -> None:

@@ -6,15 +6,13 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from tensorwire.parameters import Result
-
-if TYPE_CHECKING:
-    from .job import Job
+from tensorwire.parameters import Result, Store
 
 
 class Statistics:
@@ -65,16 +63,18 @@ class Statistics:
         self.history.append({"epoch": epoch, **self.values})
         self._last = None
 
-    def report(self, job: Job, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    def report(
+        self,
+        worker: Mapping[str, int],
+        stores: Sequence[Store],
+        path: str | os.PathLike[str] | None,
+    ) -> dict[str, Any]:
         """See `Job.report`."""
-        cores = [optimizer._tensorwire for optimizer in job.optimizers]
         steps, versions = max(self.steps, 1), max(self.versions, 1)
         exposed = self.exposed_s / versions
         whole = self.train_s / steps
         result = {
-            "workers": job.size,
-            "slices": job.slices,
-            "rank": job.rank,
+            **worker,
             "steps": self.steps,
             "seconds_per_step": whole,
             "computation_s": max(whole - exposed, 0.0),
@@ -85,8 +85,8 @@ class Statistics:
             "bytes_pushed_per_step": self.bytes_pushed // versions,
             "bytes_produced_per_step": self.bytes_produced // versions,
             "bytes_copied_per_step": self.bytes_copied // versions,
-            "bytes_of_parameters": sum(core.store.layout.size_bytes for core in cores),
-            "paths": sorted({core.store.path for core in cores}),
+            "bytes_of_parameters": sum(store.layout.size_bytes for store in stores),
+            "paths": sorted({store.path for store in stores}),
             "last": dict(self.values),
             "epochs": self.history,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},

@@ -22,8 +22,8 @@ from tensorwire.placement import Graph, Operator, Tensor, plan
 
 from ..group import Machines
 from ..group import machines as find_machines
-from ..job import present_job
 from ..model_index import ModelIndex
+from ..session import present_session
 from .activations import Activations, array_of, graph_of, open_edges, tensor_of
 from .capture import Capture, capture
 from .schedules import Action, Kind, deal, flights, order
@@ -82,7 +82,7 @@ def split(
         UnavailableError: a process cannot be reached.
         TimeoutError, PeerLostError: another process did not come so far.
     """
-    job = present_job()
+    job = present_session()
     own = machines is None and job is None
     if machines is not None:
         found = machines
@@ -269,7 +269,7 @@ class Split:
     ) -> Any:
         if self._failed:
             raise RuntimeError("an earlier step of this Split failed; make a new one")
-        job, core = present_job(), self._trainer() if train else None
+        job, core = present_session(), self._trainer() if train else None
         if train and core is None and job is not None and job.replicas > 1:
             raise RuntimeError(
                 f"{job.replicas} replicas would train without each other: make a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,10 +12,17 @@ from tensorwire.errors import UnavailableError
 from tensorwire.parameters import ITEM_BYTES, TensorSpec
 
 from ..views import memory_format_of
+from .ownership import Ownership
 
-if TYPE_CHECKING:
-    from .ownership import Ownership
-    from .replica import Replica
+
+class Holder(Protocol):
+    """Another optimizer's replica of the same model."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """It has the parameter in its store."""
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """It gives up a parameter that does not change with it."""
 
 
 class Declaration(NamedTuple):
@@ -35,7 +42,7 @@ class Declaration(NamedTuple):
 def declare_all(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    others: Sequence[Replica],
+    others: Sequence[Holder],
     rows_alone: bool,
 ) -> Declaration:
     """Every parameter of the model, those of the optimizer first.
@@ -87,7 +94,7 @@ def declare_all(
 
 
 def declare_whole(
-    sharing: Ownership, model: nn.Module, optimizer: torch.optim.Optimizer
+    ownership: Ownership, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Declaration:
     """Every parameter of a model that processes share; all workers call it.
 
@@ -100,9 +107,9 @@ def declare_whole(
         for parameter in group["params"]:
             _check_known(names, parameter, index)
             planned.append(parameter)
-    own = sharing.own
+    own = ownership.own
     tensors, parameters = [], []
-    for name, like, kind, group in sharing.agree():
+    for name, like, kind, group in ownership.agree():
         tensors.append(_declare(name, like, kind, group))
         parameters.append(own.get(name, like))
         if name in own:

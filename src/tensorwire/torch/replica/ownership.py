@@ -1,4 +1,4 @@
-"""What an Replica does otherwise where processes share its model: what they agree on, whole state.
+"""What a Replica does otherwise where processes share its model: what they agree on, whole state.
 
 A process has the parameters of its stages; the optimizer of each is of these alone. What is saved
 and loaded is that of the whole model and of a plain optimizer of all its parameters.
@@ -7,7 +7,7 @@ and loaded is that of the whole model and of a plain optimizer of all its parame
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from torch import nn
 from tensorwire.parameters import Store
 
 from ..model_index import ModelIndex
+from ..session import Session
 from ..views import tensor_at
-
-if TYPE_CHECKING:
-    from ..job import Job
 
 
 class Declared(NamedTuple):
@@ -35,17 +33,17 @@ class Ownership:
     """Of one optimizer.
 
     Args:
-        job: has the pipelines.
+        session: has the pipelines.
         whole: the model.
         own: this process's part of it.
         optimizer: of that.
     """
 
     def __init__(
-        self, job: Job, whole: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
+        self, session: Session, whole: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self.whole = whole
-        self._job = job
+        self._session = session
         self._module = own
         self._optimizer = optimizer
         self._groups: list[list[int]] = []  # parameters of each group, as the store counts them
@@ -57,7 +55,7 @@ class Ownership:
 
     def speaks_for(self, name: str) -> bool:
         """Of the processes of a replica, this one says what becomes of a tensor."""
-        return self.whole.speaks_for(self._job.stage, name)
+        return self.whole.speaks_for(self._session.stage, name)
 
     def agree(self) -> list[Declared]:
         """All parameters, in the model's order; all workers call it.
@@ -74,21 +72,24 @@ class Ownership:
             for parameter in each["params"]
         }
         mine = {name: own.get(id(parameter), 0) for name, parameter in self.own.items()}
-        first = self._job.replica == 0
-        told = [
-            float(mine[name]) if first and self.speaks_for(name) else 0.0
-            for name in self.whole.parameters
+        groups = len(self._optimizer.param_groups)
+        # Everybody learns what everybody says, also who has it as it is said: the number of groups,
+        # and of each parameter -1 where it is another process's.
+        told = [groups, *(mine.get(name, -1) for name in self.whole.parameters)]
+        heard = [
+            np.frombuffer(each, np.int64).tolist()
+            for each in self._session.gather(np.array(told, np.int64).tobytes())
         ]
         found = []
         self._groups = [[] for _ in self._optimizer.param_groups]
-        codes = dict(zip(self.whole.parameters, map(int, self._job.sum(told)), strict=True))
-        # Everybody learns it, also who has it as it is said.
-        differ = [
-            float(mine.get(name, code) != code or max(code - 1, 0) // 2 >= len(self._groups))
-            for name, code in codes.items()
-        ]
-        for name, workers in zip(codes, self._job.sum(differ), strict=True):
-            if workers:
+        codes = {
+            name: heard[self.whole.ranks[name][0]][number]
+            for number, name in enumerate(self.whole.parameters, 1)
+        }
+        fewest = min(each[0] for each in heard)
+        for number, (name, code) in enumerate(codes.items(), 1):
+            said = {each[number] for each in heard} - {-1}
+            if said - {code} or max(code - 1, 0) // 2 >= fewest:
                 raise ValueError(
                     f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
                     "another process of the pipeline: all name the same groups, empty ones too"

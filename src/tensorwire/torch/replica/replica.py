@@ -10,8 +10,8 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from ..allocator.gradient_slots import (
 )
 from ..kernels import TorchKernels, hyper_of, path_of
 from ..model_index import ModelIndex, model_index_of
+from ..session import Session
 from ..views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
 from . import optimizer_state
 from .buffers import Buffers
@@ -59,9 +60,6 @@ from .mutation_guard import MutationGuard
 from .ownership import Ownership
 from .same_batches import SameBatches
 from .sample_count import SampleCount
-
-if TYPE_CHECKING:
-    from ..job import Job
 
 
 class Found(NamedTuple):
@@ -103,7 +101,8 @@ class Replica:
 
     def __init__(
         self,
-        job: Job,
+        session: Session,
+        trained: Sequence[Replica],
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         max_norm: float | None,
@@ -111,23 +110,24 @@ class Replica:
         placement: str,
         whole: ModelIndex | None = None,
     ) -> None:
-        self.job = job
+        self.session = session
+        self._trained = trained
         self._placement = placement
         self.optimizer = optimizer
         self.model = model
-        self._sharing = Ownership(job, whole, model, optimizer) if whole is not None else None
+        self._ownership = Ownership(session, whole, model, optimizer) if whole is not None else None
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.accumulating = False
         self.closed = False
         self._edited = False  # an edit is under way
         self.last_norm = math.nan
         self.steps = 0  # versions that step() has made
-        self._spent = job.statistics
+        self._spent = session.statistics
         self._first_push = 0.0
         self._buffers_kind = buffers
         self._hooks: list[Any] = []
-        self._samples = SampleCount(job)
-        self._same_batches = SameBatches(job)
+        self._samples = SampleCount(session)
+        self._same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
         self.scaling: tuple[float | None, bool] = (None, False)  # of the next step, by a scaler
         self.finite = True  # the last step's gradient, where a scaler asked
@@ -142,14 +142,13 @@ class Replica:
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
         self._apply = TorchKernels(path_of(self.optimizer))
         part = None
-        sharing = self._sharing
-        if sharing is None:
-            others = [each._tensorwire for each in self.job.optimizers]
-            others = [core for core in others if core is not self]
+        ownership = self._ownership
+        if ownership is None:
+            others = [each for each in self._trained if each is not self]
             rows_alone = self._apply.changes_rows_alone
             found = declare_all(self.model, self.optimizer, others, rows_alone)
         else:
-            found = declare_whole(sharing, self.model, self.optimizer)
+            found = declare_whole(ownership, self.model, self.optimizer)
         tensors, planned = found.tensors, found.planned
         self.parameters = found.parameters
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
@@ -163,23 +162,23 @@ class Replica:
             self.model,
             self._buffers_kind,
             len(tensors),
-            self.job.my_slices,
+            self.session.my_slices,
             # One slice agrees with itself, and nobody has only a part of it.
-            self.job.slices > 1 or self.job.pipeline > 1,
-            sharing.whole if sharing else None,
-            self.job.stage,
+            self.session.slices > 1 or self.session.pipeline > 1,
+            ownership.whole if ownership else None,
+            self.session.stage,
         )
-        mine = {n for n in names.values() if sharing is None or sharing.speaks_for(n)}
+        mine = {n for n in names.values() if ownership is None or ownership.speaks_for(n)}
         self._sends = [i for i in here if names[id(self.parameters[i])] in mine]
         tensors += self.buffers.specs()
-        if sharing is not None:
+        if ownership is not None:
             part = Part([*here, *self.buffers.here], [*self._sends, *self.buffers.mine])
         groups = len(self.optimizer.param_groups)
         path, hyper = path_of(self.optimizer), self._apply.hyper
-        pipeline = self.job.pipeline
-        spec = Spec(path, hyper, groups, self.job.slices, tuple(tensors), pipeline)
+        pipeline = self.session.pipeline
+        spec = Spec(path, hyper, groups, self.session.slices, tuple(tensors), pipeline)
         spec.check()
-        self.store: Store = self.job.open_store(spec, self._apply, part)
+        self.store: Store = self.session.open_store(spec, self._apply, part)
         self._version = 1
         self._local_slots = self._find_local_slots()
         self._slots = self._find_places()
@@ -218,7 +217,7 @@ class Replica:
             return []
         places = store.layout.places[: len(self.parameters)]
         pairs = list(zip(places, self.parameters, strict=True))
-        slots = [store.slot(i) for i in self.job.my_slices]
+        slots = [store.slot(i) for i in self.session.my_slices]
         return [[tensor_at(slot[at.start : at.end], p) for at, p in pairs] for slot in slots]
 
     def _find_places(self) -> GradientSlots | str:
@@ -226,10 +225,10 @@ class Replica:
         self._shared = [False] * len(self.parameters)
         if self._placement == "copy":
             return 'placement="copy"'
-        if len(self.job.my_slices) > 1:
+        if len(self.session.my_slices) > 1:
             # A gradient that stays where it is would be there when the next slice is computed.
             return "this worker computes several slices of a step"
-        places = self.store.places(self.job.my_slices[0])
+        places = self.store.places(self.session.my_slices[0])
         wanted: list[Place | str] = [NO_PLACE] * len(self.parameters)
         for i in self.trained:
             wanted[i] = place = SPARSE if i in self._tables else places[i]
@@ -246,16 +245,16 @@ class Replica:
     @property
     def model_name(self) -> str:
         """The class of the user's model."""
-        return type(self.model).__name__ if self._sharing is None else self._sharing.whole.kind
+        return type(self.model).__name__ if self._ownership is None else self._ownership.whole.kind
 
     @property
     def is_shared(self) -> bool:
         """The model is split: its parameters are those of several processes, or could be."""
-        return self._sharing is not None
+        return self._ownership is not None
 
     def shares(self, model: Any) -> bool:
         """It is the model of this optimizer, or has parameters of it."""
-        if self._sharing is not None and model_index_of(model) is self._sharing.whole:
+        if self._ownership is not None and model_index_of(model) is self._ownership.whole:
             return True
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(parameter) in own for parameter in self.parameters)
@@ -277,8 +276,8 @@ class Replica:
         """Raises RuntimeError between slices."""
         if self._turn:
             raise RuntimeError(
-                f"{what} after slice {self._turn} of {len(self.job.my_slices)} that this worker "
-                "computes in turn; only complete steps have a version"
+                f"{what} after slice {self._turn} of {len(self.session.my_slices)} that this "
+                "worker computes in turn; only complete steps have a version"
             )
 
     def replan(self, saved: dict[str, Any]) -> None:
@@ -294,7 +293,7 @@ class Replica:
         old = self.store
         self._open()
         self._publish()
-        old.release()
+        self.session.release_store(old)
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         for index, entry in saved["state"].items():
             self.optimizer.state[ordered[index]] = entry
@@ -305,14 +304,14 @@ class Replica:
     def _publish(self, edited: bool = False) -> None:
         """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed."""
         present = bytearray(len(self._all_present))
-        if self.job.replica == 0:
+        if self.session.replica == 0:
             kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends]
             for index, data in (*kept, *self.buffers.values()):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
-                    self.store.push(self.job.my_slices[0], index, data)
+                    self.store.push(self.session.my_slices[0], index, data)
                     present[index] = PUSHED
         self._blocks = ()
-        for slice_index in self.job.my_slices:
+        for slice_index in self.session.my_slices:
             # Only slice 0 says what there is.
             self._present = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0)
@@ -414,7 +413,7 @@ class Replica:
                 data = flat_bytes(gradient.detach(), parameter)
                 copied = 0 if data.ctypes.data == gradient.data_ptr() else data.nbytes
                 if data.nbytes:
-                    copied += self.store.push(self.job.my_slices[self._turn], index, data)
+                    copied += self.store.push(self.session.my_slices[self._turn], index, data)
                 self._count_copied(index, copied)
         self._was_in_place[index] = where is not None or self._is_in_place(index, gradient)
         looked = sum_of(gradient, parameter, self._look.get(index))
@@ -425,8 +424,8 @@ class Replica:
             return
         by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
         if index not in self._tables or not by_rows:
-            where = "of a model that is split" if self._sharing else "of this model alone"
-            what = "it is" if self._sharing else "it is not"
+            where = "of a model that is split" if self._ownership else "of this model alone"
+            what = "it is" if self._ownership else "it is not"
             raise RuntimeError(
                 f"the gradient of {self._name(index)} is {gradient.layout}, and {what} the weight "
                 f"of an nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True) {where}, or it "
@@ -436,7 +435,7 @@ class Replica:
     def _push_rows(self, index: int, gradient: torch.Tensor) -> None:
         rows, values, copied = rows_of(gradient, self.parameters[index])
         self._sparse_bytes[index] = rows.nbytes + values.nbytes
-        copied += self.store.push_rows(self.job.my_slices[self._turn], index, rows, values)
+        copied += self.store.push_rows(self.session.my_slices[self._turn], index, rows, values)
         self._count_copied(index, copied)
 
     def _is_in_place(self, index: int, gradient: torch.Tensor) -> bool:
@@ -577,7 +576,7 @@ class Replica:
         if self.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
         flags = CHECK_FINITE if check_finite else 0
-        slice_index = self.job.my_slices[self._turn]
+        slice_index = self.session.my_slices[self._turn]
         if self._reduced:
             flags |= REDUCED
             self._check_scale(self._scaled if scale is None else scale)
@@ -597,7 +596,7 @@ class Replica:
         self._samples.stepped()
         self._turn += 1
         self.buffers.after_slice(self._turn)
-        if self._turn < len(self.job.my_slices):
+        if self._turn < len(self.session.my_slices):
             self._spent.exposed_s += time.perf_counter() - started
             return
         self._turn = 0
@@ -617,7 +616,7 @@ class Replica:
             self._same_batches.stepped()
         if isinstance(self._slots, GradientSlots):
             self._slots.stepped()
-        self.job.stepped(result)
+        self.session.stepped(result)
 
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
@@ -627,7 +626,7 @@ class Replica:
                     f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
                     "changes all rows in every step: use a table with sparse=False"
                 )
-        if len(self.job.my_slices) == 1:
+        if len(self.session.my_slices) == 1:
             return
         hyper = hyper_of(self.optimizer, self._apply.hyper)
         if self._turn == 0:
@@ -635,7 +634,7 @@ class Replica:
         elif hyper != self._hyper:
             raise RuntimeError(
                 "the learning rate or another hyper-parameter was changed after slice "
-                f"{self._turn} of {len(self.job.my_slices)} that this worker computes in turn. "
+                f"{self._turn} of {len(self.session.my_slices)} that this worker computes in turn. "
                 "Step a scheduler once per epoch, or after the last slice of a step: 'if (i + 1) "
                 "% len(job.my_slices) == 0' in a loop that counts batches"
             )
@@ -645,7 +644,7 @@ class Replica:
             for i in self._pushed:
                 self._check_unchanged(i, self.parameters[i].grad)
             return
-        if self.job.replica != 0:
+        if self.session.replica != 0:
             return
         for i, (gradient, average) in self._synchronized.items():
             if i not in self._left:
@@ -660,10 +659,10 @@ class Replica:
 
     def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
-        if len(self.job.my_slices) > 1:
+        if len(self.session.my_slices) > 1:
             raise RuntimeError(
                 "synchronize() and clip_grad_norm_() need one slice per worker, here are "
-                f"{len(self.job.my_slices)}; use max_norm="
+                f"{len(self.session.my_slices)}; use max_norm="
             )
         if self._reduced:
             self._check_scale(scale)
@@ -674,7 +673,7 @@ class Replica:
         self._present_now()
         self._copy_pushed()
         flags = WANT_NORM if norm else 0
-        self._commit(self.job.my_slices[0], REDUCE, flags, self._samples.weight())
+        self._commit(self.session.my_slices[0], REDUCE, flags, self._samples.weight())
         result = self._wait()
         self._reduced = True
         self.last_norm = result.norm
@@ -713,7 +712,7 @@ class Replica:
         self.store.read_reduced(data)
         self._synchronized = {}
         everywhere = self.store.layout.trained
-        have = self.job.sum([float(self._present[i]) for i in everywhere])
+        have = self.session.sum([float(self._present[i]) for i in everywhere])
         somewhere = {i for i, workers in zip(everywhere, have, strict=True) if workers}
         for i in self.trained:
             if i not in somewhere:
@@ -723,7 +722,7 @@ class Replica:
                 parameter.grad = torch.empty_like(parameter)
             average = data[self.store.own.place(i)]
             parameter.grad.copy_(tensor_at(average, parameter))
-            if self.job.replica == 0:  # whose gradients count
+            if self.session.replica == 0:  # whose gradients count
                 self._synchronized[i] = (parameter.grad, average)
         self._forget_pushed()
 
@@ -756,7 +755,7 @@ class Replica:
         if self._watch.frozen_or_not() is None:
             self._publish(edited=True)
         else:
-            if self._sharing is not None:
+            if self._ownership is not None:
                 self._restore(before)
             self.check_movable("freezing inside edit()")
             self._move(self.optimizer.state_dict())
@@ -775,7 +774,7 @@ class Replica:
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError for a split model: its processes would have to agree anew."""
-        if self._sharing is not None:
+        if self._ownership is not None:
             raise RuntimeError(
                 f"{what} is not there for a split model; close the optimizer and make another"
             )
@@ -800,8 +799,8 @@ class Replica:
         """The optimizer's own dictionary, filled with the store's state."""
         optimizer = self.optimizer
         found = optimizer_state.read(self.store, self._apply, self._trained_parameters())
-        if self._sharing is not None:
-            return self._sharing.state_dict(plain(), found)
+        if self._ownership is not None:
+            return self._ownership.state_dict(plain(), found)
         entries = {self.parameters[i]: entry for i, entry in found.items()}
         optimizer.state = defaultdict(dict, {**entries, **self._frozen_state})
         try:
@@ -811,20 +810,20 @@ class Replica:
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer of this process can load of a state."""
-        return given if self._sharing is None else self._sharing.own_state_dict(given)
+        return given if self._ownership is None else self._ownership.own_state_dict(given)
 
     def load_whole_state(self, given: dict[str, Any]) -> None:
         """A shared model's state becomes everybody's, from worker 0."""
-        assert self._sharing is not None
-        if self.job.rank == 0:
-            entries = self._sharing.entries(given)
+        assert self._ownership is not None
+        if self.session.rank == 0:
+            entries = self._ownership.entries(given)
             optimizer_state.write(self.store, self._apply, self._trained_parameters(), entries)
-        self.job.barrier()
+        self.session.barrier()
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The `state_dict()` of a shared model, all of it; no other worker takes part."""
-        assert self._sharing is not None
-        return self._sharing.model_state(self.store, self.buffers.indices)
+        assert self._ownership is not None
+        return self._ownership.model_state(self.store, self.buffers.indices)
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
@@ -833,16 +832,16 @@ class Replica:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self._sharing is not None and entries:
+        if self._ownership is not None and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
         trained = self._trained_parameters()
         ids = {id(parameter) for parameter in trained.values()}
         # Kept for when they are trained again.
         self._frozen_state = {p: entry for p, entry in entries.items() if id(p) not in ids}
-        if self.job.rank == 0 and (entries or self.store.counts().any()):
+        if self.session.rank == 0 and (entries or self.store.counts().any()):
             mine = {i: entries[p] for i, p in trained.items() if p in entries}
             optimizer_state.write(self.store, self._apply, trained, mine)
-        self.job.barrier()
+        self.session.barrier()
 
     def _trained_parameters(self) -> dict[int, torch.Tensor]:
         """Those of other processes too."""
@@ -894,7 +893,7 @@ class Replica:
         self.closed = True
         self.withdraw()
         self._let_go(True)
-        self.store.release()
+        self.session.release_store(self.store)
 
     def _let_go(self, private: bool) -> None:
         self._stop_hooks()

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from tensorwire.memory import checksum
 
+from ..session import Session
 from ..views import flat_bytes
 
-if TYPE_CHECKING:
-    from ..job import Job
+_MASK = (1 << 64) - 1
 
 STEPS = 3
 """So many first steps are compared."""
@@ -33,9 +32,9 @@ class SameBatchesWarning(UserWarning):
 class SameBatches:
     """Of one optimizer. All workers make the same steps, so all of them compare at the same one."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._steps = STEPS if job.replicas > 1 and job.pipeline == 1 else 0
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps = STEPS if session.replicas > 1 and session.pipeline == 1 else 0
         self._found = 0
         self._counts = True
 
@@ -52,7 +51,7 @@ class SameBatches:
             parts = _parts(gradient.detach())
             nonzero = nonzero or bool(parts[-1].any())
             found += [index, *(checksum(flat_bytes(part)) for part in parts)]
-        self._counts = self._counts and nonzero and self._job.batches == 0
+        self._counts = self._counts and nonzero and self._session.batches == 0
         self._found = hash((self._found, tuple(found)))
 
     def stepped(self) -> None:
@@ -60,13 +59,12 @@ class SameBatches:
         self._steps -= 1
         if self._steps:
             return
-        job = self._job
-        told = [0.0] * job.size
-        # In a float64; 0 stands for a worker that does not count.
-        told[job.rank] = float(self._found % (1 << 52) + 1) if self._counts else 0.0
-        told = job.sum(told)
-        for one in told if job.rank == 0 else ():
-            ranks = [rank for rank, each in enumerate(told) if each == one != 0.0]
+        session = self._session
+        # The first bit is that of a worker that counts.
+        mine = (self._found << 1 | 1) & _MASK if self._counts else 0
+        told = session.gather(mine.to_bytes(8, "little"))
+        for one in told if session.rank == 0 else ():
+            ranks = [rank for rank, each in enumerate(told) if each == one != bytes(8)]
             if len(ranks) > 1:
                 # At the line that called the optimizer's step(), which torch wraps.
                 warnings.warn(_text(ranks), SameBatchesWarning, stacklevel=5)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..job import Job
+from ..session import Session
 
 
 class SampleCount:
@@ -15,19 +12,19 @@ class SampleCount:
     a look at a batch, and what was withdrawn do not count.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._samples = 0
         self._batch = -1  # the last that was counted
-        self._before = job.batches  # when the last step was made
+        self._before = session.batches  # when the last step was made
 
     def gradient_comes(self) -> None:
         """From a hook; must be cheap."""
-        job = self._job
-        if job.batches != self._batch:
-            self._batch = job.batches
-            if job.batches > 0:
-                self._samples += job.batch_samples
+        session = self._session
+        if session.batches != self._batch:
+            self._batch = session.batches
+            if session.batches > 0:
+                self._samples += session.batch_samples
 
     def withdraw(self) -> None:
         """The gradients since the last step do not count."""
@@ -35,11 +32,11 @@ class SampleCount:
 
     def weight(self) -> float:
         """Samples since the last step; 1 where no loader gives them."""
-        if self._samples == 0 and self._job.batches > self._before:
-            return float(self._job.batch_samples)  # the model had no gradient for them
+        if self._samples == 0 and self._session.batches > self._before:
+            return float(self._session.batch_samples)  # the model had no gradient for them
         return float(self._samples or 1)
 
     def stepped(self) -> None:
         """The next slice begins."""
         self.withdraw()
-        self._before = self._job.batches
+        self._before = self._session.batches

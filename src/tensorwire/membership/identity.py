@@ -1,0 +1,85 @@
+"""What members of a job are called, where they are, and the word by which a worker leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tensorwire.errors import UnavailableError
+from tensorwire.memory import Peer
+
+LOOPBACK = ("127.", "[::1]", "localhost")
+"""How addresses begin that name this host."""
+
+CONTROL = "control"
+"""Region at every server: one word per worker, CONTROL_BYTES apart."""
+CONTROL_BYTES = 64
+GOODBYE = 1 << 62
+"""Value of a worker's control word when it has left in good order."""
+
+_MOST_NAMES = 8  # that one message lists
+
+
+def why_lost(peer: Peer) -> str:
+    """The reason alone, for a message that names the peer already."""
+    reason = peer.lost_reason.rpartition("): ")[2]
+    if "closed by its user" in reason:
+        return "it ended before the others; its own messages tell why"
+    return reason
+
+
+def called(peer: Peer) -> str:
+    """For messages: "worker 1 (pid 77)", on another host "worker 1 (pid 77 at 10.0.0.2)"."""
+    host = peer.address.rpartition(":")[0]
+    here = peer.path.transport == "shm" or host.startswith(LOOPBACK)
+    where = "" if here else f" at {host}"
+    return f"{peer.name.replace('-', ' ')} (pid {peer.pid}{where})"
+
+
+def turn_away(peer: Peer, here: str, reason: str) -> None:
+    """Ends a connection that is none of the job's; the other side and a line here tell why.
+
+    Args:
+        peer: who has connected and proved the secret.
+        here: the member that says it.
+        reason: why, with the names that are expected.
+    """
+    text = f"{here} turned away {peer.name!r} (pid {peer.pid} at {peer.address}): {reason}"
+    peer.close(text)
+    print(text, file=sys.stderr, flush=True)
+
+
+def listed(names: Sequence[str]) -> str:
+    """For messages: "worker-0, worker-1 and 7 more"."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def check_name(peer: Peer, name: str, address: str) -> None:
+    """Raises UnavailableError, and closes the connection, if another Node listens there."""
+    if peer.name != name:
+        peer.close()
+        raise UnavailableError(f"{peer.name!r} (pid {peer.pid}) listens at {address}, not {name}")
+
+
+def worker_name(rank: int) -> str:
+    """The name of a worker's Node."""
+    return f"worker-{rank}"
+
+
+def server_name(index: int) -> str:
+    """The name of a server's Node."""
+    return f"server-{index}"
+
+
+def this_host() -> int:
+    """The same for all processes that can share memory and a loopback interface; 48 bits, or 0."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        text = f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+    except OSError:
+        return 0  # nobody can tell
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little") or 1

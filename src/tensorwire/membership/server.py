@@ -1,0 +1,157 @@
+"""A server on the fabric: who has connected, who has left, who is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from tensorwire.errors import PeerLostError
+from tensorwire.memory import Node, Peer
+
+from .identity import (
+    CONTROL,
+    CONTROL_BYTES,
+    GOODBYE,
+    called,
+    check_name,
+    listed,
+    server_name,
+    turn_away,
+    why_lost,
+    worker_name,
+)
+
+
+class ServerMember:
+    """A server on the fabric.
+
+    Args:
+        index: its place among the servers.
+        workers: how many there are.
+        node: its Node.
+        count: how many servers there are; None: nobody knows yet, they come one after another.
+
+    Attributes:
+        index: its place among the servers.
+        node: its Node.
+        workers: Peers by rank, complete after `gather`.
+        servers: Peers of the other servers by index.
+    """
+
+    def __init__(self, index: int, workers: int, node: Node, count: int | None = None) -> None:
+        self.index = index
+        self.node = node
+        self.count = workers
+        self._servers = count
+        self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        self.workers: dict[int, Peer] = {}
+        self.servers: dict[int, Peer] = {}
+        self.control = node.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
+        self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
+
+    def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
+        """Connects to the servers that were started before this one."""
+        for index, address in enumerate(addresses):
+            peer = self.node.connect(address, timeout_s=timeout_s)
+            check_name(peer, server_name(index), address)
+            self.servers[index] = peer
+
+    def gather(self) -> None:
+        """Waits until every worker has connected, and servers that came later.
+
+        Where nobody knows how many servers there are, later ones have connected before any worker
+        was started. Who is not expected, or is here already, is turned away.
+
+        Raises:
+            PeerLostError: one that had connected is gone.
+        """
+        while len(self.workers) < self.count or (self._servers and self._next_servers()):
+            try:
+                peer = self.node.accept(timeout_s=1.0)
+            except TimeoutError:
+                self.check()
+            else:
+                self._admit(peer)
+
+    def _next_servers(self) -> list[int]:
+        """Who of the servers may come now."""
+        if self._servers is None:
+            return [len(self.servers) + 1]  # earlier ones are here, later ones come in turn
+        return [i for i in range(self.index + 1, self._servers) if i not in self.servers]
+
+    def _admit(self, peer: Peer) -> None:
+        missing = {
+            name: (self.workers, rank)
+            for name, rank in self._ranks.items()
+            if rank not in self.workers
+        }
+        missing |= {server_name(i): (self.servers, i) for i in self._next_servers()}
+        if peer.name in missing:
+            table, number = missing[peer.name]
+            table[number] = peer
+            return
+        known = [*self.workers.values(), *self.servers.values()]
+        here = [called(other) for other in known if other.name == peer.name]
+        why = f"{here[0]} is here already" if here else "it is no member of this job"
+        self._turn_away(peer, f"{why}; expected: {listed(list(missing))}")
+
+    def _turn_away(self, peer: Peer, reason: str) -> None:
+        turn_away(peer, f"server {self.index}", reason)
+
+    def returned(self) -> tuple[Peer, Peer] | None:
+        """A worker that came back while the job runs: as it was, and as it is. After `gather`.
+
+        It is another incarnation, which knows nothing of the job; the first one is gone, or cannot
+        be heard although it was not yet missed. On one host an end is seen at once, so that a
+        second one of a name is none of the job's; it is turned away, as strangers are.
+        """
+        with contextlib.suppress(TimeoutError):
+            while True:
+                peer = self.node.accept(timeout_s=0)
+                before = self.workers.get(self._ranks.get(peer.name, -1))
+                if before is None:
+                    self._turn_away(peer, "it is no member of this job, which runs")
+                elif before.lost or before.path.transport != "shm":
+                    return before, peer
+                else:
+                    self._turn_away(peer, f"{called(before)} is here already, and the job runs")
+        return None
+
+    def name_of(self, peer: Peer) -> str:
+        """For messages; see `called`."""
+        return called(peer)
+
+    def await_ends(self, timeout_s: float) -> None:
+        """Waits until the processes of lost workers are gone, so that their end is seen first.
+
+        A launcher then blames them, and not those who end because of them.
+        """
+        deadline = time.monotonic() + timeout_s
+        for rank, peer in self.workers.items():
+            while (peer.lost or self.has_left(rank)) and time.monotonic() < deadline:
+                if not os.path.exists(f"/proc/{peer.pid}"):
+                    break
+                time.sleep(0.01)
+
+    def has_left(self, rank: int) -> bool:
+        """The worker said goodbye."""
+        return self.words[rank].value >= GOODBYE
+
+    def check(self) -> None:
+        """Raises PeerLostError if a worker is gone without a goodbye, or a server is gone."""
+        for rank, peer in self.workers.items():
+            if peer.lost and not self.has_left(rank):
+                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+        for peer in self.servers.values():
+            if peer.lost and not self._all_leave(2.0):
+                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+
+    def _all_leave(self, timeout_s: float) -> bool:
+        """A server that is lost may have had all goodbyes; those to this one are on their way."""
+        deadline = time.monotonic() + timeout_s
+        while not all(self.has_left(rank) for rank in range(self.count)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True

@@ -1,0 +1,213 @@
+"""A worker of a job on the fabric: who it is, its stores, and what all workers do together.
+
+`Job` is the interface that scripts use; the other modules of this package need a `Session`.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from tensorwire.errors import TensorwireError, consequence
+from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
+from tensorwire.memory import Node
+from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
+
+from . import rendezvous
+from .group import Machines, connect, machine_name
+from .kernels import TorchKernels
+from .statistics import Statistics
+
+_ADDRESS_BYTES = 256
+_SEED = struct.Struct("<Q")
+
+_present: Session | None = None
+
+
+def present_session() -> Session | None:
+    """That of this process's job; None if there is none."""
+    return None if _present is None or _present.closed else _present
+
+
+class Session:
+    """Made by a `Job`, which all workers make together.
+
+    Args:
+        world: which worker this is.
+        seed: of everything random; worker 0's counts.
+
+    Attributes:
+        rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
+        epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
+        statistics: of the steps.
+        after_step: called with the result of each version.
+        member: this worker on the fabric; None if it is alone.
+        closed: true after `close`.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        global _present
+        self.rank = world.rank
+        self.size = world.workers
+        self.pipeline = world.pipeline
+        self.replicas = world.replicas
+        self.replica = world.rank // world.pipeline
+        self.stage = world.stage
+        self.slices = world.slices
+        self.my_slices = world.my_slices
+        self.epoch = 0
+        self.batches = 0
+        self.batch_samples = 0
+        self.closed = False
+        self.statistics = Statistics()
+        self.after_step: list[Callable[[Result], None]] = []
+        self._stores: list[Store] = []
+        self._opened = 0  # stores, those that are gone included
+        self._machines: Machines | None = None
+        self.member: WorkerMember | None = None
+        self._collective: Collective | None = None
+        if world.servers:
+            self.member = WorkerMember.join(world)
+            try:
+                self._collective = Collective(self.member)
+                seed = self._introduce(self.member, seed)
+            except BaseException:
+                self.member.close(goodbye=False)
+                raise
+        self.seed = seed
+        _present = self
+
+    def _introduce(self, member: WorkerMember, seed: int) -> int:
+        """Tells all workers who can share memory with whom; returns worker 0's seed."""
+        told = self.gather(_SEED.pack(seed) + member.colocation.introduction())
+        member.colocation.learn([each[_SEED.size :] for each in told])
+        return int(_SEED.unpack(told[0][: _SEED.size])[0])
+
+    # ---- stores
+
+    def open_store(self, spec: Spec, kernels: TorchKernels, part: Part | None = None) -> Store:
+        """A store for an optimizer; all workers open the same ones in the same order.
+
+        Args:
+            spec: of all tensors.
+            kernels: its arithmetic.
+            part: which of them this worker has; None: all.
+        """
+        number, self._opened = self._opened, self._opened + 1
+        store: Store
+        if self.member is None:
+            store = LocalStore(spec, kernels)
+        else:
+            store = RemoteStore(self.member, number, spec, part)
+        self._stores.append(store)
+        return store
+
+    def release_store(self, store: Store) -> None:
+        """The servers free it too; all workers call it."""
+        store.release()
+        self._stores.remove(store)
+
+    def stepped(self, result: Result) -> None:
+        """A version of a store is in place."""
+        self.statistics.step(result)
+        for each in self.after_step:
+            each(result)
+
+    def explain_loss(self, error: TensorwireError, within_s: float = 0.0) -> Exception:
+        """Whom the job has lost, if a server says it; else the error itself.
+
+        Another process's end is often seen before the servers have told whose it was.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            for store in self._stores:
+                if reason := store.reason():
+                    return consequence(reason)
+            if time.monotonic() >= deadline:
+                return error
+            time.sleep(0.01)
+
+    # ---- together
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all workers, of any number of numbers; all give equally many."""
+        if self._collective is None:
+            return list(values)
+        try:
+            return self._collective.sum(values)
+        except TensorwireError as error:
+            if (explained := self.explain_loss(error)) is error:
+                raise
+            raise explained from error
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each worker gives, by rank; all give equally many bytes."""
+        if self._collective is None:
+            return [data]
+        try:
+            return self._collective.gather(data)
+        except TensorwireError as error:
+            if (explained := self.explain_loss(error)) is error:
+                raise
+            raise explained from error
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+        self.sum([])
+
+    def machines(self) -> Machines:
+        """The processes that share a model with this one, connected.
+
+        All workers call it; the first call connects.
+
+        Raises:
+            ValueError: each worker has all of the model, and there are several.
+            UnavailableError: a process cannot be reached.
+        """
+        if self._machines is None:
+            self._machines = self._connect()
+        return self._machines
+
+    def _connect(self) -> Machines:
+        if self.pipeline == 1 and self.size > 1:
+            raise ValueError(
+                f"this job has {self.size} workers and no pipelines, so that each would have the "
+                "whole model; say how many share one: tw.init(pipeline=…)"
+            )
+        if self.member is None or self.pipeline == 1:
+            return Machines()
+        server = self.member.place.servers[0]
+        host = "127.0.0.1"
+        if not server.startswith(LOOPBACK):
+            host = rendezvous.address_towards(server.rpartition(":")[0].strip("[]"))
+        node = Node(machine_name(self.stage), listen=f"{host}:0")
+        try:
+            told = self.gather(node.address.encode().ljust(_ADDRESS_BYTES, b"\0"))
+            first = self.replica * self.pipeline
+            ranks = range(first, first + self.pipeline)
+            addresses = {rank - first: _address_in(told[rank], rank) for rank in ranks}
+            return connect(node, self.stage, addresses)
+        except BaseException:
+            node.close()
+            raise
+
+    # ---- the end
+
+    def close(self, goodbye: bool) -> None:
+        """Leaves the job; without `goodbye` the others learn that this worker failed."""
+        self.closed = True
+        if self._machines is not None:
+            self._machines.close()
+        if self.member is not None:
+            self.member.close(goodbye)
+
+
+def _address_in(data: bytes, rank: int) -> str:
+    """What worker `rank` has told in `Session._connect`."""
+    try:
+        return data.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"worker {rank} told no address: all workers are of one version of tensorwire"
+        ) from None
