@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorwire.torch as tw
 from tensorwire.memory import private
-from tensorwire.torch.replica.gradient_checks import TURNS, Looks
+from tensorwire.torch.replica.gradient_checks import TURNS, GradientChecks
 
 MCL_FUTURE = 2  # of mlockall
 WIDTH = 200  # a weight has 160,000 bytes: many pages, and a bias shares one with others
@@ -193,7 +193,7 @@ def test_a_gradient_changed_by_way_of_data(team: Team, transports: list[str] | N
 
 def test_every_byte_of_a_gradient_is_looked_at() -> None:
     sizes = {3: 5_000_000, 4: 12, 7: 0, 9: 40_000_001, 10: 300_000}
-    looks = Looks(sizes)
+    looks = GradientChecks(sizes)
     assert {i: part.stop - part.start for i, part in looks.at(0).items()} == sizes
     seen: dict[int, list[slice]] = {i: [] for i in sizes}
     for step in range(1, TURNS + 1):

@@ -2,13 +2,11 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 
 from tensorwire import Node
 from tensorwire.errors import PeerLostError, UnavailableError
-from tensorwire.torch.group import connect
-from tensorwire.torch.job import _address_in
+from tensorwire.torch.group import address_in, connect
 
 
 def test_strangers_are_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
@@ -44,11 +42,8 @@ def test_another_one_at_an_address() -> None:
             connect(node, 1, {**addresses, 0: "nowhere"})
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.5, 2.0**32, 255.0])
-def test_an_address_that_makes_no_sense(wrong: float) -> None:
+def test_an_address_that_makes_no_sense() -> None:
     """Named for a bug: the error was of the conversion and named nobody."""
-    told = np.frombuffer(b"127.0.0.1:7000".ljust(64, b"\0"), "<u4").astype(np.float64)
-    assert _address_in(told, 3) == "127.0.0.1:7000"
-    told[2] = wrong
+    assert address_in(b"127.0.0.1:7000".ljust(64, b"\0"), 3) == "127.0.0.1:7000"
     with pytest.raises(ValueError, match="worker 3 told no address"):
-        _address_in(told, 3)
+        address_in(b"127.0.0.1:\xff000".ljust(64, b"\0"), 3)

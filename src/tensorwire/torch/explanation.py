@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from . import job as jobs
-from .allocator.gradient_slots import NOT_YET, SPARSE, Placed
+from .allocator.gradient_slots import NOT_YET, SPARSE, Outcome
 from .optimizer import DistributedOptimizer, replica_of
-from .replica.replica import Found, Replica
+from .replica.found import Found
+from .replica.replica import Replica
 
 STEPS = 2
 """The first is traced, the second is the first with a plan."""
@@ -174,19 +175,19 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     """
     core = replica_of(optimizer)
     gradients, parameters = [], []
-    for found in core.places():
-        parameter, placed = found.parameter, found.placed
+    for found in core.tensors():
+        parameter, outcome = found.parameter, found.outcome
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape, offset = tuple(parameter.shape), found.offset
-        if placed is not None:
+        if outcome is not None:
             copied = found.bytes_copied or 0
             copies = -(-copied // found.size_bytes) if copied else 0
             arrived = found.bytes_copied is not None
             gradients.append(
                 ExplainRow(
                     found.name, "gradient", shape, dtype, arrived, found.size_bytes, offset,
-                    placed.in_place and arrived, _route(found, placed), copies, copied,
-                    placed.reason if arrived else NOT_YET,
+                    outcome.in_place and arrived, _route(found, outcome), copies, copied,
+                    outcome.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
         why = "it is being edited" if found.held else "another optimizer has it"
@@ -219,18 +220,18 @@ def _kept_name(job: jobs.Job, core: Replica) -> str:
     return f"{name} ({core.model_name})" if name else core.model_name
 
 
-def _route(found: Found, placed: Placed) -> str:
+def _route(found: Found, outcome: Outcome) -> str:
     if found.bytes_copied is None:
         return "never came"
     if not found.parameter.nbytes:
         return "none"
-    if placed.reason == SPARSE:
+    if outcome.reason == SPARSE:
         return "rows sent"
-    if not placed.in_place:
+    if not outcome.in_place:
         return "copied by the worker" if found.bytes_copied else "sent"
     if not found.shared:
         return "produced in registered memory, sent from there"
-    return "produced in the pool, read there" if placed.reason else "produced in place"
+    return "produced in the pool, read there" if outcome.reason else "produced in place"
 
 
 class _EnoughError(BaseException):

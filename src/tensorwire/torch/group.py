@@ -104,6 +104,20 @@ def connect(
     return Machines(rank, node, peers)
 
 
+def address_in(data: bytes, rank: int) -> str:
+    """The address that worker `rank` has told, behind which are zeros.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return data.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"worker {rank} told no address: all workers are of one version of tensorwire"
+        ) from None
+
+
 def machine_name(rank: int) -> str:
     """The name of a process's Node."""
     return f"machine-{rank}"

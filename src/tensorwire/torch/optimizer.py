@@ -162,12 +162,8 @@ class DistributedMixin:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, backward only adds to `.grad`; the sum leaves with the first backward outside."""
-        core = self._tensorwire
-        before, core.accumulating = core.accumulating, True
-        try:
+        with self._tensorwire.accumulating():
             yield
-        finally:
-            core.accumulating = before
 
     def synchronize(self) -> None:
         """Makes every `.grad` the averaged gradient, the same on all workers.

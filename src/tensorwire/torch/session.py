@@ -15,7 +15,7 @@ from tensorwire.memory import Node
 from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
 
 from . import rendezvous
-from .group import Machines, connect, machine_name
+from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernels
 from .statistics import Statistics
 
@@ -186,7 +186,7 @@ class Session:
             told = self.gather(node.address.encode().ljust(_ADDRESS_BYTES, b"\0"))
             first = self.replica * self.pipeline
             ranks = range(first, first + self.pipeline)
-            addresses = {rank - first: _address_in(told[rank], rank) for rank in ranks}
+            addresses = {rank - first: address_in(told[rank], rank) for rank in ranks}
             return connect(node, self.stage, addresses)
         except BaseException:
             node.close()
@@ -201,13 +201,3 @@ class Session:
             self._machines.close()
         if self.member is not None:
             self.member.close(goodbye)
-
-
-def _address_in(data: bytes, rank: int) -> str:
-    """What worker `rank` has told in `Session._connect`."""
-    try:
-        return data.rstrip(b"\0").decode()
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"worker {rank} told no address: all workers are of one version of tensorwire"
-        ) from None

@@ -48,7 +48,7 @@ class PlacementWarning(UserWarning):
     """
 
 
-class Placed(NamedTuple):
+class Outcome(NamedTuple):
     """Of one parameter: what its last gradient did.
 
     Attributes:
@@ -165,10 +165,10 @@ class GradientSlots:
             return None
         return block if gradient.untyped_storage().nbytes() == gradient.nbytes else None
 
-    def placed(self, index: int) -> Placed:
+    def outcome(self, index: int) -> Outcome:
         """What the last gradient of a parameter did."""
         reason = self.reasons[index]
-        return Placed(not reason or self._pooled[index], reason)
+        return Outcome(not reason or self._pooled[index], reason)
 
     def _leave_slot(self, where: int) -> None:
         """A gradient is in the slot of another parameter, which may not need it any more."""

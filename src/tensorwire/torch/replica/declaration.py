@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +12,6 @@ from tensorwire.errors import UnavailableError
 from tensorwire.parameters import ITEM_BYTES, TensorSpec
 
 from ..views import memory_format_of
-from .ownership import Ownership
 
 
 class Holder(Protocol):
@@ -23,6 +22,15 @@ class Holder(Protocol):
 
     def release(self, parameter: nn.Parameter) -> None:
         """It gives up a parameter that does not change with it."""
+
+
+class Declared(NamedTuple):
+    """One parameter of the whole model; `like` is on meta."""
+
+    name: str
+    like: torch.Tensor
+    kind: str
+    group: int
 
 
 class Declaration(NamedTuple):
@@ -94,12 +102,21 @@ def declare_all(
 
 
 def declare_whole(
-    ownership: Ownership, model: nn.Module, optimizer: torch.optim.Optimizer
+    own: Mapping[str, nn.Parameter],
+    agreed: Sequence[Declared],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> Declaration:
-    """Every parameter of a model that processes share; all workers call it.
+    """Every parameter of a model that processes share.
+
+    Args:
+        own: this process's parameters, by name.
+        agreed: all parameters, in the model's order.
+        model: this process's part of the model.
+        optimizer: of this process's parameters.
 
     Raises:
-        As `declare_all`, and ValueError if the processes disagree.
+        As `declare_all`.
     """
     names = _names_of(model)
     planned = []
@@ -107,9 +124,8 @@ def declare_whole(
         for parameter in group["params"]:
             _check_known(names, parameter, index)
             planned.append(parameter)
-    own = ownership.own
     tensors, parameters = [], []
-    for name, like, kind, group in ownership.agree():
+    for name, like, kind, group in agreed:
         tensors.append(_declare(name, like, kind, group))
         parameters.append(own.get(name, like))
         if name in own:

@@ -1,63 +1,149 @@
-"""What a Replica does otherwise where processes share its model: what they agree on, whole state.
+"""Who has a model: each worker all of it, or the processes of a pipeline its stages.
 
-A process has the parameters of its stages; the optimizer of each is of these alone. What is saved
-and loaded is that of the whole model and of a plain optimizer of all its parameters.
+In a pipeline the optimizer of each process is of its own parameters alone. What is saved and loaded
+is that of the whole model and of a plain optimizer of all its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from tensorwire.parameters import Store
+from tensorwire.parameters import Part, Store
 
-from ..model_index import ModelIndex
+from ..model_index import ModelIndex, model_index_of
 from ..session import Session
 from ..views import tensor_at
+from .buffers import Buffers
+from .declaration import Declaration, Declared, Holder, declare_all, declare_whole
 
 
-class Declared(NamedTuple):
-    """One parameter of the whole model; `like` is on meta."""
+class Replicated:
+    """Each worker has all of the model.
 
-    name: str
-    like: torch.Tensor
-    kind: str
-    group: int
+    Attributes:
+        split: false.
+        index: None, as there is no other process that has a tensor of this replica.
+    """
+
+    split = False
+    index: ModelIndex | None = None
+
+    def model_name(self, model: nn.Module) -> str:
+        """The class of the user's model."""
+        return type(model).__name__
+
+    def shares(self, model: Any) -> bool:
+        """It is a split model of which this process has a part."""
+        return False
+
+    def speaks_for(self, name: str) -> bool:
+        """Of the processes of a replica, this one says what becomes of a tensor."""
+        return True
+
+    def declare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        others: Sequence[Holder],
+        rows_alone: bool,
+    ) -> Declaration:
+        """See `declare_all`."""
+        return declare_all(model, optimizer, others, rows_alone)
+
+    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
+        """What this process has of the store, of parameters with these indices; None: all."""
+        return None
+
+    def check_movable(self, what: str) -> None:
+        """Raises RuntimeError if the tensors of the store cannot be dealt out anew."""
+
+    def state_dict(
+        self,
+        optimizer: torch.optim.Optimizer,
+        plain: Callable[[], dict[str, Any]],
+        state: Mapping[torch.Tensor, Any],
+        entries: Mapping[int, Any],
+    ) -> dict[str, Any]:
+        """That of all parameters.
+
+        Args:
+            optimizer: of this process.
+            plain: its own state_dict().
+            state: of its parameters.
+            entries: state by index in the store.
+        """
+        optimizer.state = defaultdict(dict, state)
+        try:
+            return plain()
+        finally:
+            optimizer.state = defaultdict(dict)
+
+    def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What this process's optimizer can load of that of all parameters."""
+        return given
 
 
-class Ownership:
-    """Of one optimizer.
+class Pipelined(Replicated):
+    """Several processes share a model, and each has the parameters of its stages.
 
     Args:
         session: has the pipelines.
-        whole: the model.
+        index: of the whole model.
         own: this process's part of it.
         optimizer: of that.
     """
 
+    split = True
+
     def __init__(
-        self, session: Session, whole: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
+        self, session: Session, index: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.whole = whole
+        self.index = self._index = index
         self._session = session
         self._module = own
         self._optimizer = optimizer
         self._groups: list[list[int]] = []  # parameters of each group, as the store counts them
 
-    @property
-    def own(self) -> dict[str, nn.Parameter]:
-        """This process's parameters."""
-        return dict(self._module.named_parameters())
+    def model_name(self, model: nn.Module) -> str:
+        """See `Replicated`."""
+        return self._index.kind
+
+    def shares(self, model: Any) -> bool:
+        """See `Replicated`."""
+        return model_index_of(model) is self._index
 
     def speaks_for(self, name: str) -> bool:
-        """Of the processes of a replica, this one says what becomes of a tensor."""
-        return self.whole.speaks_for(self._session.stage, name)
+        """See `Replicated`."""
+        return self._index.speaks_for(self._session.stage, name)
 
-    def agree(self) -> list[Declared]:
+    def declare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        others: Sequence[Holder],
+        rows_alone: bool,
+    ) -> Declaration:
+        """See `declare_whole`."""
+        own = dict(self._module.named_parameters())
+        return declare_whole(own, self._agree(own), model, optimizer)
+
+    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
+        """See `Replicated`."""
+        return Part([*here, *buffers.here], [*sends, *buffers.mine])
+
+    def check_movable(self, what: str) -> None:
+        """Raises RuntimeError: the processes would have to agree anew."""
+        raise RuntimeError(
+            f"{what} is not there for a split model; close the optimizer and make another"
+        )
+
+    def _agree(self, mine_here: Mapping[str, nn.Parameter]) -> list[Declared]:
         """All parameters, in the model's order; all workers call it.
 
         In which group one is, and whether it is trained, the process says that speaks for it.
@@ -71,11 +157,11 @@ class Ownership:
             for group, each in enumerate(self._optimizer.param_groups)
             for parameter in each["params"]
         }
-        mine = {name: own.get(id(parameter), 0) for name, parameter in self.own.items()}
+        mine = {name: own.get(id(parameter), 0) for name, parameter in mine_here.items()}
         groups = len(self._optimizer.param_groups)
         # Everybody learns what everybody says, also who has it as it is said: the number of groups,
         # and of each parameter -1 where it is another process's.
-        told = [groups, *(mine.get(name, -1) for name in self.whole.parameters)]
+        told = [groups, *(mine.get(name, -1) for name in self._index.parameters)]
         heard = [
             np.frombuffer(each, np.int64).tolist()
             for each in self._session.gather(np.array(told, np.int64).tobytes())
@@ -83,8 +169,8 @@ class Ownership:
         found = []
         self._groups = [[] for _ in self._optimizer.param_groups]
         codes = {
-            name: heard[self.whole.ranks[name][0]][number]
-            for number, name in enumerate(self.whole.parameters, 1)
+            name: heard[self._index.ranks[name][0]][number]
+            for number, name in enumerate(self._index.parameters, 1)
         }
         fewest = min(each[0] for each in heard)
         for number, (name, code) in enumerate(codes.items(), 1):
@@ -99,25 +185,27 @@ class Ownership:
             if code:
                 self._groups[group].append(index)
             kind = "trained" if code and code % 2 == 0 else "constant"
-            found.append(Declared(name, self.whole.parameters[name], kind, group))
+            found.append(Declared(name, self._index.parameters[name], kind, group))
         return found
 
     # ---- the optimizer's state
 
-    def state_dict(self, plain: dict[str, Any], entries: Mapping[int, Any]) -> dict[str, Any]:
-        """That of all parameters.
-
-        Args:
-            plain: of this process's optimizer.
-            entries: state by index in the store.
-        """
+    def state_dict(
+        self,
+        optimizer: torch.optim.Optimizer,
+        plain: Callable[[], dict[str, Any]],
+        state: Mapping[torch.Tensor, Any],
+        entries: Mapping[int, Any],
+    ) -> dict[str, Any]:
+        """See `Replicated`."""
+        own = plain()
         numbers = {i: n for n, i in enumerate(i for members in self._groups for i in members)}
         groups = [
             {**group, "params": [numbers[i] for i in members]}
-            for group, members in zip(plain["param_groups"], self._groups, strict=True)
+            for group, members in zip(own["param_groups"], self._groups, strict=True)
         ]
-        state = {numbers[i]: entry for i, entry in entries.items()}
-        return {**plain, "state": state, "param_groups": groups}
+        numbered = {numbers[i]: entry for i, entry in entries.items()}
+        return {**own, "state": numbered, "param_groups": groups}
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this process's optimizer can load of that of all parameters: no state.
@@ -154,14 +242,14 @@ class Ownership:
         """
         data = np.empty(store.layout.size_bytes, np.uint8)
         store.read_values(data)
-        whole, found = self.whole, {}
+        index, found = self._index, {}
         own = dict(self._module.named_buffers())
-        indices = {**{name: i for i, name in enumerate(whole.parameters)}, **buffers}
-        for key, name in whole.keys.items():
-            if name in whole.parameters:
-                like = whole.parameters[name]
+        indices = {**{name: i for i, name in enumerate(index.parameters)}, **buffers}
+        for key, name in index.keys.items():
+            if name in index.parameters:
+                like = index.parameters[name]
             else:  # in the order of its indices, whatever it is in memory
-                like = torch.empty_like(whole.buffers[name], memory_format=torch.contiguous_format)
+                like = torch.empty_like(index.buffers[name], memory_format=torch.contiguous_format)
             if name in indices:
                 place = store.layout.places[indices[name]]
                 found[key] = tensor_at(data[place.start : place.end], like)

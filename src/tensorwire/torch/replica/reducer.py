@@ -1,0 +1,463 @@
+"""What becomes of gradients: they leave for the servers while backward runs, from hooks.
+
+A gradient leaves when it is complete, or it lies where the servers read it; what a commit says of
+each is known here. The protocol of a step is the `Replica`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tensorwire.parameters import (
+    ABSENT,
+    POOLED,
+    PRODUCED,
+    PUSHED,
+    Bytes,
+    LocalStore,
+    Place,
+    Store,
+)
+
+from ..allocator.gradient_slots import (
+    NO_PLACE,
+    NOT_YET,
+    SLOT,
+    SPARSE,
+    GradientSlots,
+    Outcome,
+    try_slots,
+)
+from ..session import Session
+from ..views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
+from .gradient_checks import GradientChecks, sum_of
+from .mutation_guard import MutationGuard
+from .sample_count import SampleCount
+
+
+class _Left(NamedTuple):
+    """A gradient that has left, or lies where it is read: it must stay as it was."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int
+    checksum: int | None  # of the bytes that are looked at
+
+
+@dataclass(slots=True, eq=False)
+class GradientState:
+    """What became of one parameter's gradient.
+
+    Attributes:
+        index: of the parameter in the store.
+        parameter: the parameter.
+        name: of the parameter, quoted for messages.
+        dtype: the parameter's when the store was opened.
+        is_table: the gradient is sparse by rows.
+        shared: the gradient's place is a server's memory.
+        left: the gradient, since it has left; None before, and after it was withdrawn.
+        block: where it was produced: in SLOT, in a block of the pool, or None if it is sent.
+        was_in_place: the last one that left lay where it was to be produced.
+        bytes_copied: of the last one, by this process; None if none has left.
+        size_bytes: of the last one, where it is sparse.
+    """
+
+    index: int
+    parameter: nn.Parameter
+    name: str
+    is_table: bool
+    dtype: torch.dtype = field(init=False)
+    shared: bool = False
+    left: _Left | None = None
+    block: int | None = None
+    was_in_place: bool = True
+    bytes_copied: int | None = None
+    size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parameter.dtype
+
+    def forget(self) -> bool:
+        """The gradient does not count; tells whether it did."""
+        did = self.left is not None
+        self.left, self.block = None, None
+        return did
+
+
+class Reducer:
+    """The gradients of one optimizer that this process speaks for.
+
+    Backward may run in another thread than the rest.
+
+    Args:
+        session: of the worker.
+        store: gets the gradients.
+        parameters: all of the store.
+        states: of the gradients that this process makes and speaks for.
+        sent: for each tensor of the store 1 if this process speaks for it, else 0.
+        guard: of the parameters.
+        placement: as of `DistributedOptimizer`.
+        split: several processes have the model.
+
+    Attributes:
+        states: as given.
+        accumulating: backward only adds to `.grad`.
+        sealed: the gradients of this step were averaged already.
+        turn: which of this worker's slices is being computed.
+        samples: weight of the slice.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: Store,
+        parameters: Sequence[torch.Tensor],
+        states: Sequence[GradientState],
+        sent: np.ndarray[Any, np.dtype[np.uint8]],
+        guard: MutationGuard,
+        placement: str,
+        split: bool,
+    ) -> None:
+        self.states = states
+        self.accumulating = False
+        self.sealed = False
+        self.turn = 0
+        self.samples = SampleCount(session)
+        self._session = session
+        self._store = store
+        self._guard = guard
+        self._split = split
+        self._of = {id(state.parameter): state for state in states}
+        self._statistics = session.statistics
+        self._first_push = 0.0
+        self._steps = 0
+        self._all_pushed = (sent * PUSHED).tobytes()
+        self._all_produced = (sent * PRODUCED).tobytes()
+        self._views = self._find_views()
+        self._slots = self._find_slots(parameters, placement)
+        dense = [state for state in states if not state.is_table]
+        self._checks = GradientChecks({state.index: state.parameter.nbytes for state in dense})
+        self._looked_at = self._checks.at(0)
+        self._hooks = [
+            state.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for state in states
+        ]
+
+    def _find_views(self) -> list[dict[int, torch.Tensor]]:
+        """Of a process that trains alone: for each slice every gradient's place in the store."""
+        store = self._store
+        if not isinstance(store, LocalStore):
+            return []
+        slots = [store.slot(i) for i in self._session.my_slices]
+        return [
+            {
+                state.index: tensor_at(slot[at.start : at.end], state.parameter)
+                for state in self.states
+                for at in [store.layout.places[state.index]]
+            }
+            for slot in slots
+        ]
+
+    def _find_slots(
+        self, parameters: Sequence[torch.Tensor], placement: str
+    ) -> GradientSlots | str:
+        """Where gradients are to be produced, or why they are not."""
+        if placement == "copy":
+            return 'placement="copy"'
+        if len(self._session.my_slices) > 1:
+            # A gradient that stays where it is would be there when the next slice is computed.
+            return "this worker computes several slices of a step"
+        places = self._store.places(self._session.my_slices[0])
+        wanted: list[Place | str] = [NO_PLACE] * len(parameters)
+        for state in self.states:
+            wanted[state.index] = place = SPARSE if state.is_table else places[state.index]
+            state.shared = isinstance(place, Place) and place.shared
+        if not any(isinstance(each, Place) for each in wanted):
+            return next((str(wanted[state.index]) for state in self.states), NO_PLACE)
+        return try_slots(parameters, wanted)
+
+    # ---- while backward runs
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self.samples.gradient_comes()
+        state, gradient = self._of[id(parameter)], parameter.grad
+        assert gradient is not None
+        slots, where = self._slots, None
+        if isinstance(slots, GradientSlots) and gradient.layout == torch.strided:
+            where = slots.arrived(state.index, gradient)
+        if not state.shared:
+            where = None  # it is sent
+        if self.accumulating:
+            if state.forget():
+                self._store.settle()  # what left before is not the sum; it leaves later
+            return
+        if where is not None or self._views:
+            self._push(state, gradient, where)  # nothing leaves before step()
+            return
+        started = time.perf_counter()
+        self._push(state, gradient, None)
+        self._first_push = self._first_push or started
+        self._statistics.exposed_s += time.perf_counter() - started
+
+    def _push(self, state: GradientState, gradient: torch.Tensor, where: int | None) -> None:
+        if gradient.dtype != state.dtype:
+            self._guard.check()
+        self._check_layout(state, gradient)
+        state.bytes_copied = 0
+        if state.left is not None:
+            self._store.settle()  # what left before is being replaced
+        if self.sealed:
+            raise RuntimeError(
+                "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
+                "first"
+            )
+        state.block = None if state.is_table else where
+        if state.is_table:
+            self._push_rows(state, gradient)
+        elif where is not None:
+            self._statistics.bytes_produced += gradient.nbytes
+        elif not self._views:
+            data = flat_bytes(gradient.detach(), state.parameter)
+            copied = 0 if data.ctypes.data == gradient.data_ptr() else data.nbytes
+            if data.nbytes:
+                copied += self._store.push(self.slice_index, state.index, data)
+            self.count_copied(state, copied)
+        state.was_in_place = where is not None or self._is_in_place(state, gradient)
+        looked = sum_of(gradient, state.parameter, self._looked_at.get(state.index))
+        state.left = _Left(gradient, gradient._version, address_of(gradient), looked)
+
+    def _push_rows(self, state: GradientState, gradient: torch.Tensor) -> None:
+        rows, values, copied = rows_of(gradient, state.parameter)
+        state.size_bytes = rows.nbytes + values.nbytes
+        copied += self._store.push_rows(self.slice_index, state.index, rows, values)
+        self.count_copied(state, copied)
+
+    def _check_layout(self, state: GradientState, gradient: torch.Tensor) -> None:
+        if gradient.layout == torch.strided:
+            return
+        by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
+        if not state.is_table or not by_rows:
+            where = "of a model that is split" if self._split else "of this model alone"
+            what = "it is" if self._split else "it is not"
+            raise RuntimeError(
+                f"the gradient of {state.name} is {gradient.layout}, and {what} the weight "
+                f"of an nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True) {where}, or it "
+                "is not sparse by rows; make it dense"
+            )
+
+    def _is_in_place(self, state: GradientState, gradient: torch.Tensor) -> bool:
+        """It is to be sent, from where it was to be produced."""
+        slots = self._slots
+        if state.shared or state.is_table or not isinstance(slots, GradientSlots):
+            return False
+        return slots.find(state.index, gradient) is not None
+
+    def count_copied(self, state: GradientState, copied: int) -> None:
+        """This process has copied so many bytes of a gradient."""
+        state.bytes_copied = (state.bytes_copied or 0) + copied
+        self._statistics.bytes_copied += copied
+
+    # ---- before a commit
+
+    @property
+    def slice_index(self) -> int:
+        """The slice that is being computed."""
+        return self._session.my_slices[self.turn]
+
+    def take(self) -> None:
+        """What left is what `.grad` holds; what did not leave yet leaves now.
+
+        Raises:
+            RuntimeError: a gradient was changed after it had left.
+        """
+        slots = self._slots
+        for state in self.states:
+            gradient = state.parameter.grad
+            if gradient is None:
+                state.forget()
+            elif state.left is None:
+                where = None
+                if state.shared and isinstance(slots, GradientSlots):
+                    where = slots.find(state.index, gradient)
+                self._push(state, gradient, where)
+            else:
+                self.check_unchanged(state)
+        self._copy()
+
+    def _copy(self) -> None:
+        """Alone, gradients need not leave early: all go into the slot with one call."""
+        if not self._views:
+            return
+        views = self._views[self.turn]
+        targets, gradients = [], []
+        for state in self.states:
+            if state.left is not None and state.block is None and not state.is_table:
+                targets.append(views[state.index])
+                gradients.append(state.left.gradient)
+                self.count_copied(state, targets[-1].nbytes)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, gradients)
+
+    def check_all_unchanged(self) -> None:
+        """Raises RuntimeError if a gradient was changed after it had left."""
+        for state in self.states:
+            if state.left is not None:
+                self.check_unchanged(state)
+
+    def check_unchanged(self, state: GradientState) -> None:
+        """Raises RuntimeError if a gradient, which has left, was changed since."""
+        left, gradient = state.left, state.parameter.grad
+        assert left is not None
+        if (
+            gradient is not left.gradient
+            or gradient._version != left.version
+            or address_of(gradient) != left.address
+            or self._looks_different(state, left)
+        ):
+            raise RuntimeError(
+                f"the gradient of {state.name} was changed after it had left for the "
+                "servers. To clip use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for "
+                "loss scaling tw.GradScaler; to read or edit averaged gradients call "
+                "opt.synchronize() first"
+            )
+
+    def _looks_different(self, state: GradientState, left: _Left) -> bool:
+        """By its bytes: what goes through `.grad.data` leaves no other trace."""
+        if left.checksum is None:
+            return False
+        now = sum_of(left.gradient, state.parameter, self._looked_at.get(state.index))
+        return now != left.checksum
+
+    def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Those that there are, by the index of the parameter."""
+        for state in self.states:
+            if (gradient := state.parameter.grad) is not None:
+                yield state.index, gradient
+
+    def present(self) -> tuple[bytes, tuple[int, ...]]:
+        """What a commit says of each tensor, and the blocks of what lies in the pool."""
+        missing = copied = produced = pooled = False
+        for state in self.states:
+            if state.left is None:
+                missing = True
+            elif state.block is None:
+                copied = copied or not state.is_table  # whatever is said of these
+            else:
+                produced = True
+                pooled = pooled or state.block != SLOT
+        if not missing and not produced:
+            return self._all_pushed, ()
+        if not (missing or copied or pooled):
+            return self._all_produced, ()
+        present = bytearray(self._all_pushed if copied else self._all_produced)
+        for state in self.states:
+            if state.left is None:
+                present[state.index] = ABSENT
+            elif state.block is None:
+                present[state.index] = PUSHED
+            else:
+                present[state.index] = PRODUCED if state.block == SLOT else POOLED
+        if not pooled:
+            return bytes(present), ()
+        blocks = [0] * len(present)
+        for state in self.states:
+            if state.left is not None and state.block not in (None, SLOT):
+                blocks[state.index] = state.block or 0
+        return bytes(present), tuple(blocks)
+
+    def push_edited(self, averages: dict[int, tuple[torch.Tensor, Bytes]]) -> None:
+        """Sends those averaged gradients that the script has edited.
+
+        Args:
+            averages: by index, `.grad` and its bytes as they were before.
+
+        Raises:
+            RuntimeError: one is gone.
+        """
+        for state in self.states:
+            if state.index not in averages:
+                continue
+            gradient, average = averages[state.index]
+            now = state.parameter.grad
+            if now is None:
+                raise RuntimeError(f"the gradient of {state.name} is gone since synchronize()")
+            data = flat_bytes(now.detach(), state.parameter)
+            # By its bytes: what goes through `.data` leaves no other trace.
+            if now is not gradient or not same_bytes(data, average):
+                self.count_copied(state, self._store.push(self.slice_index, state.index, data))
+
+    # ---- between steps
+
+    def withdraw(self) -> None:
+        """Nothing of what left since the last step counts."""
+        if any(state.left is not None for state in self.states):
+            self._store.settle()
+        self.forget()
+        self.samples.withdraw()
+        if isinstance(self._slots, GradientSlots):
+            self._slots.begin()
+
+    def forget(self) -> None:
+        """What left was committed, or was withdrawn."""
+        for state in self.states:
+            state.left, state.block = None, None
+
+    def begin_step(self, now: float) -> None:
+        """The script calls `step()`; pushes went on beside its computation until then."""
+        if self._first_push and self._store.asynchronous:
+            self._statistics.hidden_s += now - self._first_push
+        self._first_push = 0.0
+
+    def slice_committed(self) -> bool:
+        """The next slice begins; tells whether all slices of the step are committed."""
+        self._store.settle()
+        self.forget()
+        self.samples.stepped()
+        self.turn += 1
+        if self.turn < len(self._session.my_slices):
+            return False
+        self.turn = 0
+        return True
+
+    def stepped(self) -> None:
+        """A version is in place."""
+        self._steps += 1
+        self._looked_at = self._checks.at(self._steps)
+        if isinstance(self._slots, GradientSlots):
+            self._slots.stepped()
+
+    # ---- for people
+
+    def outcome(self, state: GradientState) -> Outcome:
+        """What the last gradient did."""
+        slots = self._slots
+        found = Outcome(False, slots) if isinstance(slots, str) else slots.outcome(state.index)
+        if not state.was_in_place and (found.in_place or found.reason == NOT_YET):
+            return Outcome(False, "the script put it there after backward")
+        return found
+
+    @property
+    def planning_s(self) -> float:
+        """Spent on learning which allocations the gradients are."""
+        return self._slots.learning_s if isinstance(self._slots, GradientSlots) else 0.0
+
+    @property
+    def came(self) -> bool:
+        """A gradient has come, of any step."""
+        return any(state.bytes_copied is not None for state in self.states)
+
+    def close(self) -> None:
+        """Gradients are the script's own business again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if isinstance(self._slots, GradientSlots):
+            self._slots.close()

@@ -1,0 +1,98 @@
+"""Parameters whose memory is a store's: how they get there, are edited, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import Store
+
+from ..views import tensor_at
+from .edit_memory import EditMemory
+from .mutation_guard import MutationGuard
+
+Formats = Mapping[int, tuple[Any, ...]]
+"""The dtype, shape and strides of parameters, by their index."""
+
+
+class Residency:
+    """The parameters of one optimizer in one store.
+
+    Args:
+        store: has them.
+        parameters: by their index in the store.
+        names: of the parameters by their id.
+        guard: of these parameters.
+
+    Attributes:
+        parameters: as given; may lose some to another optimizer.
+        guard: as given.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        parameters: dict[int, nn.Parameter],
+        names: Mapping[int, str],
+        guard: MutationGuard,
+    ) -> None:
+        self.parameters = parameters
+        self.guard = guard
+        self._store = store
+        self._names = names
+        self._edited = False
+
+    def adopt(self) -> None:
+        """Lets the parameters be the store's memory."""
+        for index, parameter in self.parameters.items():
+            parameter.data = tensor_at(self._store.value(index), parameter)
+
+    def make_private(self) -> None:
+        """Lets the parameters be copies in this process's own memory."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def is_inside(self, index: int) -> bool:
+        """The parameter lies in the store's memory now."""
+        if index not in self.parameters:
+            return False
+        value = self._store.value(index)
+        return not value.nbytes or self.parameters[index].data_ptr() == value.ctypes.data
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
+        if not self._edited:
+            self.guard.check()
+
+    def begin_edit(self, memory: EditMemory) -> Formats:
+        """Parameters are copies in `memory` until `end_edit`; returns their formats."""
+        memory.lend(self._store, self.parameters)
+        self._edited = True
+        return {index: _format_of(parameter) for index, parameter in self.parameters.items()}
+
+    def end_edit(self) -> None:
+        """The edit is over; the parameters are copies still."""
+        self._edited = False
+
+    def check_formats(self, before: Formats) -> None:
+        """Raises RuntimeError if dtype, shape or memory format of a parameter was changed."""
+        for index, parameter in self.parameters.items():
+            if _format_of(parameter) != before[index]:
+                raise RuntimeError(
+                    f"dtype, shape or memory format of parameter "
+                    f"{self._names[id(parameter)]!r} was changed in edit(); change it before "
+                    "DistributedOptimizer. The parameters are as before"
+                )
+
+    def take_format(self, before: Formats) -> None:
+        """The parameters have these formats again, and any values."""
+        for index, parameter in self.parameters.items():
+            dtype, shape, stride = before[index]
+            parameter.data = torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return parameter.dtype, tuple(parameter.shape), parameter.stride()
