@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_LINES = 600
 
 # Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
 PYTHON_LAYERS = (
@@ -99,6 +100,45 @@ def python_violations(source_root: Path) -> list[str]:
     return found
 
 
+def imports_of_files(source_root: Path) -> dict[str, set[str]]:
+    """For each module of the package the modules of it that it imports, for types alone too."""
+    modules = {}
+    for path in sorted(source_root.rglob("*.py")):
+        parts = ["tensorwire", *path.relative_to(source_root).with_suffix("").parts]
+        package = parts[:-1]
+        modules[".".join(package if parts[-1] == "__init__" else parts)] = path, package
+    found: dict[str, set[str]] = {}
+    for name, (path, package) in modules.items():
+        imported = imported_modules(path.read_text(), package)
+        # The name of a thing in a module is no module.
+        targets = {each if each in modules else each.rpartition(".")[0] for each in imported}
+        found[name] = (targets & modules.keys()) - {name, "tensorwire"}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, by way of others too; each circle once."""
+    reach = {name: set(targets) for name, targets in imports.items()}
+    for middle in reach:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    found = {tuple(sorted(o for o in reach[n] if n in reach[o])) for n in reach if n in reach[n]}
+    return sorted(map(list, found))
+
+
+def too_long(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Files of the product that nobody reads at once."""
+    counts = {
+        path: len(path.read_text().splitlines())
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+    }
+    return [
+        f"{path.name} has {lines} lines" for path, lines in counts.items() if lines > MOST_LINES
+    ]
+
+
 def cpp_violations(folder: Path) -> list[str]:
     rank = ranks(CPP_LAYERS)
     found = []
@@ -125,6 +165,14 @@ def library_violations(folder: Path) -> list[str]:
 
 def test_imports_point_down() -> None:
     assert python_violations(ROOT / "src/tensorwire") == []
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    assert circles(imports_of_files(ROOT / "src/tensorwire")) == []
+
+
+def test_files_are_read_at_once() -> None:
+    assert too_long(ROOT / "src/tensorwire", ["**/*.py"]) == []
 
 
 def test_includes_point_down() -> None:
@@ -168,3 +216,25 @@ def test_the_rule_itself(tmp_path: Path, file: str, source: str, violation: str 
     found = python_violations(tmp_path)
     assert bool(found) == (violation is not None)
     assert violation is None or violation in found[0]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    sources = {
+        "memory/__init__.py": "from .node import Node\n",
+        "memory/node.py": "def f():\n    from . import peer\n",
+        "memory/peer.py": "if TYPE_CHECKING:\n    from .region import Region\n",
+        "memory/region.py": "from tensorwire.memory.node import Node\n",
+        "memory/word.py": "from .region import Region\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    (found,) = circles(imports_of_files(tmp_path))
+    assert found == [f"tensorwire.memory.{name}" for name in ("node", "peer", "region")]
+
+
+def test_a_long_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("x\n" * MOST_LINES)
+    assert too_long(tmp_path, ["*.py"]) == []
+    (tmp_path / "long.py").write_text("x\n" * (MOST_LINES + 1))
+    assert too_long(tmp_path, ["*.py"]) == ["long.py has 601 lines"]
