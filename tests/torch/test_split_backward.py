@@ -292,7 +292,7 @@ def test_hooks_of_tensors_change_gradients_once() -> None:
 
 
 def test_memory_goes_with_the_rest() -> None:
-    """Piece by piece, and without a look for cycles what forward has saved, as inputs."""
+    """Subgraph by piece, and without a look for cycles what forward has saved, as inputs."""
     case, _ = made("layers")
     roots, seeds, inputs = begun(case, 0)
     later = inputs_first(roots, seeds, inputs)

@@ -274,7 +274,7 @@ class Edges:
 
 
 def _read_head(remote: RemoteRegion, deadline: float | None, what: str) -> bytes:
-    """Its word is raised when the rest is written."""
+    """Reads the head of a region, whose word is raised when the rest is written."""
     word = remote.word(0)
     while word.fetch_add(0, None if deadline is None else 10.0) != MAGIC:
         if deadline is not None and time.monotonic() > deadline:

@@ -48,18 +48,18 @@ class Route:
 
     @cached_property
     def name(self) -> str:
-        """Of the region at the target; numbers, because names of machines may be long."""
+        """The name of the target's region; it has numbers, as names of machines may be long."""
         machines = sorted({machine for pair in self.plan.pairs for machine in pair})
         numbers = f"{machines.index(self.source)}-{machines.index(self.target)}"
         return f"edges/{self.label}/{numbers}"
 
     @property
     def taken_name(self) -> str:
-        """Of the region at the source."""
+        """The name of the source's region."""
         return f"{self.name}/taken"
 
     def memory_name(self, bucket: Bucket, at: int, turn: int, number: int) -> str:
-        """Of memory at the source that the target reads."""
+        """The name of memory at the source that the target reads."""
         return f"{self.name}/{bucket.index}.{at}.{self.flight(turn)}.{number}"
 
     def flight(self, turn: int) -> int:
@@ -73,7 +73,7 @@ class Route:
 
     @property
     def size_bytes(self) -> int:
-        """Of the region at the target."""
+        """The size of the target's region."""
         return ALIGN_BYTES + self.words_bytes + self.arena_bytes * self.flights
 
     def taken(self, bucket: Bucket, turn: int) -> int:

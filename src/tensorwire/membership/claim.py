@@ -141,7 +141,7 @@ def _is_running(process: str) -> bool:
 
 
 def _let_go() -> None:
-    """In a forked child. The lock is the parent's too, so it must not be undone here."""
+    """A forked child forgets the claim, and leaves the lock, which is its parent's too."""
     global _held
     if _held is not None:
         os.close(_held[1])

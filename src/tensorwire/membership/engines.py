@@ -76,7 +76,7 @@ class Start:
 
     @property
     def address(self) -> str:
-        """For messages."""
+        """Where the workers meet, as messages name it."""
         return f"{self.host}:{self.port}"
 
 

@@ -119,7 +119,7 @@ class ServerMember:
         return None
 
     def name_of(self, peer: Peer) -> str:
-        """For messages; see `called`."""
+        """What messages call a member; see `called`."""
         return called(peer)
 
     def await_ends(self, timeout_s: float) -> None:

@@ -239,7 +239,7 @@ def _check_entry(record: zipfile.ZipInfo) -> None:
 
 
 def _what_begins(head: bytes) -> str:
-    """For messages: what a file with these first bytes seems to be."""
+    """What messages say that a file with these first bytes seems to be."""
     if not head:
         return "empty"
     for pattern, kind in _KINDS:

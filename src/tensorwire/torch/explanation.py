@@ -100,21 +100,21 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Of all gradients that came."""
+        """Bytes of all gradients that came."""
         return sum(row.bytes for row in self.arrived)
 
     @property
     def bytes_in_place(self) -> int:
-        """Of the gradients that were produced in place."""
+        """Bytes of the gradients that were produced in place."""
         return sum(row.bytes for row in self.gradients if row.in_place)
 
     @property
     def bytes_copied(self) -> int:
-        """Of gradients, by the worker: what it copied twice counts twice."""
+        """Bytes of gradients that the worker copied; what it copied twice counts twice."""
         return sum(row.bytes_copied for row in self.gradients)
 
     def to_json(self) -> dict[str, Any]:
-        """As `tensorwire explain --json` writes it."""
+        """The dictionary that `tensorwire explain --json` writes."""
         gradients = self.arrived
         return {
             "model": self.model,

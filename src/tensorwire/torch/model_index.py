@@ -92,7 +92,7 @@ class ModelIndex:
 
 
 def model_index_of(thing: Any) -> ModelIndex | None:
-    """Of a `Split`; None of anything else."""
+    """The index of a `Split`; None for anything else."""
     found = getattr(thing, "whole", None)
     return found if isinstance(found, ModelIndex) else None
 

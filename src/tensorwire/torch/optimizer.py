@@ -238,7 +238,7 @@ class DistributedMixin:
 
 
 class _Closed:
-    """In place of a closed optimizer's Replica."""
+    """Stands for the Replica of an optimizer that was closed."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("this optimizer was closed; make a new one for further steps")

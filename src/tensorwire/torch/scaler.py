@@ -66,7 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _begin(self, core: Replica) -> None:
-        """Of a split model one process alone scales the loss."""
+        """Makes the scale where another process of a split model has scaled the loss."""
         if core.is_shared and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 

@@ -26,7 +26,7 @@ _present: Session | None = None
 
 
 def present_session() -> Session | None:
-    """That of this process's job; None if there is none."""
+    """The session of this process's job; None if there is none."""
     return None if _present is None or _present.closed else _present
 
 

@@ -28,7 +28,7 @@ SPARSE = "it is sparse: its rows are sent"
 LEARNING = "its allocation is learned from the step before"
 
 SLOT = -1
-"""Of a gradient: it lies in its slot; else where it lies, as in `Commit.blocks`."""
+"""Where a gradient lies: in its slot. Other numbers are blocks, as in `Commit.blocks`."""
 
 # Smaller ones are not pooled: to copy them costs less than to look after them one by one.
 LEAST_POOLED_BYTES = 64 << 10
@@ -49,7 +49,7 @@ class PlacementWarning(UserWarning):
 
 
 class Outcome(NamedTuple):
-    """Of one parameter: what its last gradient did.
+    """What the last gradient of a parameter did.
 
     Attributes:
         in_place: it was produced in its slot, or in the pool.
@@ -272,12 +272,12 @@ class _Pool:
                 self._close(index)
 
     def seen(self, index: int) -> None:
-        """A gradient was not."""
+        """A gradient was not in its slot."""
         if index in self._missed:
             self._missed[index] = self.steps
 
     def miss(self, index: int, helps: bool) -> None:
-        """And in the pool it can be, or not."""
+        """A gradient was not in its slot; `helps` says that it could be in the pool."""
         if helps and index in self._slots and index not in self._missed:
             self._hits_needed[index] = min(4 * self._hits_needed[index], _MOST_HITS)
             self._open(index)

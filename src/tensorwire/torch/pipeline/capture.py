@@ -77,7 +77,7 @@ class Input:
 
 
 @dataclass
-class Part:
+class StageGraph:
     """One stage.
 
     Attributes:
@@ -107,7 +107,7 @@ class Capture:
         others: constants and modules of the trace, by name.
     """
 
-    parts: list[Part]
+    parts: list[StageGraph]
     values: dict[str, Value]
     inputs: list[Input]
     output_spec: Any
@@ -306,9 +306,9 @@ class _Cutter:
                         f"place, which stages {sorted(users)} use; change a copy"
                     )
 
-    def _part(self, nodes: Sequence[fx.Node], stage: int, outputs: Sequence[Any]) -> Part:
+    def _part(self, nodes: Sequence[fx.Node], stage: int, outputs: Sequence[Any]) -> StageGraph:
         graph = fx.Graph()
-        part = Part(graph)
+        part = StageGraph(graph)
         copies: dict[fx.Node, fx.Node] = {}
         foreign = self._inputs if stage == 0 else self._foreign(nodes, stage)
         for node in foreign:

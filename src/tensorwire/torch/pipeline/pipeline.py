@@ -330,7 +330,7 @@ class Split:
         return losses, outputs
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
-        """Of a micro-batch, its part of the mean."""
+        """A micro-batch's part of the mean loss."""
         assert self._loss is not None
         with torch.enable_grad():  # as in the stages
             loss = self._loss(output, target) / self._microbatches

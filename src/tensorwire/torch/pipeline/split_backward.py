@@ -39,7 +39,7 @@ _AT_ONCE = {
 
 
 @dataclass
-class Piece:
+class Subgraph:
     """What is computed at once: branches that leave the chain at one node, or none that do.
 
     Attributes:
@@ -87,11 +87,11 @@ class Later:
         done: leaves besides the inputs whose gradient is complete already.
     """
 
-    def __init__(self, done: list[torch.Tensor], pieces: list[Piece]) -> None:
+    def __init__(self, done: list[torch.Tensor], pieces: list[Subgraph]) -> None:
         self.done = done
         self._pieces = pieces
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[Subgraph]:
         """Computes it. Yields each piece when its leaves have all of `.grad`; then it is freed."""
         pending = Counter(at for piece in self._pieces for at in storages(piece.kept()))
         while self._pieces:
@@ -207,8 +207,8 @@ def inputs_first(
     reached = [node for node in ends if node in parents]
     chain = _above(reached, parents)
     done: list[torch.Tensor] = []
-    at_roots = Piece()
-    at_doors: dict[Node, Piece] = {}
+    at_roots = Subgraph()
+    at_doors: dict[Node, Subgraph] = {}
     now = [at for at, start in enumerate(starts) if start in chain]
     for branch in _branches(parents, chain):
         leaves = [node.variable for node in branch if node.name() == _LEAF]
@@ -222,7 +222,7 @@ def inputs_first(
             continue
         piece = at_roots
         for door in doors:
-            piece = at_doors.setdefault(door, Piece(door=door))
+            piece = at_doors.setdefault(door, Subgraph(door=door))
         piece.leaves += leaves
         piece.roots += [roots[at] for at in begun]
         piece.seeds += [seeds[at] for at in begun]
@@ -253,7 +253,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
-    """Their gradients lie in memory of their own afterwards."""
+    """Lets the gradients of tensors lie in memory of their own."""
     for leaf in leaves:
         leaf.grad = own(leaf.grad, lent)
 
@@ -269,7 +269,7 @@ def own(gradient: torch.Tensor | None, lent: Collection[int]) -> torch.Tensor | 
     return gradient.clone() if is_view else gradient
 
 
-def _keep(piece: Piece, pieces: list[Piece]) -> Any:
+def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
     """Lets a piece keep what arrives at its node, and counts it then: in the order of backward."""
 
     def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge
 
-from .capture import Part, Value
+from .capture import StageGraph, Value
 from .split_backward import Cut, Later, inputs_first, own, storages, take_own
 
 
@@ -28,7 +28,9 @@ class Stage:
         outputs: names of what it makes for other stages.
     """
 
-    def __init__(self, index: int, part: Part, values: Mapping[str, Value], own: nn.Module) -> None:
+    def __init__(
+        self, index: int, part: StageGraph, values: Mapping[str, Value], own: nn.Module
+    ) -> None:
         self.index = index
         self.inputs = tuple(part.inputs)
         self.outputs = tuple(part.outputs)

@@ -100,7 +100,7 @@ class Buffers:
 
     @property
     def mine(self) -> list[int]:
-        """Their indices of which this process says what they are."""
+        """The indices of those whose values come from this process."""
         return [self.indices[name] for name, sends in self._sends.items() if sends]
 
     @property

@@ -18,7 +18,10 @@ _KEPT_STEPS = 8
 
 
 class EditMemory:
-    """Of one optimizer. Holds nothing before the first edit, and nothing some steps after one."""
+    """The memory of one optimizer's edits.
+
+    It holds nothing before the first edit, and nothing some steps after one.
+    """
 
     def __init__(self) -> None:
         self._raw: Bytes | None = None

@@ -22,7 +22,7 @@ _CALL_BYTES = 16 << 10  # a look at few bytes costs as much as this
 
 
 class GradientChecks:
-    """The turns of one optimizer's gradients.
+    """Which bytes of one optimizer's gradients are looked at in which step.
 
     Args:
         sizes: bytes of every dense gradient, by index.

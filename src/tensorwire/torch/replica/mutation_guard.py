@@ -20,7 +20,7 @@ from ..views import in_form
 
 
 class MutationGuard:
-    """Of one optimizer.
+    """Guards the parameters of one optimizer.
 
     Args:
         model: has the parameters.

@@ -227,7 +227,7 @@ class Pipelined(Replicated):
         return {**given, "state": {}, "param_groups": groups}
 
     def entries(self, given: dict[str, Any]) -> dict[int, Any]:
-        """Its state by index in the store."""
+        """The state of a given dictionary, by index in the store."""
         order = [i for members in self._groups for i in members]
         return {order[number]: entry for number, entry in given["state"].items()}
 

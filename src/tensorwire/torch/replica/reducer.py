@@ -151,7 +151,7 @@ class Reducer:
         ]
 
     def _find_views(self) -> list[dict[int, torch.Tensor]]:
-        """Of a process that trains alone: for each slice every gradient's place in the store."""
+        """Each slice's places in the store, for a process that trains alone."""
         store = self._store
         if not isinstance(store, LocalStore):
             return []
@@ -330,7 +330,7 @@ class Reducer:
             )
 
     def _looks_different(self, state: GradientState, left: _Left) -> bool:
-        """By its bytes: what goes through `.grad.data` leaves no other trace."""
+        """Compares bytes: what goes through `.grad.data` leaves no other trace."""
         if left.checksum is None:
             return False
         now = sum_of(left.gradient, state.parameter, self._looked_at.get(state.index))

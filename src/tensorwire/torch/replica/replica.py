@@ -49,7 +49,7 @@ from .same_batches import SameBatches
 
 
 class Replica:
-    """Of one optimizer; one thread at a time, but backward may be another.
+    """What one optimizer trains. One thread at a time uses it, but backward may be another.
 
     Args:
         session: of this worker.
@@ -592,7 +592,7 @@ class Replica:
         self.store.close()
 
     def drop(self) -> None:
-        """As `close`, together with all workers while the job goes on: the servers free it too."""
+        """Closes it with all workers while the job goes on, so that the servers free it too."""
         self.between_steps("close()")
         self.closed = True
         self.withdraw()

@@ -30,7 +30,10 @@ class SameBatchesWarning(UserWarning):
 
 
 class SameBatches:
-    """Of one optimizer. All workers make the same steps, so all of them compare at the same one."""
+    """Compares the gradients of one optimizer.
+
+    All workers make the same steps, so all of them compare at the same one.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -19,7 +19,7 @@ class SampleCount:
         self._before = session.batches  # when the last step was made
 
     def gradient_comes(self) -> None:
-        """From a hook; must be cheap."""
+        """A gradient has arrived. A hook calls it, so it is cheap."""
         session = self._session
         if session.batches != self._batch:
             self._batch = session.batches
