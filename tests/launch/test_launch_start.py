@@ -15,7 +15,7 @@ from launching import FAKE_SERVER, Place, lines_of, summary
 
 from tensorwire import launch
 from tensorwire.cli import main
-from tensorwire.launch.job import reserve_port
+from tensorwire.launch.spec import reserve_port
 from tensorwire.testing import assert_no_leak
 
 PRINT_ENVIRONMENT = "import json; print(json.dumps(dict(os.environ)))"
@@ -249,8 +249,8 @@ def test_the_command_passes_everything_on(place: Place, monkeypatch: pytest.Monk
     """As installed; the program of the servers is the only thing replaced."""
     place.script("print(sys.argv[1:], os.environ['TENSORWIRE_SLICES'])\nsys.exit(rank)")
     code = (
-        f"import sys, tensorwire.launch.job as job; job.Job.__init__.__defaults__ = "
-        f"(*job.Job.__init__.__defaults__[:-1], tuple({FAKE_SERVER!r})); "
+        f"import sys, tensorwire.launch.spec as spec; spec.JobSpec.__init__.__defaults__ = "
+        f"(*spec.JobSpec.__init__.__defaults__[:-1], tuple({FAKE_SERVER!r})); "
         "from tensorwire.cli import main; main(prog_name='tensorwire')"
     )
     arguments = ["--workers", "2", "--slices", "4", "--no-prefix", "script.py", "--workers", "9"]

@@ -6,7 +6,7 @@ import click
 
 from tensorwire.cli.command import Command
 from tensorwire.errors import UnavailableError
-from tensorwire.launch import Job, Supervisor
+from tensorwire.launch import JobSpec, Supervisor
 
 
 class _Run(Command):
@@ -114,7 +114,7 @@ def run(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = Job(command, workers, servers, slices, names, listen, full_tracebacks)
+        job = JobSpec(command, workers, servers, slices, names, listen, full_tracebacks)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

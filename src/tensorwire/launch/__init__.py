@@ -5,8 +5,8 @@ layer knows processes, pipes and signals; of tensorwire it knows the names of th
 process reads when it joins the job.
 """
 
-from tensorwire.launch.job import Job, Patience
 from tensorwire.launch.launcher import run
+from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
-__all__ = ["Job", "Patience", "Supervisor", "run"]
+__all__ = ["JobSpec", "Patience", "Supervisor", "run"]

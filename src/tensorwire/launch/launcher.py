@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorwire.launch.job import Job, Patience
+from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
 
@@ -64,7 +64,7 @@ def run(
             started.
         UnavailableError: the kernel has no pidfd.
     """
-    job = Job(
+    job = JobSpec(
         tuple(command),
         workers,
         servers,

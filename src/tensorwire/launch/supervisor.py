@@ -19,11 +19,11 @@ import time
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
-from tensorwire.launch.job import Job, Patience, reserve_port
 from tensorwire.launch.output import Address, Lines, Output
 from tensorwire.launch.process import Process, signal_name
 from tensorwire.launch.reports import Report, Reports
 from tensorwire.launch.signals import StopSignals
+from tensorwire.launch.spec import JobSpec, Patience, reserve_port
 
 # ANSI: cyan, green, yellow, magenta, blue, and their bright forms. Red is for errors.
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
@@ -47,7 +47,9 @@ class Supervisor:
         patience: times; default the usual ones.
     """
 
-    def __init__(self, job: Job, *, prefix: bool = True, patience: Patience | None = None) -> None:
+    def __init__(
+        self, job: JobSpec, *, prefix: bool = True, patience: Patience | None = None
+    ) -> None:
         self._job = job
         self._prefix = prefix
         self._patience = patience or Patience()

@@ -44,7 +44,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """One host's job: what `run` was asked for, checked. See `run` for the arguments.
 
     Raises:
