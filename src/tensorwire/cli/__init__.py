@@ -11,6 +11,7 @@ from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.explain import explain as explain_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.run import run as run_command
+from tensorwire.cli.status import status as status_command
 
 
 def _version() -> str:
@@ -45,6 +46,10 @@ def main() -> None:
         tensorwire bench memory --quick
 
     \b
+    What the jobs that run now are doing:
+        tensorwire status
+
+    \b
     Where the tensors of a training script are, and which are copied:
         tensorwire explain train.py
     """  # noqa: D301 (\b is what click reads)
@@ -54,4 +59,5 @@ main.add_command(info_command)
 main.add_command(doctor_command)
 main.add_command(bench_commands)
 main.add_command(run_command)
+main.add_command(status_command)
 main.add_command(explain_command)

@@ -15,19 +15,26 @@ from .identity import (
     why_lost,
     worker_name,
 )
+from .job_file import JobFile, RunningServer, running_servers
+from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
+from .status import READER, StatusRegion, read_status, reader_name
 from .worker import WorkerMember
 from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
     "LOOPBACK",
+    "READER",
     "SLICES",
     "Collective",
     "CollectiveServer",
+    "JobFile",
+    "RunningServer",
     "ServerMember",
     "Start",
+    "StatusRegion",
     "WorkerMember",
     "World",
     "called",
@@ -37,12 +44,17 @@ __all__ = [
     "find_cluster_start",
     "find_start",
     "hold_claim",
+    "is_there",
     "listed",
+    "read_status",
+    "reader_name",
     "refusal",
+    "running_servers",
     "runtime_folder",
     "server_name",
     "this_host",
     "torch_job",
+    "try_lock",
     "turn_away",
     "why_lost",
     "without_ranks",

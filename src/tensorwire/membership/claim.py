@@ -8,7 +8,6 @@ lets go of it. The file has the holder's process id, for messages alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from tensorwire.errors import UnavailableError
 
 from .identity import this_host
+from .lockfile import is_there, try_lock
 from .runtime import RUNTIME, runtime_folder
 
 # How long a lock is tried that no worker holds: a process that removes what dead ones left, or one
@@ -66,7 +66,7 @@ def drop_claim() -> None:
         path, descriptor = _held
         _held = None
         with contextlib.suppress(OSError):
-            if _is_there(path, descriptor):
+            if is_there(path, descriptor):
                 path.unlink()
         os.close(descriptor)
 
@@ -92,8 +92,8 @@ def _lock_patiently(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            locked = _lock(descriptor)
-            if locked and _is_there(path, descriptor):
+            locked = try_lock(descriptor)
+            if locked and is_there(path, descriptor):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -105,27 +105,11 @@ def _lock_patiently(path: Path) -> int | None:
         time.sleep(0.005)
 
 
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    """The name is still, or again, that of the file which is open."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _remove_left(folder: Path) -> None:
     """Removes the files of processes that were killed; nobody has a lock on these."""
     for path in folder.glob("claim-*"):
         with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
-            if _lock(file.fileno()) and _is_there(path, file.fileno()):
+            if try_lock(file.fileno()) and is_there(path, file.fileno()):
                 path.unlink()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tensorwire.errors import PeerLostError
 from tensorwire.memory import Node, Peer
@@ -21,6 +23,7 @@ from .identity import (
     why_lost,
     worker_name,
 )
+from .status import READER, StatusRegion
 
 
 class ServerMember:
@@ -37,6 +40,7 @@ class ServerMember:
         node: its Node.
         workers: Peers by rank, complete after `gather`.
         servers: Peers of the other servers by index.
+        readers: Peers that look at the job and are no members of it.
     """
 
     def __init__(self, index: int, workers: int, node: Node, count: int | None = None) -> None:
@@ -47,6 +51,8 @@ class ServerMember:
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
         self.workers: dict[int, Peer] = {}
         self.servers: dict[int, Peer] = {}
+        self.readers: list[Peer] = []
+        self._status = StatusRegion(node)
         self.control = node.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
 
@@ -73,6 +79,7 @@ class ServerMember:
                 self.check()
             else:
                 self._admit(peer)
+            self.tell_readers()
 
     def _next_servers(self) -> list[int]:
         """Who of the servers may come now."""
@@ -81,6 +88,8 @@ class ServerMember:
         return [i for i in range(self.index + 1, self._servers) if i not in self.servers]
 
     def _admit(self, peer: Peer) -> None:
+        if self._is_reader(peer):
+            return
         missing = {
             name: (self.workers, rank)
             for name, rank in self._ranks.items()
@@ -109,6 +118,8 @@ class ServerMember:
         with contextlib.suppress(TimeoutError):
             while True:
                 peer = self.node.accept(timeout_s=0)
+                if self._is_reader(peer):
+                    continue
                 before = self.workers.get(self._ranks.get(peer.name, -1))
                 if before is None:
                     self._turn_away(peer, "it is no member of this job, which runs")
@@ -117,6 +128,50 @@ class ServerMember:
                 else:
                     self._turn_away(peer, f"{called(before)} is here already, and the job runs")
         return None
+
+    def _is_reader(self, peer: Peer) -> bool:
+        """Takes a peer that only looks at the job, at any time."""
+        if peer.name.startswith(READER):
+            self.readers.append(peer)
+            return True
+        return False
+
+    def tell_readers(self, stores: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Writes what `tensorwire status` shows, if anybody reads it.
+
+        Args:
+            stores: of this server, as they are shown.
+        """
+        self.readers = [peer for peer in self.readers if not peer.lost]
+        if not self.readers:
+            return
+        workers = [self._described(rank, self.workers.get(rank)) for rank in range(self.count)]
+        servers = {index: peer.address for index, peer in self.servers.items()}
+        servers[self.index] = self.node.address
+        self._status.write(
+            {
+                "readers": [peer.name for peer in self.readers],
+                "index": self.index,
+                "address": self.node.address,
+                "pid": os.getpid(),
+                "servers": [servers[index] for index in sorted(servers)],
+                "workers": workers,
+                "stores": list(stores),
+            }
+        )
+
+    def _described(self, rank: int, peer: Peer | None) -> dict[str, Any]:
+        if peer is None:
+            return {"rank": rank, "state": "expected"}
+        state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
+        transport = peer.path.transport
+        return {
+            "rank": rank,
+            "state": state,
+            "pid": peer.pid,
+            "address": peer.address,
+            "transport": transport,
+        }
 
     def name_of(self, peer: Peer) -> str:
         """What messages call a member; see `called`."""

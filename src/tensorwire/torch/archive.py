@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -17,6 +16,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+
+from tensorwire.membership import is_there, try_lock
 
 _CHUNK_BYTES = 1 << 20
 _MOST_NAME_BYTES = 200  # of a file whose part has its name and 23 bytes; Linux allows 255
@@ -94,7 +95,7 @@ def _new_part(target: Path) -> tuple[Path, BinaryIO]:
         part = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.part")
         file = part.open("xb")
         try:
-            if not _lock(file.fileno()) or _is_there(part, file.fileno()):
+            if not _lock(file.fileno()) or is_there(part, file.fileno()):
                 return part, file
         except BaseException:
             file.close()
@@ -124,7 +125,7 @@ def remove_parts(target: Path) -> None:
         # Another process may be faster, or this one has no right here: then it stays.
         with contextlib.suppress(OSError), open(part, "rb", opener=_open_at_once) as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            if regular and _lock(file.fileno()) and _is_there(part, file.fileno()):
+            if regular and _lock(file.fileno()) and is_there(part, file.fileno()):
                 part.unlink()
 
 
@@ -134,18 +135,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether this open file is locked now; the kernel unlocks it when its process ends."""
+    """Whether this open file is locked now; it is not where the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(descriptor)
     except OSError:
-        return False  # another one has the lock, or the file system has none
-    return True
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
         return False
 
 

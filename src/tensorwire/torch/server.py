@@ -10,11 +10,18 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 import torch
 
-from tensorwire.errors import TensorwireError
-from tensorwire.membership import CollectiveServer, ServerMember, server_name
+from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.membership import (
+    CollectiveServer,
+    JobFile,
+    RunningServer,
+    ServerMember,
+    server_name,
+)
 from tensorwire.memory import Node
 from tensorwire.parameters import Server, most_threads
 
@@ -34,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--advertise", default=None, metavar="HOST", help="how others reach it")
     parser.add_argument("--address-fd", type=int, required=True, help="where to write the address")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    parser.add_argument("--command", default="", help="what the workers run, for people")
     parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
     options = parser.parse_args(arguments)
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
@@ -46,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     threads = options.threads or most_threads()
     name = server_name(options.index)
     server: Server | None = None
+    job_file: JobFile | None = None
     try:
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
             member = ServerMember(options.index, options.workers, node, options.count)
@@ -54,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             collective = CollectiveServer(member) if options.index == 0 else None
             with os.fdopen(options.address_fd, "w") as channel:
                 channel.write(f"{node.address}\n")
+            job_file = _tell_of_job(options, node)
             member.gather()
             server = Server(member, TorchKernels, threads, collective)
             if collective:
@@ -66,7 +76,29 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if server:
             server.join()
+        if job_file:
+            job_file.close()
     return 0
+
+
+def _tell_of_job(options: argparse.Namespace, node: Node) -> JobFile | None:
+    """Lets `tensorwire status` find the job; without that the job runs as well."""
+    told = RunningServer(
+        index=options.index,
+        address=node.address,
+        pid=os.getpid(),
+        workers=options.workers,
+        command=options.command,
+        started=time.time(),
+        secret=os.environ.get("TENSORWIRE_SECRET", ""),
+        secret_file=os.environ.get("TENSORWIRE_SECRET_FILE", ""),
+    )
+    try:
+        return JobFile(told)
+    except (UnavailableError, OSError) as error:
+        text = f"server {options.index}: tensorwire status will not list this job: {error}\n"
+        sys.stderr.write(text)
+        return None
 
 
 def _end_with(parent: int) -> None:

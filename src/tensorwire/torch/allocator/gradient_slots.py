@@ -348,5 +348,5 @@ def try_slots(
         return GradientSlots(parameters, places)
     except UnavailableError as error:
         text = f"gradients are copied to their place instead of being produced there: {error}"
-        warnings.warn(text, PlacementWarning, stacklevel=6)  # the script
+        warnings.warn(text, PlacementWarning, stacklevel=7)  # the script
         return str(error)

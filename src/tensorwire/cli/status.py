@@ -1,0 +1,128 @@
+"""`tensorwire status`: the running jobs of this user, or one job by a server's address."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tensorwire import Node
+from tensorwire.cli.command import Command
+from tensorwire.errors import TensorwireError
+from tensorwire.membership import RunningServer, read_status, reader_name, running_servers
+
+_COLOURS = {"connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow"}
+_CONNECT_S = 5.0
+
+
+@click.command(cls=Command, short_help="Show the workers, servers and versions of running jobs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.argument("address", required=False)
+def status(address: str | None, as_json: bool) -> None:
+    """Show running jobs: their workers, servers, stores, versions and bytes.
+
+    Without ADDRESS all jobs of this user that have a server on this host, however they were
+    started. ADDRESS is a server's, "host:port"; for a job of another host the secret is in
+    TENSORWIRE_SECRET_FILE or TENSORWIRE_SECRET. Looking costs the job a few microseconds, and
+    nothing while nobody looks.
+
+    \b
+    All my jobs on this host:
+        tensorwire status
+
+    \b
+    One job, for a program:
+        tensorwire status --json 10.0.0.2:41234
+    """  # noqa: D301 (\b is what click reads)
+    known = running_servers()
+    if address is not None:
+        mine = next((server for server in known if server.address == address), None)
+        jobs = [_look(address, mine)]
+    else:
+        jobs = [_look(server.address, server) for server in known if server.index == 0]
+    if as_json:
+        click.echo(json.dumps(jobs, indent=1))
+    elif not jobs:
+        click.echo("no job of this user has its first server on this host")
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    for job in () if as_json else jobs:
+        _show(job, console)
+    if address is not None and "error" in jobs[0]:
+        raise click.exceptions.Exit(1)
+
+
+def _look(address: str, known: RunningServer | None) -> dict[str, Any]:
+    """What all servers of a job say, from the one at an address on; or the error."""
+    job: dict[str, Any] = {"address": address}
+    if known is not None:
+        job |= {"command": known.command, "started": known.started}
+    try:
+        with Node(reader_name(), secret=_secret_of(known)) as node:
+            first = _ask(node, address)
+            others = [each for each in first["servers"] if each != first["address"]]
+            servers = [first, *(_ask(node, each) for each in others)]
+    except (TensorwireError, ValueError, OSError) as error:
+        return {**job, "error": str(error)}
+    job["workers"] = first["workers"]
+    job["servers"] = sorted(
+        ({k: each[k] for k in ("index", "address", "pid", "stores")} for each in servers),
+        key=lambda each: int(each["index"]),
+    )
+    return job
+
+
+def _ask(node: Node, address: str) -> dict[str, Any]:
+    peer = node.connect(address, timeout_s=_CONNECT_S)
+    try:
+        return read_status(peer, node.name)
+    finally:
+        peer.close()
+
+
+def _secret_of(known: RunningServer | None) -> bytes | None:
+    """The job's secret; None for what the environment says."""
+    if known is None:
+        return None
+    if known.secret_file:
+        with open(known.secret_file, "rb") as file:
+            return file.read().strip()
+    return os.fsencode(known.secret) if known.secret else None
+
+
+def _show(job: dict[str, Any], console: Console) -> None:
+    since = f", for {time.time() - job['started']:.0f} s" if "started" in job else ""
+    command = f": {job['command']}" if job.get("command") else ""
+    console.print(f"job at {job['address']}{since}{command}", markup=False, highlight=False)
+    if "error" in job:
+        console.print(f"  cannot be asked: {job['error']}", style="red", markup=False)
+        return
+    table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left")
+    for name in ("rank", "state", "pid", "address", "transport"):
+        table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
+    for worker in job["workers"]:
+        cells = [str(worker.get(name, "")) for name in ("rank", "state", "pid", "address")]
+        table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
+    console.print(table)
+    table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
+    for name in ("server", "pid", "address", "store", "optimizer", "tensors", "bytes", "version"):
+        right = name in ("server", "pid", "store", "tensors", "bytes", "version")
+        table.add_column(name, justify="right" if right else "left")
+    for server in job["servers"]:
+        head = [str(server[name]) for name in ("index", "pid", "address")]
+        for row in _rows(server["stores"]):
+            table.add_row(*head, *row)
+            head = ["", "", ""]
+    console.print(table)
+
+
+def _rows(stores: Sequence[dict[str, Any]]) -> list[list[str]]:
+    names = ("number", "optimizer", "tensors", "bytes", "version")
+    return [[str(store[name]) for name in names] for store in stores] or [["none"] + [""] * 4]

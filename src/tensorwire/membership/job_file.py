@@ -1,0 +1,98 @@
+"""What a running job tells the other programs of its user: where its servers are, and the secret.
+
+Each server has a file in the user's runtime folder, which nobody else can read, and which is locked
+as long as the server lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .lockfile import is_there, try_lock
+from .runtime import runtime_folder
+
+_MOST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server of a job that runs on this host.
+
+    Attributes:
+        index: its place among the servers.
+        address: where it listens.
+        pid: of its process.
+        workers: how many the job has.
+        command: what the launcher was told to run; "" if it did not say.
+        started: seconds since 1970.
+        secret: of the job; "" if it has none or is in a file.
+        secret_file: where the secret is; "" if it is in no file.
+    """
+
+    index: int
+    address: str
+    pid: int
+    workers: int
+    command: str
+    started: float
+    secret: str
+    secret_file: str
+
+
+class JobFile:
+    """The file of one server, until `close` or the end of the process.
+
+    Args:
+        server: what it tells.
+
+    Raises:
+        UnavailableError, OSError: there is no folder for it, or it cannot be written.
+    """
+
+    def __init__(self, server: RunningServer) -> None:
+        self._path = runtime_folder() / f"server-{server.pid}-{secrets.token_hex(4)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self._path, flags, 0o600)
+        try:
+            try_lock(self._descriptor)
+            os.write(self._descriptor, json.dumps(asdict(server)).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the file. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                if is_there(self._path, descriptor):
+                    self._path.unlink()
+            os.close(descriptor)
+
+
+def running_servers() -> list[RunningServer]:
+    """The servers of this user on this host, the oldest first; removes files of dead ones.
+
+    Raises:
+        UnavailableError: no folder is fit for such files.
+    """
+    found = [server for path in runtime_folder().glob("server-*") for server in _read(path)]
+    return sorted(found, key=lambda server: (server.started, server.index))
+
+
+def _read(path: Path) -> Iterator[RunningServer]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not try_lock(descriptor):
+                yield RunningServer(**json.loads(os.read(descriptor, _MOST_BYTES)))
+            elif is_there(path, descriptor):
+                path.unlink()  # nobody has the lock: its server was killed
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,95 @@
+"""What a server tells clients that attach to its job without being workers.
+
+A reader connects with the job's secret and a name of its own. While one is connected, the server
+writes a description of itself now and then into a region that readers read; without readers it
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.memory import Node, Peer
+
+READER = "reader-"
+"""How the names of readers' Nodes begin."""
+
+_REGION = "status"
+_HEAD = 64  # a word: how many descriptions were written
+_MOST_BYTES = 256 << 10  # of one description; the region has two in turn
+
+
+def reader_name() -> str:
+    """A name for a reader's Node that no other one has."""
+    return f"{READER}{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class StatusRegion:
+    """The server's end. One thread at a time.
+
+    Args:
+        node: of the server.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._region = node.allocate(_HEAD + 2 * _MOST_BYTES, name=_REGION, access="r")
+        self._written = 0
+
+    def write(self, description: Mapping[str, Any]) -> None:
+        """Readers see this description from now on."""
+        data = json.dumps(description).encode()
+        if len(data) >= _MOST_BYTES:
+            data = json.dumps({**description, "stores": [], "truncated": True}).encode()
+        number = self._written + 1
+        start = _HEAD + number % 2 * _MOST_BYTES
+        target = self._region[start : start + _MOST_BYTES].array()
+        target[: len(data)] = np.frombuffer(data, np.uint8)
+        target[len(data)] = 0
+        self._region.word(0).set(number)
+        self._written = number
+
+
+def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, Any]:
+    """What a server says of itself and its job.
+
+    Args:
+        peer: the server.
+        reader: the name of this process's Node, which the answer must name.
+        timeout_s: for the answer.
+
+    Raises:
+        TimeoutError: the server does not answer.
+        UnavailableError: it is none, or of another version of tensorwire.
+        PeerLostError: it has ended.
+    """
+    try:
+        region = peer.region(_REGION)
+    except LookupError:
+        raise UnavailableError(
+            f"{peer.name!r} at {peer.address} tells no status: it is no server of a job, or of "
+            "another version of tensorwire"
+        ) from None
+    deadline = time.monotonic() + timeout_s
+    head = np.zeros(1, np.uint64)
+    data = np.zeros(_MOST_BYTES, np.uint8)
+    while time.monotonic() < deadline:
+        region[:8].read(head).wait(timeout_s)
+        number = int(head[0])
+        start = _HEAD + number % 2 * _MOST_BYTES
+        region[start : start + _MOST_BYTES].read(data).wait(timeout_s)
+        region[:8].read(head).wait(timeout_s)
+        # One more may be in the making by now, in the other half.
+        if number and number == int(head[0]):
+            found: dict[str, Any] = json.loads(data.tobytes().partition(b"\0")[0])
+            if reader in found["readers"]:
+                return found
+        time.sleep(0.02)
+    raise TimeoutError(f"{peer.name!r} at {peer.address} did not tell its status in time")
