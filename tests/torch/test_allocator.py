@@ -216,11 +216,11 @@ extern "C" void install() { c10::SetCPUAllocator(new Other); }
 
 
 def test_another_allocator_may_come_later(tmp_path: Any) -> None:
-    source, library = tmp_path / "other.cc", tmp_path / "other.so"
+    source, made = tmp_path / "other.cc", tmp_path / "other.so"
     source.write_text(OTHER_ALLOCATOR)
     command = library._command(["c++"])
     command[command.index(str(library._SOURCE))] = str(source)
-    subprocess.run([*command, "-fvisibility=default", "-o", str(library)], check=True, timeout=100)
+    subprocess.run([*command, "-fvisibility=default", "-o", str(made)], check=True, timeout=100)
     done = run(
         """
 import ctypes
@@ -232,6 +232,6 @@ assert not any(places)
 assert reasons == {"another CPU allocator was installed after tensorwire's"}, reasons
 del model
 """,
-        LIBRARY=str(library),
+        LIBRARY=str(made),
     )
     assert done.returncode == 0, done.stderr
