@@ -71,7 +71,7 @@ def test_verdicts_and_circumstances_are_part_of_it(report: Report) -> None:
 def test_a_missing_rival_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = rivals.Rival(
         name="nixl",
-        module="tensorwire.bench.rivals.nixl",
+        module="tensorwire_benchmarks.rivals.nixl",
         needs=(("a_module_that_nobody_has",),),
         remedy="pip install it",
         cases=("write",),

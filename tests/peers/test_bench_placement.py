@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tensorwire.bench import link
-from tensorwire.bench.placement import placement
 from tensorwire.bench.processes import Pair
 from tensorwire.bench.rows import Report
-from tensorwire.bench.training import stage
-from tensorwire.bench.training.systems import COMPUTATION, GRPC, PLAN, System
-from tensorwire.bench.training.traffic import Traffic
-from tensorwire.bench.workloads.catalog import WORKLOADS, Workload, workload
 from tensorwire.cli import main
+from tensorwire_benchmarks import link
+from tensorwire_benchmarks.placement import placement
+from tensorwire_benchmarks.training import stage
+from tensorwire_benchmarks.training.systems import COMPUTATION, GRPC, PLAN, System
+from tensorwire_benchmarks.training.traffic import Traffic
+from tensorwire_benchmarks.workloads.catalog import WORKLOADS, Workload, workload
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorwire.torch")
@@ -166,7 +166,7 @@ def test_the_limit_between_two_hosts_is_that_of_the_link() -> None:
         traffic = Traffic.dense(elements, 2)
         options = {"wire": "1gbit", "traffic": traffic, "workers": 2, "threads": 1,
                    "optimizer": "sgd", "hosts": hosts}  # fmt: skip
-        with Pair("tensorwire.bench.training.limit", options) as pair:
+        with Pair("tensorwire_benchmarks.training.limit", options) as pair:
             samples, _, _ = pair.call("block", 20)
     least_s = 2 * 4 * elements * 8 / 1e9
     burst_s = 1e-3  # what the bucket lets through at once, per direction

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from tensorwire.bench.rows import Report
-from tensorwire.bench.training import alone, training
-from tensorwire.bench.training.models import Network
-from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire.bench.training.team import Team, TeamError
 from tensorwire.cli import main
+from tensorwire_benchmarks.training import alone, training
+from tensorwire_benchmarks.training.models import Network
+from tensorwire_benchmarks.training.systems import LIMIT, OWN, SYSTEMS, System
+from tensorwire_benchmarks.training.team import Team, TeamError
 
 pytest.importorskip("torch")
 
@@ -66,7 +66,7 @@ def single_process(optimizer: str, steps: int) -> float:
     """The digest of the same training in one process: mean loss over the workers' batches."""
     import torch
 
-    from tensorwire.bench.training.systems.base import make_optimizer
+    from tensorwire_benchmarks.training.systems.base import make_optimizer
 
     network = TINY.build(torch)
     inner = make_optimizer(torch, optimizer, network.parameters(), fused=False)

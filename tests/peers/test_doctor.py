@@ -21,13 +21,13 @@ import pytest
 from click.testing import CliRunner
 
 import tensorwire as tw
-from tensorwire.bench.doctor.examine import examine_peer
-from tensorwire.bench.doctor.mailbox import CLIENT_REGION, SERVER_REGION, Mailbox
-from tensorwire.bench.doctor.measure import Effort
-from tensorwire.bench.doctor.raw import RawClient, RawServer
-from tensorwire.bench.doctor.serve import Doctor
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
+from tensorwire.doctor.examine import examine_peer
+from tensorwire.doctor.mailbox import CLIENT_REGION, SERVER_REGION, Mailbox
+from tensorwire.doctor.measure import Effort
+from tensorwire.doctor.raw import RawClient, RawServer
+from tensorwire.doctor.serve import Doctor
 from tensorwire.memory import Handle
 
 SECRET = "a secret of sixteen bytes and more"

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire.torch as tw
-from tensorwire.bench.workloads.catalog import WORKLOADS, workload
+from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
 
 STEPS = 6
 Case = Callable[[tw.Job, str], tuple[str, list[bool]]]

@@ -7,25 +7,25 @@ import pytest
 from rich.console import Console
 
 from tensorwire.bench.harness import Ratio
-from tensorwire.bench.placement import placement
-from tensorwire.bench.placement.report import draw, parts_of, print_report
-from tensorwire.bench.placement.verdicts import (
+from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire_benchmarks.placement import placement
+from tensorwire_benchmarks.placement.report import draw, parts_of, print_report
+from tensorwire_benchmarks.placement.verdicts import (
     judge,
     judge_bits,
     judge_in_place,
     judge_overhead,
     judge_planning,
 )
-from tensorwire.bench.rows import Comparison, Report, Row
-from tensorwire.bench.training.figures import (
+from tensorwire_benchmarks.training.figures import (
     StepTimes,
     Turns,
     backward_seconds,
     forward_seconds,
 )
-from tensorwire.bench.training.models import Network
-from tensorwire.bench.training.stage import Course, End, Stage
-from tensorwire.bench.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
+from tensorwire_benchmarks.training.models import Network
+from tensorwire_benchmarks.training.stage import Course, End, Stage
+from tensorwire_benchmarks.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
 
 MIB = 1 << 20
 NETWORK = Network("fcn5", (1 << 14,), (), (1 << 14,), batch=1, steps=1)  # 1 GiB

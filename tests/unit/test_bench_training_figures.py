@@ -8,7 +8,8 @@ import pytest
 
 from tensorwire import _core
 from tensorwire.bench.rows import Comparison, Report, Row
-from tensorwire.bench.training.figures import (
+from tensorwire.errors import TensorwireError
+from tensorwire_benchmarks.training.figures import (
     StepTimes,
     Turns,
     exchange_seconds,
@@ -18,11 +19,10 @@ from tensorwire.bench.training.figures import (
     step_seconds,
     turn_ratio,
 )
-from tensorwire.bench.training.models import MODELS, Network, model
-from tensorwire.bench.training.report import draw
-from tensorwire.bench.training.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire.bench.training.verdicts import judge, judge_alone
-from tensorwire.errors import TensorwireError
+from tensorwire_benchmarks.training.models import MODELS, Network, model
+from tensorwire_benchmarks.training.report import draw
+from tensorwire_benchmarks.training.systems import LIMIT, OWN, SYSTEMS, System
+from tensorwire_benchmarks.training.verdicts import judge, judge_alone
 
 drivers = _core.drivers
 
@@ -191,8 +191,8 @@ def test_the_grpc_server_applies_as_one_process_would(
 ) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire.bench.training.systems.base import make_optimizer
-    from tensorwire.bench.training.systems.grpc_server import (
+    from tensorwire_benchmarks.training.systems.base import make_optimizer
+    from tensorwire_benchmarks.training.systems.grpc_server import (
         CONFIGURATION,
         HEADER,
         Shard,
@@ -234,7 +234,7 @@ def test_the_grpc_server_applies_as_one_process_would(
 def test_nobody_is_answered_before_the_last_worker_has_sent() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire.bench.training.systems.grpc_server import HEADER, Shard, pack_start
+    from tensorwire_benchmarks.training.systems.grpc_server import HEADER, Shard, pack_start
 
     shard = Shard(torch, 2, "sgd")
     shard.start(pack_start([], [np.zeros(3, np.float32)]))

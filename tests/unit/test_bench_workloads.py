@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tensorwire.bench.workloads.catalog import WORKLOADS, Workload, summary, workload
 from tensorwire.cli import main
+from tensorwire_benchmarks.workloads.catalog import WORKLOADS, Workload, summary, workload
 
 torch = pytest.importorskip("torch")
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tensorwire.cli import main
-from tensorwire.cli.command import Command
+from tensorwire.command import Command
 
 WRONG = [
     ("run -w 1 -w 2 SCRIPT", "--workers is given twice"),
@@ -80,7 +80,7 @@ def test_without_torch_the_remedy_is_told(
         importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
     )
     monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
-    catalog = importlib.import_module("tensorwire.bench.workloads.catalog")
+    catalog = importlib.import_module("tensorwire_benchmarks.workloads.catalog")
     catalog._tensors.cache_clear()
     monkeypatch.chdir(tmp_path)
     Path("SCRIPT").write_text("raise AssertionError('it was run')")

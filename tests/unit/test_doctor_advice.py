@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tensorwire.bench.doctor import advice
-from tensorwire.bench.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
-from tensorwire.bench.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
-from tensorwire.bench.doctor.measure import RAW
 from tensorwire.bench.rows import Row
+from tensorwire.doctor import advice
+from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
+from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
+from tensorwire.doctor.measure import RAW
 from tensorwire.memory.devices import Interface, RdmaPort
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorwire.bench import machine
-from tensorwire.bench.doctor import facts
-from tensorwire.bench.doctor.facts import Facts
+from tensorwire.doctor import facts
+from tensorwire.doctor.facts import Facts
 
 
 def write(root: Path, files: dict[str, str]) -> None:

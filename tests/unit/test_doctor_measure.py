@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tensorwire.bench.doctor.measure import Cost, Effort, plan, take
+from tensorwire.doctor.measure import Cost, Effort, plan, take
 
 
 class Counted:

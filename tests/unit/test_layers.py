@@ -18,6 +18,7 @@ MOST_LINES = 600
 # Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
 PYTHON_LAYERS = (
     ("_core", "errors", "tracebacks"),
+    ("command",),
     ("memory",),
     ("placement",),
     ("membership",),
@@ -25,8 +26,12 @@ PYTHON_LAYERS = (
     ("torch", "rpc", "files"),
     ("launch",),
     ("bench",),
+    ("doctor",),
     ("cli",),
 )
+# Beside the layers and in no wheel: it may import what is below the command, and is imported by
+# nobody. One file knows its name.
+BENCHMARKS, ITS_DOOR = "tensorwire_benchmarks", "bench/checkout.py"
 # Beside the layers: shipped for users' tests, so it stands on the public memory API alone.
 TESTING_IMPORTS = {"_core", "errors", "memory"}
 # `import tensorwire` re-exports these, and nothing inside imports the names that it re-exports.
@@ -77,6 +82,22 @@ def layer_imports(source_root: Path) -> Iterator[tuple[Path, str, str]]:
             top, _, rest = name.partition(".")
             if top == "tensorwire":
                 yield path, layer, rest.partition(".")[0]
+
+
+def benchmarks_violations(source_root: Path, benchmarks: Path) -> list[str]:
+    found = [
+        f"{path.relative_to(source_root)} knows {BENCHMARKS}"
+        for path in sorted(source_root.rglob("*.py"))
+        if BENCHMARKS in path.read_text() and not path.match(ITS_DOOR)
+    ]
+    for path in sorted(benchmarks.rglob("*.py")):
+        package = list(path.relative_to(benchmarks).parent.parts)
+        for name in imported_modules(path.read_text(), package):
+            top, _, rest = name.partition(".")
+            layer = rest.partition(".")[0]
+            if top == "tensorwire" and layer not in set(ranks(PYTHON_LAYERS)) - {"cli"}:
+                found.append(f"{path.relative_to(benchmarks)} imports {layer}")
+    return found
 
 
 def python_violations(source_root: Path) -> list[str]:
@@ -173,6 +194,11 @@ def test_no_file_imports_in_a_circle() -> None:
 
 def test_files_are_read_at_once() -> None:
     assert too_long(ROOT / "src/tensorwire", ["**/*.py"]) == []
+    assert too_long(ROOT / "benchmarks", ["**/*.py"]) == []
+
+
+def test_benchmarks_stand_beside_the_wheel() -> None:
+    assert benchmarks_violations(ROOT / "src/tensorwire", ROOT / "benchmarks") == []
 
 
 def test_includes_point_down() -> None:
@@ -205,6 +231,8 @@ def test_import_needs_numpy_only() -> None:
         ("rpc/call.py", "import tensorwire.files", "imports files"),
         ("testing/pair.py", "from ..bench import rows", "imports bench"),
         ("bench/rows.py", "from tensorwire.testing import pair", "imports testing"),
+        ("doctor/measure.py", "from tensorwire.bench import rows", None),
+        ("bench/memory.py", "from tensorwire.doctor import facts", "imports doctor"),
         ("__init__.py", "from .torch import Job", "imports torch"),
         ("memori/node.py", "import tensorwire.errors", "no place"),
     ],
@@ -238,3 +266,23 @@ def test_a_long_file_is_found(tmp_path: Path) -> None:
     assert too_long(tmp_path, ["*.py"]) == []
     (tmp_path / "long.py").write_text("x\n" * (MOST_LINES + 1))
     assert too_long(tmp_path, ["*.py"]) == ["long.py has 601 lines"]
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "violation"),
+    [
+        ("b/steps.py", "from tensorwire.bench import rows", None),
+        ("b/steps.py", "from tensorwire.cli import main", "imports cli"),
+        ("b/steps.py", "from tensorwire.testing import pair", "imports testing"),
+        ("s/cli/bench.py", f"import {BENCHMARKS}", f"knows {BENCHMARKS}"),
+        (f"s/{ITS_DOOR}", f"PACKAGE = '{BENCHMARKS}'", None),
+    ],
+)
+def test_the_rule_of_benchmarks(
+    tmp_path: Path, file: str, source: str, violation: str | None
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    found = benchmarks_violations(tmp_path / "s", tmp_path / "b")
+    assert [violation in each for each in found] == [True] * (violation is not None)

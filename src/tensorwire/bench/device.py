@@ -21,8 +21,8 @@ import numpy as np
 from tensorwire import _core
 from tensorwire.bench.harness import Block, Series, alternate, run_block, time_each, warm_up
 from tensorwire.bench.machine import pin_process, process_cpu_seconds
-from tensorwire.bench.rivals.base import serve_messages
-from tensorwire.bench.rivals.raw_socket import Client, Server
+from tensorwire.bench.processes import serve_messages
+from tensorwire.bench.raw_socket import Client, Server
 from tensorwire.memory import Node
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"

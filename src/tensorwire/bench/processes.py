@@ -23,9 +23,12 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
+
+from tensorwire.bench.machine import pin_process
 
 
 class PairError(Exception):
@@ -136,6 +139,27 @@ class Pair:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def serve_messages(link: Connection, handlers: dict[str, Callable[..., object]]) -> None:
+    """The target's loop: sends its process number, then acts on (name, argument, …) until "stop".
+
+    A handler's result is sent back unless it is None. "pin" is known to every target.
+    """
+
+    def pin(cores: list[int]) -> bool:
+        pin_process(cores)
+        return True
+
+    handlers = {"pin": pin, **handlers}
+    link.send(os.getpid())
+    while True:
+        name, *arguments = link.recv()
+        if name == "stop":
+            return
+        result = handlers[name](*arguments)
+        if result is not None:
+            link.send(result)
 
 
 def _quiet_interrupts() -> None:

@@ -13,11 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tensorwire.cli.command import Command, check_file
+from tensorwire.command import Command, check_file
 from tensorwire.errors import TensorwireError
 
 if TYPE_CHECKING:
-    from tensorwire.bench.doctor.examine import Examination
+    from tensorwire.doctor.examine import Examination
 
 DEFAULT_LISTEN = "127.0.0.1:0"
 
@@ -91,9 +91,9 @@ def _console() -> Console:
 
 
 def _examine(address: str | None, seconds: float | None, json_path: Path | None) -> int:
-    from tensorwire.bench.doctor.examine import examine_machine, examine_peer
-    from tensorwire.bench.doctor.measure import Effort
-    from tensorwire.bench.doctor.report import print_examination
+    from tensorwire.doctor.examine import examine_machine, examine_peer
+    from tensorwire.doctor.measure import Effort
+    from tensorwire.doctor.report import print_examination
 
     effort = None if seconds is None else Effort(seconds=seconds)
     console = _console()
@@ -133,7 +133,7 @@ def _with_bar(
 
 
 def _serve(listen: str) -> None:
-    from tensorwire.bench.doctor.serve import Doctor
+    from tensorwire.doctor.serve import Doctor
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire import tracebacks
-from tensorwire.cli.command import Command, check_file
+from tensorwire.bench import checkout
+from tensorwire.command import Command, check_file
 
 if TYPE_CHECKING:
     from tensorwire.torch import Explanation
@@ -63,7 +64,8 @@ def explain(
 
     Runs two real steps in this process, without servers: the first shows which allocation each
     gradient is, in the second they are produced there. MODEL_OR_SCRIPT is a script that trains
-    with tensorwire.torch, stopped after the second step, or the name of a workload of the bench.
+    with tensorwire.torch, stopped after the second step, or the name of a workload of the bench,
+    where that is: in a checkout of the repository.
 
     \b
     A script, with its own options behind it:
@@ -108,10 +110,11 @@ def _explain(name: str, arguments: Sequence[str], tiny: bool) -> list[Explanatio
         return found
     if arguments:
         raise click.UsageError(f"the workload {name} takes no argument {arguments[0]!r}")
-    from tensorwire.bench.workloads.catalog import workload
-
+    if reason := checkout.missing(f"the workload {name!r}", f"explain {name}"):
+        raise click.ClickException(f"{reason}; or give a script, train.py")
+    catalog = checkout.load("workloads.catalog")
     try:
-        chosen = workload(name)
+        chosen = catalog.workload(name)
     except LookupError as error:
         raise click.ClickException(f"{error.args[0]}; or give a script, train.py") from error
     chosen = chosen.reduced() if tiny else chosen

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench import machine
-from tensorwire.bench.doctor import advice, facts
-from tensorwire.cli.command import Command
+from tensorwire.command import Command
+from tensorwire.doctor import advice, facts
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.devices import rdma_ports

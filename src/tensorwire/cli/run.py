@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tensorwire.cli.command import Command
+from tensorwire.command import Command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import JobSpec, Supervisor
 

@@ -1,0 +1,251 @@
+"""The commands of these benches: their options, and what they run.
+
+`tensorwire bench` gets them from here by way of `tensorwire.bench.checkout`. torch is imported when
+one of them runs, not before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tensorwire.bench.commands import (
+    Decorator,
+    carry_out,
+    chosen,
+    json_option,
+    names,
+    outputs,
+    terminal,
+)
+from tensorwire.command import Command, check_file
+from tensorwire_benchmarks.placement import placement as placement_bench
+from tensorwire_benchmarks.training import alone
+from tensorwire_benchmarks.training import training as training_bench
+from tensorwire_benchmarks.training.models import MODELS, model
+from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
+
+_MODELS = tuple(each.name for each in MODELS)
+_WORKLOADS = tuple(each.name for each in WORKLOADS)
+
+_workload = names(
+    "--workload", "workloads", known=_WORKLOADS, help=f"Only these: {', '.join(_WORKLOADS)}."
+)
+_tiny = click.option(
+    "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
+)
+
+
+def _optimizer(more: str = "") -> Decorator:
+    return click.option(
+        "--optimizer",
+        type=click.Choice(training_bench.OPTIMIZERS),
+        default="sgd",
+        show_default=True,
+        help=f"sgd has momentum 0.9{more}.",
+    )
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+
+
+@click.command(cls=Command)
+@outputs
+@click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
+@names(
+    "--systems",
+    known=training_bench.NAMES,
+    help=f"Only these: {', '.join(training_bench.NAMES)}.",
+)
+@names("--models", known=_MODELS, help=f"Only these: {', '.join(_MODELS)}.")
+@names(
+    "--wires",
+    known=training_bench.WIRES,
+    help=f"Only these: {', '.join(training_bench.WIRES)} (one process, small models).",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Steps of each system, per model and wire (default 300, 60 and 30).",
+)
+@_optimizer()
+def training(
+    quick: bool,
+    systems: tuple[str, ...] | None,
+    models: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+    **outputs: Any,
+) -> None:
+    """What does a synchronous training step cost?
+
+    Two workers train a small CNN and MLPs of 50 and 200 MiB. A step is a whole iteration. Its
+    exchange lasts from the last gradient until the slowest worker can read the updated parameters;
+    an isolated exchange begins when all gradients are there and nothing has left.
+    Beside tensorwire: torch's DistributedDataParallel over gloo, a parameter server on gRPC (a unix
+    socket on the shm wire), and the limit, a C loop over gradients, parameters and state, on tcp
+    with raw sockets. All take turns. Besides: what tensorwire costs a script that runs alone. The
+    full run takes about half an hour and 10 GiB; other work on the machine spoils it.
+
+    \b
+    A first look, some minutes:
+        tensorwire bench training --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench training --json training.json --figure training.svg
+
+    \b
+    One question only:
+        tensorwire bench training --systems tensorwire,ddp-gloo --models mlp50 --wires shm
+
+    \b
+    The rivals:
+        pip install 'tensorwire[bench]'
+    """  # noqa: D301 (\b is what click reads)
+    _need_torch()
+    from tensorwire_benchmarks.training.report import draw, print_report
+
+    settings = training_bench.Settings.quick() if quick else training_bench.Settings()
+    settings = chosen(
+        settings,
+        systems=systems,
+        models=models and tuple(map(model, models)),
+        wires=wires,
+        steps=steps,
+        optimizer=optimizer,
+    )
+    if wires == (alone.ALONE,):
+        if steps is not None:
+            raise click.UsageError("--steps has no meaning for --wires alone")
+        if "tensorwire" not in settings.systems:
+            raise click.UsageError("--wires alone measures tensorwire, which --systems leaves out")
+        if all(each.size_bytes > alone.MAX_BYTES for each in settings.models):
+            raise click.UsageError("--wires alone measures small models, which --models leaves out")
+    carry_out(partial(training_bench.run, settings), print_report, draw, **outputs)
+
+
+@click.command(cls=Command)
+@outputs
+@click.option("--quick", is_flag=True, help="Two workloads, few steps: a look, no measurement.")
+@_tiny
+@_workload
+@names(
+    "--systems",
+    known=placement_bench.NAMES,
+    help=f"Only these: {', '.join(placement_bench.NAMES)}.",
+)
+@names(
+    "--wire",
+    "wires",
+    known=placement_bench.WIRES,
+    help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: two "
+    "hosts on a slow link, which needs root.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Steps of each system, per workload and wire (default 12 to 30).",
+)
+@_optimizer("; dlrm is always trained with SGD without momentum")
+def placement(
+    quick: bool,
+    tiny: bool,
+    workloads: tuple[str, ...] | None,
+    systems: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None,
+    steps: int | None,
+    optimizer: str,
+    **outputs: Any,
+) -> None:
+    """What does placing gradients gain, on real models?
+
+    Two workers train. The isolated exchange begins when all gradients are there and nothing has
+    left, the exchange of a step with its last gradient; both last until the slowest worker can read
+    the updated parameters. plan: gradients are produced where they are needed. copy: the same
+    transport without that. grpc: a parameter server on gRPC, over a unix socket on the shm wire.
+    limit: a C loop over gradients, parameters and state, on tcp with raw sockets. computation: the
+    workers with no exchange; what a step takes longer than theirs is exposed communication. plan
+    and copy must end with the same bits.
+
+    The full run takes some hours and 16 GiB. All systems of a model live at the same time where
+    40 GiB are free, else one group after the other, and the notes say so. Other work on the machine
+    spoils the figures.
+
+    \b
+    One model over one wire, some minutes:
+        tensorwire bench placement --workload alexnet --wire shm
+
+    \b
+    Everything, kept for comparison; what steps are made of, as a figure:
+        tensorwire bench placement --json placement.json --figure placement.pdf
+
+    \b
+    Over a link of 1 Gbit/s between two network namespaces, as root:
+        tensorwire bench placement --wire 1gbit --workload lstm
+
+    \b
+    What placement alone changes:
+        tensorwire bench placement --systems plan,copy,computation --workload fcn5
+
+    \b
+    What the models are:
+        tensorwire bench workloads
+    """  # noqa: D301 (\b is what click reads)
+    _need_torch()
+    from tensorwire_benchmarks.placement.report import draw, print_report
+
+    settings = placement_bench.Settings.quick() if quick else placement_bench.Settings()
+    settings = chosen(
+        settings,
+        workloads=workloads and tuple(map(workload, workloads)),
+        systems=systems,
+        wires=wires,
+        steps=steps,
+        optimizer=optimizer,
+    )
+    if wires == (alone.ALONE,) and systems is not None:
+        raise click.UsageError("--systems has no meaning for --wire alone, which compares two")
+    if optimizer != "sgd" and all(each.optimizer for each in settings.workloads):
+        own = ", ".join(each.name for each in settings.workloads)
+        raise click.UsageError(f"--optimizer {optimizer} cannot be: {own} has one of its own")
+    if tiny:
+        settings.workloads = [each.reduced() for each in settings.workloads]
+    carry_out(partial(placement_bench.run, settings), print_report, draw, **outputs)
+
+
+@click.command("workloads", cls=Command)
+@_workload
+@_tiny
+@json_option("Write every tensor of every workload to FILE.")
+def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
+    """How many tensors do the models of bench placement have, and how large are they?
+
+    An average hides much: half of AlexNet's tensors are below 91 KiB, and six hold 99.8 % of its
+    bytes. Nothing is trained and no memory is taken for the tensors; it needs torch.
+
+    \b
+    Two of them, tensor by tensor:
+        tensorwire bench workloads --workload lstm,dlrm --json tensors.json
+    """  # noqa: D301 (\b is what click reads)
+    from tensorwire_benchmarks.workloads.report import print_sizes, write_sizes
+
+    check_file(json_path)
+    models = tuple(map(workload, workloads)) if workloads else WORKLOADS
+    if tiny:
+        models = tuple(each.reduced() for each in models)
+    print_sizes(models, terminal(120))
+    if json_path is not None:
+        write_sizes(models, json_path)
+        click.echo(f"tensors written to {json_path}")
+
+
+COMMANDS = (training, placement, show_workloads)
+"""What `tensorwire bench` offers beside `memory`."""

@@ -1,0 +1,143 @@
+"""NIXL: a prepared transfer over UCX, posted and polled until done.
+
+Measured: `transfer` of a handle made once, polled with `check_xfer_state`, as its examples and its
+users do. On one host UCX may use all it has (data goes by cross-memory attach), without peer error
+handling and without progress threads: of the settings tried the fastest, as nothing has to be
+progressed at the target. The tcp wire emulates one-sided access, so the target needs its thread.
+Two kinds of memory: "nixl" has plain pages, as torch tensors, our regions and the limits have;
+"nixl-huge" has what numpy gives to large arrays, huge pages where the kernel allows them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tensorwire.bench.processes import serve_messages
+from tensorwire_benchmarks.rivals.base import Operation, RivalDriver
+
+
+def _agent(name: str, wire: str) -> Any:
+    if wire == "tcp":
+        os.environ["UCX_TLS"] = "tcp"
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    api = _module()
+    progress = wire == "tcp" and name == "target"
+    config = api.nixl_agent_config(enable_prog_thread=progress, backends=[])
+    agent = api.nixl_agent(name, config)
+    agent.create_backend("UCX", {} if wire == "tcp" else {"ucx_error_handling_mode": "none"})
+    return agent
+
+
+def _module() -> Any:
+    for name in ("nixl._api", "nixl_cu12", "nixl_cu13"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError("no nixl package; pip install nixl-cu12")
+
+
+def _memory(size_bytes: int, huge: bool) -> Any:
+    """Touched memory: plain pages, or numpy's own, which asks the kernel for huge ones."""
+    numpy = importlib.import_module("numpy")
+    if huge:
+        return numpy.ones(size_bytes, dtype=numpy.uint8)
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    array = numpy.frombuffer(pages, dtype=numpy.uint8)
+    array[:] = 1
+    return array
+
+
+class Driver(RivalDriver):
+    """The initiator."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        super().__init__(link, options)
+        self._wire = str(options["wire"])
+        self._huge = bool(options["huge"])
+        self._agent = _agent("driver", self._wire)
+        link.send(("start", self._wire))
+        link.recv()
+        self._cleanup: list[Any] = []
+
+    def connect_case(self, case: str, size_bytes: int) -> tuple[Operation, str]:
+        """`case` is "write", "read", or a batch such as "batch_256x1KiB", whose pieces lie apart.
+
+        A batch by index makes its transfer from the prepared lists each time.
+        """
+        agent = self._agent
+        self._release()
+        pieces = int(case.removeprefix("batch_").partition("x")[0]) if "batch" in case else 1
+        piece = size_bytes // pieces
+        stride = piece * 2 if pieces > 1 else piece
+        self.link.send(("prepare", stride * pieces))
+        base, metadata = self.link.recv()
+        peer = agent.add_remote_agent(metadata)
+        array = _memory(stride * pieces, self._huge)
+        registered = agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
+        near = [(array.ctypes.data + i * stride, piece, 0) for i in range(pieces)]
+        far = [(base + i * stride, piece, 0) for i in range(pieces)]
+        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", near, "DRAM")
+        remote = agent.prep_xfer_dlist(peer, far, "DRAM")
+        numpy = importlib.import_module("numpy")
+        indices = numpy.arange(pieces, dtype=numpy.int32)
+        direction = "READ" if case == "read" else "WRITE"
+        handle = agent.make_prepped_xfer(direction, local, indices, remote, indices)
+        self._cleanup = [handle, local, remote, registered, peer, array]
+
+        def finish(transfer: Any) -> None:
+            state = agent.transfer(transfer)
+            while state == "PROC":
+                state = agent.check_xfer_state(transfer)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL transfer ended as {state}")
+
+        def by_index() -> None:
+            chosen = agent.make_prepped_xfer(direction, local, indices, remote, indices)
+            finish(chosen)
+            chosen.release()
+
+        if case.endswith("_by_index"):
+            return by_index, f"transfer made by index each time, polled, UCX over {self._wire}"
+        return (lambda: finish(handle)), f"prepared transfer, polled, UCX over {self._wire}"
+
+    def _release(self) -> None:
+        if not self._cleanup:
+            return
+        handle, local, remote, registered, peer, _ = self._cleanup
+        self._cleanup = []
+        for item in (handle, local, remote):
+            item.release()
+        self._agent.deregister_memory(registered)
+        self._agent.remove_remote_agent(peer)
+
+    def close(self) -> None:
+        self._release()
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """The target: owns the memory and its own progress thread, does nothing else."""
+    state: dict[str, Any] = {}
+
+    def start(wire: str) -> bool:
+        state["agent"] = _agent("target", wire)
+        return True
+
+    def prepare(size_bytes: int) -> tuple[int, bytes]:
+        agent = state["agent"]
+        if "registered" in state:
+            agent.deregister_memory(state.pop("registered"))
+        state["array"] = array = _memory(size_bytes, bool(options["huge"]))
+        state["registered"] = agent.register_memory(
+            [(array.ctypes.data, array.nbytes, 0, "")], "DRAM"
+        )
+        return array.ctypes.data, agent.get_agent_metadata()
+
+    serve_messages(link, {"start": start, "prepare": prepare})

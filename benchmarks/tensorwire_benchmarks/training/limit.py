@@ -1,0 +1,175 @@
+"""The limit of an exchange: what the machine allows, without any protocol.
+
+A C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory, reads
+the gradients of all workers, parameters and state once and writes parameters and state once
+(`drivers.exchange_limit`). Of parameters with sparse gradients these are the rows that the batches
+look up (`Traffic`), and they lie one behind the other here: to find them in their tables costs a
+server more. On tcp also the carrying: a raw C socket that takes the gradients of each worker in and
+the parameters of each worker out, of sparse ones rows with their indices, one worker after the
+other as one thread would serve them. The kernel places all threads, as it does for the systems:
+ends of the socket on cores of their own were slower here at every size. A system that sends during
+backward has less to carry after the last gradient and may come below it.
+
+Between two hosts (`link`) both ways are carried at the same time, on a socket each: such a
+link is full duplex, and cores do not bound it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tensorwire._core import drivers
+from tensorwire.bench.machine import process_cpu_seconds
+from tensorwire.bench.processes import serve_messages
+from tensorwire.bench.raw_socket import LOOPBACK, Client, Server
+from tensorwire_benchmarks.link import Hosts
+from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Traffic
+
+STATES = {"plain-sgd": 0, "sgd": 1, "adamw": 2}
+"""Arrays of optimizer state."""
+
+
+class LimitTimes(NamedTuple):
+    """Seconds of one sample: the C loop, all gradients in, all parameters out.
+
+    Between two hosts `into_s` is that of both ways, and `out_s` is 0.
+    """
+
+    apply_s: float
+    into_s: float
+    out_s: float
+
+
+class Memory:
+    """float32 arrays in shared memory, touched. `close` unmaps them."""
+
+    def __init__(self, elements: int, values: Sequence[float]) -> None:
+        self._mappings = []
+        self.addresses: list[int] = []
+        for value in values:
+            descriptor = os.memfd_create("tensorwire-bench-limit")
+            try:
+                os.ftruncate(descriptor, 4 * elements)
+                mapping = mmap.mmap(descriptor, 4 * elements)
+            finally:
+                os.close(descriptor)
+            array = np.frombuffer(mapping, np.float32)
+            array[:] = value
+            self.addresses.append(array.ctypes.data)
+            self._mappings.append(mapping)
+            del array
+
+    def close(self) -> None:
+        """No address may be used after it."""
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
+
+
+class Driver:
+    """Applies, and is the workers' end of the raw socket."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        self._link = link
+        self._target_pid = int(link.recv())
+        self._traffic: Traffic = options["traffic"]
+        self._workers = int(options["workers"])
+        self._threads = int(options["threads"])
+        states = STATES[options["optimizer"]]
+        self._memory = Memory(
+            _elements(self._traffic), [1.0, *([0.0] * states), *([1e-3] * self._workers)]
+        )
+        self._states = self._memory.addresses[1 : 1 + states]
+        self._gradients = self._memory.addresses[1 + states :]
+        self._clients: list[Client] = []
+        hosts: Hosts | None = options["hosts"]
+        self._duplex = ThreadPoolExecutor(2) if hosts is not None else None
+        if hosts is not None:
+            hosts[1].enter()
+        if options["wire"] != "shm":
+            self._connect(LOOPBACK if hosts is None else hosts[0].address)
+
+    def _connect(self, host: str) -> None:
+        for mode, address, size_bytes in (
+            ("send", self._gradients[0], self._traffic.up_bytes),
+            ("fetch", self._memory.addresses[0], self._traffic.down_bytes),
+        ):
+            self._link.send(("listen", mode, size_bytes, host))
+            port = int(self._link.recv())
+            self._clients.append(Client(drivers, port, mode, address, size_bytes, host))
+
+    def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
+        """`count` samples, and the CPU time of this process and of the other end for all of them.
+
+        One more runs first, unmeasured.
+        """
+        self._sample()
+        local, remote = time.process_time(), process_cpu_seconds(self._target_pid)
+        samples = [self._sample() for _ in range(count)]
+        return (
+            samples,
+            time.process_time() - local,
+            process_cpu_seconds(self._target_pid) - remote,
+        )
+
+    def _sample(self) -> LimitTimes:
+        apply_s = self._apply()
+        if self._duplex is not None:
+            begin = time.monotonic()
+            list(self._duplex.map(lambda client: client.run(self._workers), self._clients))
+            return LimitTimes(apply_s, time.monotonic() - begin, 0.0)
+        ways = [math.fsum(client.run(self._workers)) for client in self._clients]
+        return LimitTimes(apply_s, *(ways or (0.0, 0.0)))
+
+    def _apply(self) -> float:
+        """Everything once: what one worker has gradients of, what two have, and so on."""
+        seconds, at = 0.0, 0  # bytes
+        for gradients, elements in enumerate(self._traffic.applied, 1):
+            if elements:
+                parameters, states, mine = (
+                    [address + at for address in addresses]
+                    for addresses in (self._memory.addresses[:1], self._states, self._gradients)
+                )
+                seconds += drivers.exchange_limit(
+                    parameters[0], states, mine[:gradients], elements, self._threads, 1
+                )[0]
+                at += FLOAT_BYTES * elements
+        return seconds
+
+    def close(self) -> None:
+        """Ends the sockets; the process ends right after it."""
+        for client in self._clients:
+            client.close()
+        self._memory.close()
+
+
+def _elements(traffic: Traffic) -> int:
+    """Room for what is applied, and for what is carried."""
+    carried = max(traffic.up_bytes, traffic.down_bytes)
+    return max(1, traffic.elements, -(-carried // FLOAT_BYTES))
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """The server's end of the raw socket; on shm it only waits for the end."""
+    if options["hosts"] is not None:
+        options["hosts"][0].enter()
+    memory = Memory(_elements(options["traffic"]) if options["wire"] != "shm" else 1, [1.0])
+    servers: list[Server] = []
+
+    def listen(mode: str, size_bytes: int, host: str) -> int:
+        servers.append(Server(drivers))
+        return servers[-1].listen(mode, memory.addresses[0], size_bytes, host)
+
+    serve_messages(link, {"listen": listen})
+    for server in servers:
+        server.close()
+    memory.close()

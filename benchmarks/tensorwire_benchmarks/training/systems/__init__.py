@@ -1,0 +1,115 @@
+"""The systems that train, and whether they can run here.
+
+One file per system with a `trainer(place, module)`; nothing here imports torch or gRPC. `SYSTEMS`
+are those that `bench training` compares.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PACKAGE = "tensorwire_benchmarks.training.systems"
+_TORCH = ("torch", "pip install 'tensorwire[torch]'")
+_OWN_SERVER = "tensorwire.torch.server"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What the bench must know about a system without importing it.
+
+    Attributes:
+        name: as in rows and on the command line.
+        module: the file with its `trainer`.
+        needs: import names, each with what to do when it is missing.
+        server: module to run as its server, None without one.
+        carries: per wire, for the note: what its bytes really travel over.
+        copies: how often the bytes of the model lie in the memory of two workers and the server,
+            at most and roughly.
+        exchanges: False if its workers have nothing to do with each other.
+        holds: whether it can leave all of its exchange until backward is over.
+    """
+
+    name: str
+    module: str
+    needs: tuple[tuple[str, str], ...]
+    server: str | None
+    carries: Mapping[str, str]
+    copies: int = 8
+    exchanges: bool = True
+    holds: bool = True
+
+    @property
+    def in_job(self) -> bool:
+        """Whether it is tensorwire, whose processes are told of their job by the environment."""
+        return self.server == _OWN_SERVER
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, with the remedy; None when it can."""
+        for name, remedy in self.needs:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:  # a folder without __init__.py has no origin
+                return f"{name} is not installed; {remedy}"
+        return None
+
+    def server_arguments(
+        self,
+        wire: str,
+        workers: int,
+        optimizer: str,
+        threads: int,
+        folder: str,
+        host: str = "127.0.0.1",
+    ) -> list[str]:
+        """Arguments of the server, but for the descriptor of its address."""
+        if self.in_job:
+            own = ["--index", "0", "--workers", str(workers), "--listen", f"{host}:0"]
+            return [*own, "--threads", str(threads)]
+        where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else f"{host}:0"
+        return ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
+
+
+OWN = "tensorwire"
+LIMIT = "limit"
+LIMIT_COPIES = 6
+"""As `System.copies`: both ends of the raw socket."""
+
+
+def _own(name: str, module: str, copies: int) -> System:
+    return System(
+        name,
+        f"{_PACKAGE}.{module}",
+        (_TORCH, ("tensorwire.torch", "it comes with tensorwire")),
+        _OWN_SERVER,
+        {"shm": "shared memory", "tcp": "loopback TCP"},
+        copies,
+    )
+
+
+GRPC = System(
+    "grpc",
+    f"{_PACKAGE}.grpc_worker",
+    (_TORCH, ("grpc", "pip install grpcio")),
+    f"{_PACKAGE}.grpc_server",
+    {"shm": "a unix socket", "tcp": "loopback TCP"},
+    copies=28,
+)
+PLAN = _own("plan", "own", copies=10)
+COPY = _own("copy", "own_copy", copies=10)
+COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 5, False, False)
+"""Forward and backward of the workers, beside each other and with no exchange."""
+
+SYSTEMS: tuple[System, ...] = (
+    _own(OWN, "own", copies=10),
+    System(
+        "ddp-gloo",
+        f"{_PACKAGE}.ddp_gloo",
+        (_TORCH,),
+        None,
+        {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},
+        holds=False,
+    ),
+    GRPC,
+)

@@ -1,0 +1,102 @@
+"""What a system is to a worker: how it wraps a model, and how it exchanges after backward.
+
+A worker's loop is the same for every system (`training.worker`); a Trainer adds what its
+users would write around it. Trainers run in a worker process, one each, with torch imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LEARNING_RATE = 1e-3
+MOMENTUM = 0.9
+PLAIN_SGD = "plain-sgd"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a Trainer finds itself.
+
+    Attributes:
+        torch: the module.
+        rank, workers: this worker and how many there are.
+        optimizer: "sgd" (with momentum), "plain-sgd" (without) or "adamw".
+        folder: a directory of this team, for sockets and rendezvous.
+        server: the address that the system's server gave; "" without one.
+        barrier: returns when all workers have called it.
+    """
+
+    torch: Any
+    rank: int
+    workers: int
+    optimizer: str
+    folder: str
+    server: str
+    barrier: Callable[[], None]
+
+
+class Trainer(ABC):
+    """One worker's part of a system.
+
+    Attributes:
+        module: what forward is called on.
+        note: how the system is tuned, for the note of its rows.
+    """
+
+    module: Any
+    note: str = ""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """After backward: returns when this worker may read the updated parameters."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Clears the gradients, as the system's users would."""
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Around backward: nothing leaves inside, so that `exchange` does all of it.
+
+        Raises:
+            NotImplementedError: the system cannot (`System.holds`).
+        """
+        raise NotImplementedError("this system exchanges during backward")
+
+    def tune(self, run: Callable[[int], float]) -> None:
+        """Looks for the best settings; all workers call it together.
+
+        `run` runs that many steps on all workers and returns the median seconds that one took this
+        worker.
+        """
+        del run
+
+    def hidden_s(self) -> float:
+        """Since the start, for how long gradients were on their way while backward went on."""
+        return 0.0
+
+    def in_place(self) -> float | None:
+        """The share of gradient bytes that the last step produced in place, if it has places."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Ends the worker's part; the process ends right after it."""
+
+
+def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
+    """The optimizer of torch itself, with the same constants for every system.
+
+    Of these "plain-sgd" alone takes sparse gradients, and not where it is fused.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+    momentum = {"sgd": MOMENTUM, PLAIN_SGD: 0.0}.get(name)
+    if momentum is None:
+        raise ValueError(f"no optimizer {name!r}; known: sgd, {PLAIN_SGD}, adamw")
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, fused=fused)

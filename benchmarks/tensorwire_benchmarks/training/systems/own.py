@@ -1,0 +1,60 @@
+"""tensorwire itself, through the interface that its users have."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+from tensorwire_benchmarks.training.systems.base import Place, Trainer, make_optimizer
+
+
+class OwnTrainer(Trainer):
+    """One worker of a job; rank, servers and secret come from the environment."""
+
+    placement = "plan"
+
+    def __init__(self, place: Place, module: Any) -> None:
+        self._tw: Any = importlib.import_module("tensorwire.torch")
+        self._job = self._tw.init()
+        found = (self._job.rank, self._job.size)
+        assert found == (place.rank, place.workers), f"the job says {found}"
+        self.module = module
+        inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
+        self._optimizer = self._tw.DistributedOptimizer(inner, module, placement=self.placement)
+        self._job.barrier()
+        self._steps = 0
+        self.note = "one server process"
+
+    def exchange(self) -> None:
+        """As users do."""
+        self._optimizer.step()
+        self._steps += 1
+
+    def zero_grad(self) -> None:
+        """As users do."""
+        self._optimizer.zero_grad()
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Where gradients are produced in place they still are."""
+        found: contextlib.AbstractContextManager[None] = self._optimizer.accumulate()
+        return found
+
+    def hidden_s(self) -> float:
+        """As the job reports it."""
+        per_step: float = self._job.report()["hidden_communication_s"]
+        return per_step * self._steps
+
+    def in_place(self) -> float | None:
+        """By the addresses at which dense gradients arrived; None where none has a place."""
+        found = self._tw.explain_optimizer(self._optimizer)
+        dense = [row for row in found.gradients if row.route != "rows sent"]
+        size = sum(row.bytes for row in dense)
+        return sum(row.bytes for row in dense if row.in_place) / size if size else None
+
+    def close(self) -> None:
+        """Leaves the job."""
+        self._job.close()
+
+
+trainer = OwnTrainer

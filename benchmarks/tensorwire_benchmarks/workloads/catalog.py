@@ -1,0 +1,252 @@
+"""The list of workloads: what the command line and the bench must know before torch is imported.
+
+The first six are those of "RPC Considered Harmful" (arXiv 1805.08430), with its numbers of tensors
+and its bytes. The others are larger or more diverse. Every parameter is real; images and sequences
+are as short as the architecture allows, so that a step runs on one core. Dropout is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median_high
+from typing import Any, NamedTuple
+
+from tensorwire.errors import UnavailableError
+from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Lookup, Traffic
+
+_PACKAGE = "tensorwire_benchmarks.workloads"
+_BATCHES = 4  # that a worker uses in turn
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
+
+
+class Tensor(NamedTuple):
+    """A parameter, and so a gradient.
+
+    Attributes:
+        looked_up: only the rows that a batch looks up have a gradient that is not zero.
+        sparse: and its gradient is a sparse tensor: these rows and their indices.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    looked_up: bool
+    sparse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model with its batches and its loss; satisfies `training.models.Model`.
+
+    Picklable; the same values come out in every process.
+
+    Attributes:
+        name: as in cases and on the command line.
+        task: where its Task is, "module:class".
+        about: architecture and inputs, for people.
+        batch: samples per worker and step.
+        steps: measured by default.
+        optimizer: the one that it needs, as in `make_optimizer`; None: whichever is asked for.
+        tiny: the same structure with narrow layers, for tests.
+    """
+
+    name: str
+    task: str
+    about: str
+    batch: int
+    steps: int
+    optimizer: str | None = None
+    tiny: bool = False
+
+    def _make_task(self) -> Any:
+        module, _, name = self.task.partition(":")
+        return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(self.tiny)
+
+    def reduced(self) -> Workload:
+        """The tiny one."""
+        return replace(self, tiny=True)
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return self.size_bytes // FLOAT_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(tensor.size_bytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All parameters in the order of `module.parameters()`; no memory is taken for them.
+
+        Raises:
+            UnavailableError: torch is not installed.
+        """
+        return _tensors(self)
+
+    def traffic(self, workers: int) -> Traffic:
+        """What a step must move and apply; of sparse gradients by the rows of the batches.
+
+        Raises:
+            UnavailableError: torch is not installed.
+        """
+        return _traffic(self, workers)
+
+    def build(self, torch: Any) -> Any:
+        """The module, with the same values in every process."""
+        torch.manual_seed(1)
+        return self._make_task().build()
+
+    def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
+        """Inputs and labels that the worker uses in turn; workers have different ones."""
+        random = torch.Generator().manual_seed(1000 + rank)
+        task = self._make_task()
+        return [task.batch(self.batch, random) for _ in range(_BATCHES)]
+
+    def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
+        """Of the module's output and the labels; a scalar."""
+        del torch
+        loss: Callable[[Any, Any], Any] = self._make_task().loss
+        return loss
+
+    def describe(self) -> dict[str, Any]:
+        """For the settings of a report."""
+        return {
+            "name": self.name,
+            "about": self.about,
+            "tiny": self.tiny,
+            "batch": self.batch,
+            "steps": self.steps,
+            "optimizer": self.optimizer,
+            "bytes_of_gradients": self.traffic(1).up_bytes,
+            **summary(self.tensors())._asdict(),
+        }
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise UnavailableError(
+            "the workloads need torch: pip install 'tensorwire[bench]'"
+        ) from error
+
+
+@cache
+def _tensors(workload: Workload) -> tuple[Tensor, ...]:
+    torch = _torch()
+    task = workload._make_task()
+    with torch.device("meta"):
+        module = task.build()
+    sparse = {
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding) and part.sparse
+    }
+    return tuple(
+        Tensor(
+            name,
+            tuple(p.shape),
+            p.numel() * p.element_size(),
+            name.startswith(task.looked_up),
+            name in sparse,
+        )
+        for name, p in module.named_parameters()
+    )
+
+
+@cache
+def _traffic(workload: Workload, workers: int) -> Traffic:
+    dense = sum(t.size_bytes for t in workload.tensors() if not t.sparse) // FLOAT_BYTES
+    tables = [t for t in workload.tensors() if t.sparse]
+    if not tables:
+        return Traffic.dense(dense, workers)
+    torch = _torch()
+    task = workload._make_task()
+    batches = [workload.batches(torch, rank) for rank in range(workers)]
+    lookups = []
+    for step in zip(*batches, strict=True):  # all workers are at the same of their batches
+        rows = [task.rows(inputs) for inputs, _ in step]
+        for table in tables:
+            unique = [mine[table.name].unique() for mine in rows]
+            counts = torch.cat(unique).unique(return_counts=True)[1]
+            by_workers = counts.bincount(minlength=workers + 1)[1:].tolist()
+            lookups.append(Lookup(table.shape[1], by_workers))
+    return Traffic.of_rows(dense, workers, lookups, len(batches[0]))
+
+
+class Summary(NamedTuple):
+    """How large tensors are. Small is below 1 KiB, large 1 MiB or more, as in TF-gRPC-Bench."""
+
+    tensors: int
+    bytes: int
+    bytes_average: float
+    bytes_median: int
+    bytes_min: int
+    bytes_max: int
+    small: int
+    medium: int
+    large: int
+    bytes_in_large: int
+    bytes_looked_up: int
+    bytes_sparse: int
+
+
+def summary(tensors: Sequence[Tensor]) -> Summary:
+    """Of the tensors of one workload. The median is the upper one."""
+    sizes = [tensor.size_bytes for tensor in tensors]
+    large = [size for size in sizes if size >= LARGE_BYTES]
+    small = sum(size < SMALL_BYTES for size in sizes)
+    return Summary(
+        tensors=len(sizes),
+        bytes=sum(sizes),
+        bytes_average=sum(sizes) / len(sizes),
+        bytes_median=median_high(sizes),
+        bytes_min=min(sizes),
+        bytes_max=max(sizes),
+        small=small,
+        medium=len(sizes) - small - len(large),
+        large=len(large),
+        bytes_in_large=sum(large),
+        bytes_looked_up=sum(tensor.size_bytes for tensor in tensors if tensor.looked_up),
+        bytes_sparse=sum(tensor.size_bytes for tensor in tensors if tensor.sparse),
+    )
+
+
+WORKLOADS = (
+    Workload("alexnet", "plain:AlexNet", "5 convolutions, 3 dense layers; 224 × 224", 2, 20),
+    Workload("inception-v3", "inception:InceptionV3", "94 convolutions; 299 × 299", 2, 20),
+    Workload("vgg16", "plain:Vgg16", "13 convolutions, 3 dense layers; 64 × 64", 2, 12),
+    Workload("lstm", "recurrent:Lstm", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
+    Workload("gru", "recurrent:Gru", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
+    Workload("fcn5", "plain:Fcn5", "5 dense layers; 784 inputs", 4, 30),
+    Workload("resnet50", "resnet:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
+    Workload("gpt2-small", "gpt2:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
+    Workload(
+        "dlrm",
+        "dlrm:Dlrm",
+        "26 embedding tables with sparse gradients, 2 perceptrons; SGD without momentum",
+        128,
+        30,
+        "plain-sgd",
+    ),
+    Workload("dlrm-dense", "dlrm:DlrmDense", "the same with dense gradients", 128, 30),
+    Workload("moe", "moe:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
+    Workload("bilstm", "recurrent:BiLstm", "2 layers, both ways; 5 to 24 words", 4, 20),
+)
+"""Those of the paper first, in its order."""
+
+
+def workload(name: str) -> Workload:
+    """The workload of that name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for candidate in WORKLOADS:
+        if candidate.name == name:
+            return candidate
+    raise LookupError(f"no workload {name!r}; known: {', '.join(w.name for w in WORKLOADS)}")

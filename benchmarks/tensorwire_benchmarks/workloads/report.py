@@ -1,0 +1,81 @@
+"""The table of tensor sizes of all workloads, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tensorwire_benchmarks.workloads.catalog import Summary, Workload, summary
+
+MIB = 1 << 20
+
+
+def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
+    """How many tensors, how large; a line per workload."""
+    table = Table(
+        title="tensors of the workloads",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="small is below 1 KiB, large 1 MiB or more. looked up: gradients whose rows are "
+        "zeros but for those that a batch looks up; sparse, where torch makes only these",
+        caption_justify="left",
+    )
+    table.add_column("workload", no_wrap=True)
+    for heading in (
+        "tensors", "MiB", "average", "median", "min", "max", "small", "medium", "large",
+        "in large", "looked up",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model in workloads:
+        found = summary(model.tensors())
+        table.add_row(
+            model.name,
+            str(found.tensors),
+            f"{found.bytes / MIB:.2f}",
+            *(
+                size_text(size)
+                for size in (
+                    found.bytes_average, found.bytes_median, found.bytes_min, found.bytes_max,
+                )
+            ),
+            str(found.small),
+            str(found.medium),
+            str(found.large),
+            f"{100 * found.bytes_in_large / found.bytes:.2f} %",
+            _looked_up(found),
+        )  # fmt: skip
+    console.print(table)
+    for model in workloads:
+        console.print(f"{model.name:13} {model.about}; batch {model.batch}", highlight=False)
+
+
+def _looked_up(found: Summary) -> str:
+    if not found.bytes_looked_up:
+        return "–"
+    sparse = ", sparse" if found.bytes_sparse else ""
+    return f"{100 * found.bytes_looked_up / found.bytes:.0f} %{sparse}"
+
+
+def size_text(size_bytes: float) -> str:
+    """Three figures in the unit that suits."""
+    for unit, factor in (("MiB", MIB), ("KiB", 1 << 10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{size_bytes:.3g} B"
+
+
+def write_sizes(workloads: Sequence[Workload], path: str | os.PathLike[str]) -> None:
+    """Every workload with every tensor."""
+    data = [
+        {**model.describe(), "rows": [tensor._asdict() for tensor in model.tensors()]}
+        for model in workloads
+    ]
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")

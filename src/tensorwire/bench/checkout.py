@@ -1,0 +1,45 @@
+"""The one door to the benches that are in tensorwire's repository and that no wheel carries.
+
+They are the package `tensorwire_benchmarks` in the folder `benchmarks`, beside `src`. Where
+tensorwire is installed editable from a checkout, this file lies in that checkout, so the folder is
+found from its path. The current directory is not asked: what lies there may belong to another
+version than the tensorwire that runs, and where a command is typed must not decide which code it
+runs. Whoever has the package on PYTHONPATH gets that one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "tensorwire_benchmarks"
+_FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def found() -> bool:
+    """Whether the package can be imported; where this is a checkout, from now on it can."""
+    if (_FOLDER / PACKAGE).is_dir() and str(_FOLDER) not in sys.path:
+        sys.path.append(str(_FOLDER))  # last: it hides nothing
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def missing(what: str, command: str) -> str | None:
+    """Why `what` cannot run here, and how to run `tensorwire command` where it can; None if it can.
+
+    The sentence begins with `what`.
+    """
+    if found():
+        return None
+    return (
+        f"{what} is in tensorwire's repository, and no wheel carries it: clone the repository, run "
+        f"'make build' there, and then '.venv/bin/tensorwire {command}'"
+    )
+
+
+def load(module: str) -> Any:
+    """A module of the package, by its name there; `found` must be true."""
+    assert found(), "the benches of the repository are not here"
+    return importlib.import_module(f"{PACKAGE}.{module}")

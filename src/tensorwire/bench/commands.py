@@ -1,0 +1,178 @@
+"""What the commands of all benches share: options that are lists, where results go, a bar.
+
+A bench's command chooses settings and hands its `run` to `carry_out`; it is in `cli/bench.py`, or
+in the repository's `benchmarks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tensorwire.bench.rows import Report, parse_size
+from tensorwire.command import check_file
+from tensorwire.errors import TensorwireError
+
+_FIGURES = (".svg", ".pdf", ".png")
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+Told = Callable[[int, int, str], None]
+"""Called with what is done, how much there is, and a label."""
+
+S = TypeVar("S")
+
+
+class _List(click.ParamType[tuple[Any, ...]]):
+    """A comma-separated list; `read` makes a value of each word, or raises ValueError."""
+
+    name = "list"
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        try:
+            return tuple(self._read(word.strip()) for word in str(value).split(","))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _list_option(flags: Sequence[str], read: Callable[[str], Any], help: str) -> Decorator:
+    """An option whose lists add up where it is given several times; None if it is not given."""
+
+    def join(
+        ctx: click.Context, param: click.Parameter, lists: tuple[tuple[Any, ...], ...]
+    ) -> tuple[Any, ...] | None:
+        joined = tuple(each for part in lists for each in part)
+        if twice := [each for each in joined if joined.count(each) > 1]:
+            raise click.BadParameter(f"{twice[0]} is named twice", ctx, param)
+        return joined or None
+
+    return click.option(
+        *flags, type=_List(read), multiple=True, callback=join, metavar="A,B", help=help
+    )
+
+
+def names(*flags: str, known: Sequence[str], help: str) -> Decorator:
+    """An option that takes some of the known words."""
+
+    def read(word: str) -> str:
+        if word not in known:
+            raise ValueError(f"{word!r} is unknown; choose from {', '.join(known)}")
+        return word
+
+    return _list_option(flags, read, help)
+
+
+def sizes(*flags: str, help: str) -> Decorator:
+    """An option that takes sizes such as 64KiB, in bytes."""
+    return _list_option(flags, parse_size, help)
+
+
+def json_option(help: str) -> Decorator:
+    """Where a file of results goes; the parameter is `json_path`."""
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--json", "json_path", type=path, metavar="FILE", help=help)
+
+
+def outputs(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that every bench has: `json_path`, `figure_path` and `strict` of `carry_out`."""
+    for option in (
+        click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
+        click.option(
+            "--figure",
+            "figure_path",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Draw a figure; .svg, .pdf or .png.",
+        ),
+        json_option("Write all rows, the machine and the verdicts to FILE."),
+    ):
+        command = option(command)
+    return command
+
+
+def chosen(settings: S, **options: Any) -> S:
+    """The settings with those options that were given, which are not None."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(settings, **given)  # type: ignore[type-var]
+
+
+def terminal(width: int = 110) -> Console:
+    """A file or a pipe has no width of its own; the tables need some."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def carry_out(
+    run: Callable[[Told], Report],
+    print_report: Callable[[Report, Console], None],
+    draw: Callable[[Report, Path], None],
+    *,
+    json_path: Path | None,
+    figure_path: Path | None,
+    strict: bool,
+) -> None:
+    """Runs a bench with a bar, shows its report, keeps it, and ends with its exit code.
+
+    What would fail after the run is told before it.
+    """
+    check_file(json_path)
+    _check_figure(figure_path, json_path)
+    console = terminal()
+    report = _with_bar(run, console)
+    print_report(report, console)
+    if json_path is not None:
+        report.write(json_path)
+        click.echo(f"rows written to {json_path}")
+    if figure_path is not None:
+        try:
+            draw(report, figure_path)
+        except (TensorwireError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+        click.echo(f"figure written to {figure_path}")
+    if report.settings["interrupted"]:
+        raise SystemExit(130)
+    if strict and any(verdict.met is False for verdict in report.verdicts):
+        raise SystemExit(1)
+
+
+def _check_figure(figure_path: Path | None, json_path: Path | None) -> None:
+    check_file(figure_path)
+    if figure_path is None:
+        return
+    if figure_path.suffix.lower() not in _FIGURES:
+        raise click.BadParameter(f"{figure_path} is no figure; it ends with {', '.join(_FIGURES)}")
+    if figure_path == json_path:
+        raise click.UsageError(f"--json and --figure both name {json_path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("a figure needs matplotlib: pip install 'tensorwire[bench]'")
+
+
+def _with_bar(run: Callable[[Told], Report], console: Console) -> Report:
+    """Runs with a progress bar.
+
+    It is redrawn between the cases only: nothing of this process disturbs a measurement.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{label:34}", refresh=True)
+
+        return run(show)

@@ -1,0 +1,303 @@
+"""One look at this machine, or at the way to a peer: facts, figures and findings together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tensorwire.bench import machine
+from tensorwire.bench.rows import Report, Row, format_size
+from tensorwire.doctor import facts as facts_module
+from tensorwire.doctor.advice import (
+    NOTE,
+    WARNING,
+    Finding,
+    Link,
+    Route,
+    about_link,
+    about_machine,
+    worst,
+)
+from tensorwire.doctor.facts import Facts
+from tensorwire.doctor.measure import BENCH, OWN, Effort, Session, plan
+from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
+from tensorwire.memory import Node
+from tensorwire.memory.bandwidth import interface_of, source_address
+from tensorwire.memory.devices import interface
+from tensorwire.memory.handle import join_address, split_address
+from tensorwire.memory.offer import offered_by
+from tensorwire.memory.path_warning import PathWarning
+
+PATHS = ("shm", "rdma", "tcp")
+"""All that are tried, fastest first. One that this version does not have says so itself."""
+
+Progress = Callable[[float, str], None]
+"""Called before each step with the share that is done and what comes."""
+
+
+@dataclass(slots=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        address: of the peer, "" for this machine alone.
+        here, there: facts of both ends; `there` is None for a peer that is no doctor.
+        link: the way to the peer, None before it was reached.
+        rows, findings: what was measured and what it means.
+        failure: why the peer could not be reached, or was lost on the way; "" otherwise.
+        interrupted: ended by the user.
+    """
+
+    address: str
+    here: Facts
+    there: Facts | None = None
+    link: Link | None = None
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    failure: str = ""
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing is wrong, 1 there are warnings, 2 the peer was not reached, 130 interrupted."""
+        if self.failure:
+            return 2
+        if self.interrupted:
+            return 130
+        return 1 if worst(self.findings) == WARNING else 0
+
+    def report(self) -> Report:
+        """The rows as every bench keeps them."""
+        return Report(
+            BENCH,
+            machine.describe(),
+            self.rows,
+            settings={"address": self.address, "interrupted": self.interrupted},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The report with what a doctor adds."""
+        return {
+            **self.report().to_json(),
+            "versions": {
+                "tensorwire": self.here.tensorwire,
+                "tensorwire_there": self.there.tensorwire if self.there else None,
+                "python": self.here.python,
+                "kernel": self.here.kernel,
+                "ucx": self.here.rdma.ucx or None,
+            },
+            "facts": {
+                "here": self.here.to_json(),
+                "there": self.there.to_json() if self.there else None,
+            },
+            "chosen": self.link.chosen if self.link else None,
+            "routes": [asdict(route) for route in self.link.routes] if self.link else [],
+            "findings": [asdict(finding) for finding in self.findings],
+            "failure": self.failure or None,
+            "exit_code": self.exit_code,
+        }
+
+
+def _no_progress(share: float, text: str) -> None:
+    del share, text
+
+
+def examine_peer(
+    address: str, effort: Effort | None = None, progress: Progress = _no_progress
+) -> Examination:
+    """Measures the way to the Node at an address, and judges it.
+
+    A peer that is not reached, or is lost on the way, is a `failure` of the result, not an error.
+
+    Raises:
+        ValueError: a malformed address, or settings of the environment that no Node accepts.
+    """
+    _, port = split_address(address)
+    if port == 0:
+        raise ValueError(f"{address!r} has port 0; the other end shows the port that it listens on")
+    progress(0.0, "looking at this machine")
+    found = Examination(address, facts_module.read())
+    _Look(found, address, effort or Effort(), None, progress).run()
+    return found
+
+
+def examine_machine(effort: Effort | None = None, progress: Progress = _no_progress) -> Examination:
+    """Looks at this machine, and measures its paths with a second process of its own.
+
+    Raises:
+        ValueError: settings of the environment that no Node accepts.
+        UnavailableError: the second process could not be started.
+    """
+    progress(0.0, "looking at this machine")
+    found = Examination("", facts_module.read())
+    found.findings += about_machine(found.here)
+    secret = secrets.token_hex(16)
+    with _second_process(secret) as address:
+        effort = effort or Effort(seconds=4.0)
+        _Look(found, address, effort, secret.encode(), progress).run()
+    return found
+
+
+@contextlib.contextmanager
+def _second_process(secret: str) -> Iterator[str]:
+    """A doctor that serves at the address yielded, and ends with the block or with this process."""
+    environment = {k: v for k, v in os.environ.items() if k != "TENSORWIRE_SECRET_FILE"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tensorwire.doctor.serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environment, "TENSORWIRE_SECRET": secret},
+        text=True,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            address = child.stdout.readline().strip()
+            if not address:
+                raise UnavailableError("a second process could not be started to measure with")
+            yield address
+        finally:
+            child.stdin.close()
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+class _Look:
+    """Measures the way to one peer into an Examination."""
+
+    def __init__(
+        self,
+        found: Examination,
+        address: str,
+        effort: Effort,
+        secret: bytes | None,
+        progress: Progress,
+    ) -> None:
+        self._found = found
+        self._address = address
+        self._effort = effort
+        self._secret = secret
+        self._progress = progress
+        self._routes: list[Route] = []
+        self._sessions: list[Session] = []
+
+    def run(self) -> None:
+        """Everything; findings are added also when the peer is lost on the way."""
+        found = self._found
+        try:
+            self._connect()
+            self._measure()
+        except (TensorwireError, PermissionError) as error:
+            found.failure = str(error)
+        except KeyboardInterrupt:
+            found.interrupted = True
+        finally:
+            for session in self._sessions:
+                session.close()
+        if found.link is not None:
+            found.link = dataclasses.replace(found.link, rows=found.rows)
+            found.findings += about_link(found.link)
+            found.findings += _explain(found.rows)
+        self._progress(1.0, "done")
+
+    def _connect(self) -> None:
+        """By every path, and once as a user would."""
+        self._progress(0.05, f"connecting to {self._address}")
+        chosen, reason = self._choose()
+        for path in PATHS:
+            try:
+                session = Session(self._address, path, self._secret)
+            except UnavailableError as error:
+                self._routes.append(Route(path, False, str(error)))
+                continue
+            self._sessions.append(session)
+            self._routes.append(Route(path, True, session.reason))
+        helper = next((session for session in self._sessions if session.helped), None)
+        offer = offered_by(self._address)
+        host = split_address(self._address)[0]
+        name = interface_of(host)
+        there = helper.facts if helper is not None else None
+        self._found.there = there
+        self._found.link = Link(
+            address=self._address,
+            alone=not self._found.address,
+            loopback=name == "lo",
+            chosen=chosen,
+            reason=reason,
+            routes=tuple(self._routes),
+            here=self._found.here,
+            there=there,
+            interface_here=interface(name) if name is not None else None,
+            interface_there=there.find_interface(helper.interface_there())
+            if helper is not None and there is not None
+            else None,
+            offered_there=offer.transports if offer is not None else frozenset(),
+        )
+        if helper is None:
+            text = "a Node at work, no doctor: little is measured, and gently"
+            remedy = "start 'tensorwire doctor --serve' at the other end for all of it"
+            self._found.findings.append(Finding(NOTE, "peer", text, remedy))
+        elif there is None:
+            text = f"its facts cannot be read here: {helper.facts_fault}"
+            remedy = "install the same tensorwire on both sides"
+            self._found.findings.append(Finding(WARNING, "versions", text, remedy))
+
+    def _choose(self) -> tuple[str, str]:
+        """What a plain `connect` takes, and why."""
+        name, listen = f"doctor-{os.getpid()}", self._listen()
+        with (
+            warnings.catch_warnings(),
+            Node(name, listen=listen, secret=self._secret) as node,
+        ):
+            warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
+            core = node.connect(self._address)._core
+            return core.transport, core.reason
+
+    def _listen(self) -> str:
+        """Where a Node of a job would listen: where the peer reaches it, if there is a secret.
+
+        A Node on loopback is not expected to have peers elsewhere, and chooses accordingly.
+        """
+        source = source_address(split_address(self._address)[0])
+        secret = any(os.environ.get(f"TENSORWIRE_SECRET{end}") for end in ("", "_FILE"))
+        if self._secret is not None or not secret or source is None:
+            return "127.0.0.1:0"
+        return join_address(source, 0)
+
+    def _measure(self) -> None:
+        share = 1 / max(1, len(self._sessions))
+        for index, session in enumerate(self._sessions):
+            effort = self._effort if session.helped else self._effort.gentle()
+            cases = len(plan(effort, session.helped))
+
+            def show(done: int, text: str, index: int = index, cases: int = cases) -> None:
+                self._progress(0.1 + 0.9 * share * (index + done / cases), text)
+
+            try:
+                for row in session.measure(effort, effort.seconds * share, show):
+                    self._found.rows.append(row)
+            except PeerLostError as error:
+                # A raw socket may be the first to see it, and knows less about why.
+                reason = session.peer.lost_reason or str(error)
+                text = f"lost while {session.transport} was measured: {reason}"
+                raise PeerLostError(text) from error
+            session.close()
+
+
+def _explain(rows: list[Row]) -> Iterator[Finding]:
+    """What is missing in the figures, each reason once."""
+    told = set()
+    for row in rows:
+        if row.system == OWN and row.note and row.note not in told:
+            told.add(row.note)
+            yield Finding(NOTE, f"{row.case} {format_size(row.bytes)}", row.note)

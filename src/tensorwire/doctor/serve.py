@@ -1,0 +1,189 @@
+"""The cooperating end of a measurement: answers signals, lends memory, opens raw sockets.
+
+Memory is leased from it as from any Node, so writes and reads need nothing of this module. A client
+makes itself known by a region in its own Node; each connection gets a mailbox and a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tensorwire.doctor import facts
+from tensorwire.doctor.mailbox import (
+    AREA_BYTES,
+    CLIENT_REGION,
+    PING_WORD,
+    SERVER_REGION,
+    Mailbox,
+)
+from tensorwire.doctor.raw import RawServer
+from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
+from tensorwire.memory import Node, Peer
+from tensorwire.memory.bandwidth import interface_with
+from tensorwire.memory.handle import split_address
+
+_MAX_CLIENTS = 16
+_MAX_PINGS = 100_000
+_QUOTA_BYTES = 1 << 30
+
+Say = Callable[[str], None]
+
+
+def _no_say(line: str) -> None:
+    del line
+
+
+class Doctor:
+    """A Node that helps others to measure; `close` ends it.
+
+    Raises:
+        ValueError, UnavailableError, BusyError: as for `Node`.
+    """
+
+    def __init__(self, listen: str = "127.0.0.1:0", say: Say = _no_say) -> None:
+        self.node = Node(
+            f"doctor-{os.getpid()}",
+            listen=listen,
+            quota_bytes=_QUOTA_BYTES,
+            max_peers=_MAX_CLIENTS,
+        )
+        self._host = split_address(listen)[0]
+        self._say = say
+        self._facts = facts.read().to_json()
+        self._threads: list[threading.Thread] = []
+        self._sign = self.node.allocate(64, name=SERVER_REGION, access="r")
+
+    @property
+    def address(self) -> str:
+        """What the other end is given."""
+        return self.node.address
+
+    def run(self) -> None:
+        """Serves until `close`, or until an exception such as KeyboardInterrupt."""
+        while True:
+            try:
+                peer = self.node.accept(0.5)
+            except TimeoutError:
+                continue
+            except ClosedError:
+                return
+            thread = threading.Thread(target=self._attend, args=(peer,), daemon=True)
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            thread.start()
+
+    def close(self) -> None:
+        """Ends everything; clients see this side as lost. Idempotent."""
+        self.node.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _attend(self, peer: Peer) -> None:
+        try:
+            theirs = peer.region(CLIENT_REGION)
+        except LookupError:
+            return  # somebody who only measures what needs no help
+        except TensorwireError:
+            return  # gone already
+        self._say(f"{peer.name} measures by {peer._core.transport}")
+        try:
+            box = Mailbox(self.node.allocate(AREA_BYTES), theirs, peer)
+            Attendant(peer, box, self._host).run(self._facts)
+        except (PeerLostError, ClosedError):
+            pass  # the usual end
+        except (TensorwireError, ValueError) as error:
+            self._say(f"{peer.name}: {error}")
+            peer.close()
+        self._say(f"{peer.name} is done")
+
+
+class Attendant:
+    """Serves one client until it leaves."""
+
+    def __init__(self, peer: Peer, box: Mailbox, host: str) -> None:
+        self._peer = peer
+        self._box = box
+        self._raw = RawServer(host)
+
+    def run(self, about: dict[str, Any]) -> None:
+        """Introduces itself, then answers.
+
+        Raises:
+            PeerLostError, ClosedError: the client left, or this Node ended.
+            ValueError, TimeoutError: it does not keep to the protocol.
+        """
+        try:
+            self._box.send({"handle": self._box.mine.handle().to_bytes().hex(), "facts": about})
+            while True:
+                self._answer(self._box.receive(timeout_s=None))
+        finally:
+            self._raw.close()
+            try:
+                self._box.mine.free()
+            except ClosedError:
+                pass
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        kind = request.get("do")
+        if kind == "pong":
+            first, count = request.get("first"), request.get("count")
+            if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
+                raise ValueError(f"signals from {first!r}, {count!r} times")
+            if not 0 < count <= _MAX_PINGS:
+                raise ValueError(f"{count} signals at once")
+            self._box.send({})
+            self._pong(first, count)
+        elif kind == "raw":
+            try:
+                port, token = self._raw.listen(str(request.get("mode")), int(request["bytes"]))
+                self._box.send({"port": port, "token": token})
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._box.send({"error": f"no raw socket: {error}"})
+        elif kind == "interface":
+            self._box.send({"name": _interface_of(str(request.get("host")))})
+        else:
+            self._box.send({"error": f"this doctor does not know {str(kind)[:40]!r}"})
+
+    def _pong(self, first: int, count: int) -> None:
+        assert self._box.theirs is not None
+        mine, theirs = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
+        for value in range(first, first + count):
+            mine.wait_until(value, 10.0, peer=self._peer)
+            theirs.set(value)
+
+
+def _interface_of(host: str) -> str | None:
+    """The interface of this machine that has the address by which a client reached it."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return None
+    return interface_with(str(found[0][4][0]).partition("%")[0])
+
+
+def main() -> None:
+    """Serves a doctor that is the parent of this process, until its end of standard input closes.
+
+    Prints the address as its first line.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends it in order
+    doctor = Doctor()
+    print(doctor.address, flush=True)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        doctor.close()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    doctor.run()
+    watcher.join()
+
+
+if __name__ == "__main__":
+    main()
