@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorwire import Node
-from tensorwire.cli.command import Command
+from tensorwire.command import Command
 from tensorwire.errors import TensorwireError
 from tensorwire.membership import RunningServer, read_status, reader_name, running_servers
 
