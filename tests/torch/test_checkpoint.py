@@ -39,7 +39,7 @@ def save(path: Path, value: float = 0.5, size: int = 300) -> None:
 
 def load(path: Path, mapped: bool = False) -> tuple[int, Any]:
     into = Kept()
-    return checkpoint.load(path, {"model": into}, [], 7, mapped), into.state
+    return checkpoint.load(path, {"model": into}, [], contextlib.nullcontext, 7, mapped), into.state
 
 
 def same(state: Any, value: float = 0.5) -> bool:
