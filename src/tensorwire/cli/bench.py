@@ -148,9 +148,17 @@ def _need_torch() -> None:
     type=click.FloatRange(0.01, 600),
     help="Time for each case of tensorwire and its limit (default 2).",
 )
+@click.option(
+    "--from",
+    "from_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure nothing: show and draw the rows of FILE, which --json wrote.",
+)
 def memory(
     json_path: Path | None,
     figure_path: Path | None,
+    from_path: Path | None,
     quick: bool,
     systems: tuple[str, ...] | None,
     cases: tuple[str, ...] | None,
@@ -178,12 +186,26 @@ def memory(
         tensorwire bench memory --systems tensorwire,nixl --wires shm --sizes 8,1MiB,64MiB
 
     \b
+    The figure of an earlier run, drawn again:
+        tensorwire bench memory --from memory.json --figure memory.svg
+
+    \b
     The rivals:
         pip install 'tensorwire[bench,nixl]'
     """  # noqa: D301 (\b is what click reads)
     from tensorwire.bench.memory import Settings, run
     from tensorwire.bench.report import draw, print_report
 
+    if from_path is not None:
+        chosen = {
+            "--quick": quick, "--systems": systems, "--cases": cases, "--sizes": sizes,
+            "--wires": wires, "--seconds": seconds,
+        }  # fmt: skip
+        if name := next((name for name, value in chosen.items() if value), None):
+            raise click.UsageError(f"{name} has no meaning for --from, which measures nothing")
+        stored = _stored(from_path, "memory")
+        _carry_out(lambda show: stored, print_report, draw, json_path, figure_path, strict)
+        return
     if cases and not {"write", "read"} & set(cases):
         for name, value in (("--sizes", sizes), ("--figure", figure_path)):
             if value is not None:
@@ -193,6 +215,19 @@ def memory(
     settings = Settings.quick() if quick else Settings()
     _choose(settings, systems, cases, sizes, wires, seconds)
     _carry_out(partial(run, settings), print_report, draw, json_path, figure_path, strict)
+
+
+def _stored(path: Path, bench: str) -> Report:
+    """The report that an earlier run of this bench wrote."""
+    from tensorwire.bench.rows import Report
+
+    try:
+        report = Report.load(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if report.bench != bench:
+        raise click.ClickException(f"{path}: rows of bench {report.bench}, not of bench {bench}")
+    return report
 
 
 def _choose(
