@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tensorwire.bench.rows import (
     Comparison,
@@ -15,6 +16,7 @@ from tensorwire.bench.rows import (
     parse_size,
 )
 from tensorwire.bench.verdicts import judge
+from tensorwire.cli import main
 
 KEYS = {
     "bench", "case", "system", "bytes", "seconds_median", "seconds_p99", "gb_per_s",
@@ -92,11 +94,48 @@ def test_what_is_not_a_number_becomes_null(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["rows"][0]["gb_per_s"] is None
 
 
-def test_load_refuses_another_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"format": 999}', '{"format": 1}', "[]", "", '{"format": 1, "bench":', "\0\udcff"]
+)
+def test_load_refuses_what_is_no_report(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.json"
-    path.write_text('{"format": 999}')
-    with pytest.raises(ValueError, match="format"):
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"rows\.json: not a bench report of format 1"):
         Report.load(path)
+
+
+def show_again(path: Path, *more: str) -> str:
+    """What `bench memory --from` prints, without a measurement."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("tensorwire.bench.memory.plan")
+        return CliRunner().invoke(main, ["bench", "memory", "--from", str(path), *more]).output
+
+
+def test_stored_rows_are_shown_again(tmp_path: Path) -> None:
+    report = full_report()
+    report.verdicts = judge(report)
+    report.write(tmp_path / "memory.json")
+    printed = show_again(tmp_path / "memory.json")
+    assert "shm.write" in printed
+    assert printed.count("met  ") == len(report.verdicts)
+
+
+def test_the_figure_of_stored_rows_is_drawn_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    full_report().write(tmp_path / "memory.json")
+    figure = tmp_path / "memory.svg"
+    assert f"figure written to {figure}" in show_again(
+        tmp_path / "memory.json", "--figure", str(figure)
+    ).replace("\n", "")
+    drawn = figure.read_bytes()
+    assert b"</svg>" in drawn
+    show_again(tmp_path / "memory.json", "--figure", str(figure))
+    assert figure.read_bytes() == drawn
+
+
+def test_rows_of_another_bench_are_not_shown(tmp_path: Path) -> None:
+    Report("training", {}).write(tmp_path / "rows.json")
+    assert "rows of bench training, not of bench memory" in show_again(tmp_path / "rows.json")
 
 
 def test_find() -> None:

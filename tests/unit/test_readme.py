@@ -27,10 +27,11 @@ def run(program: Path) -> str:
     return done.stdout
 
 
-def test_readme(repository: Path, tmp_path: Path) -> None:
-    """A program of its own: it starts a second process, which has to import it."""
-    (block,) = blocks(repository / "README.md")
-    program = tmp_path / "readme.py"
+def test_two_processes(repository: Path, tmp_path: Path) -> None:
+    """The `py` block of that page: a program of its own, which a second process has to import."""
+    page = (repository / "docs" / "memory.md").read_text()
+    (block,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "two_processes.py"
     program.write_text(block)
     assert run(program).split() == "[0. 1. 2. 3. 4. 5. 6. 7. 8. 9.]".split()
 

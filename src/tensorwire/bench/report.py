@@ -149,7 +149,7 @@ _STYLES = {
 }
 _OWN = ("tensorwire", "tensorwire-c++")  # drawn with their intervals; the rest would hide them
 _OTHER = _Style("#666666", "x", "-")
-_PANELS = ("time until complete", "bandwidth, GB/s", "ratio to the limit")
+_PANELS = ("median until complete, µs", "bandwidth, GB/s", "speed / speed of the limit")
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
@@ -190,8 +190,11 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
             handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False
         )
         about = report.machine
+        load = about.get("load_average")
         figure.suptitle(
-            f"{about.get('cpu')}, {len(about.get('affinity') or [])} cores, one host; medians",
+            f"{about.get('cpu')}, {len(about.get('affinity') or [])} cores, one host; medians; "
+            f"{str(about.get('time'))[:10]}"
+            + (f", load {load[0]:.1f} at the start" if load else ""),
             fontsize=9,
         )
         figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
@@ -201,15 +204,17 @@ def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
     from matplotlib.ticker import FuncFormatter
 
     sizes = sorted({row.bytes for row in rows})
-    for panel, title in zip(axes, _PANELS, strict=True):
+    for panel, unit in zip(axes, _PANELS, strict=True):
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45, ha="right")
         panel.minorticks_off()
-        panel.set_title(f"{case.replace('.', ' ')}: {title}", loc="left")
+        panel.set_title(case.replace(".", " "), loc="left")
+        panel.set_xlabel("size of one operation, bytes")
+        panel.set_ylabel(unit)
         panel.grid(True, color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")
-    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 1e6:,.9g}"))
     axes[2].axhline(1.0, color="black", linewidth=0.8)
     highest = max((row.ratio_to_limit or 0.0 for row in rows), default=1.0)
     axes[2].set_ylim(0, min(2.5, max(1.25, 1.1 * highest)))

@@ -162,13 +162,19 @@ class Report:
         Raises:
             ValueError: not such a file, or one of another format.
         """
-        data = json.loads(Path(path).read_text())
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"{path}: not a bench report of format {FORMAT}")
+        try:
+            return cls._from_json(json.loads(Path(path).read_text()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: not a bench report of format {FORMAT}") from error
+
+    @classmethod
+    def _from_json(cls, data: Any) -> Report:
+        if data["format"] != FORMAT:
+            raise ValueError(data["format"])
         return cls(
             bench=data["bench"],
-            machine=data["machine"],
-            settings=data["settings"],
+            machine=dict(data["machine"]),
+            settings={"interrupted": False, **data["settings"]},
             rows=[Row(**_with_interval(row, "ratio_interval")) for row in data["rows"]],
             comparisons=[
                 Comparison(**_with_interval(item, "interval")) for item in data["comparisons"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ import click
 from tensorwire.bench import checkout
 from tensorwire.bench.commands import carry_out, chosen, names, outputs, sizes
 from tensorwire.bench.memory import CASES, SYSTEMS, WIRES, Settings, run
+from tensorwire.bench.rows import Report
 from tensorwire.command import Command
 from tensorwire.errors import UnavailableError
 
@@ -44,7 +46,15 @@ def bench() -> None:
     type=click.FloatRange(0.01, 600),
     help="Time for each case of tensorwire and its limit (default 2).",
 )
+@click.option(
+    "--from",
+    "from_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure nothing: show and draw the rows of FILE, which --json wrote.",
+)
 def memory(
+    from_path: Path | None,
     quick: bool,
     systems: tuple[str, ...] | None,
     cases: tuple[str, ...] | None,
@@ -72,11 +82,25 @@ def memory(
         tensorwire bench memory --systems tensorwire,nixl --wires shm --sizes 8,1MiB,64MiB
 
     \b
+    The figure of an earlier run, drawn again:
+        tensorwire bench memory --from memory.json --figure memory.svg
+
+    \b
     The rivals, in a checkout of the repository:
         pip install 'tensorwire[bench,nixl]'
     """  # noqa: D301 (\b is what click reads)
     from tensorwire.bench.report import draw, print_report
 
+    if from_path is not None:
+        options = {
+            "--quick": quick, "--systems": systems, "--cases": cases, "--sizes": sizes,
+            "--wires": wires, "--seconds": seconds,
+        }  # fmt: skip
+        if name := next((name for name, value in options.items() if value), None):
+            raise click.UsageError(f"{name} has no meaning for --from, which measures nothing")
+        stored = _stored(from_path, "memory")
+        carry_out(lambda show: stored, print_report, draw, **outputs)
+        return
     if cases and not {"write", "read"} & set(cases):
         for name, value in (("--sizes", sizes), ("--figure", outputs["figure_path"])):
             if value is not None:
@@ -88,6 +112,17 @@ def memory(
     if seconds is not None:
         settings.budget = dataclasses.replace(settings.budget, case_s=seconds)
     carry_out(partial(run, settings), print_report, draw, **outputs)
+
+
+def _stored(path: Path, bench: str) -> Report:
+    """The report that an earlier run of this bench wrote."""
+    try:
+        report = Report.load(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if report.bench != bench:
+        raise click.ClickException(f"{path}: rows of bench {report.bench}, not of bench {bench}")
+    return report
 
 
 def in_repository() -> Iterable[click.Command]:

@@ -14,10 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorwire import Node
 from tensorwire.command import Command
 from tensorwire.errors import TensorwireError
 from tensorwire.membership import RunningServer, read_status, reader_name, running_servers
+from tensorwire.memory import Node
 
 _COLOURS = {"connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow"}
 _CONNECT_S = 5.0
