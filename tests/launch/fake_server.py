@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int)
     parser.add_argument("--count", type=int)
     parser.add_argument("--servers", default="")
+    parser.add_argument("--command")
     parser.add_argument("--listen")
     parser.add_argument("--address-fd", type=int)
     options = parser.parse_args()

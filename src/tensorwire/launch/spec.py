@@ -165,6 +165,7 @@ class JobSpec:
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
         command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
         command += ["--count", str(self.servers)]
+        command += ["--command=" + " ".join(self.command)]
         if addresses:
             command += ["--servers", ",".join(addresses)]
         return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]

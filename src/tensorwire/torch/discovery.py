@@ -123,7 +123,7 @@ def start_server(
     reader, writer = os.pipe()
     command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
     command += [f"--workers={workers}", f"--count={count}", f"--servers={','.join(before)}"]
-    command += [f"--listen={listen}:0"]
+    command += [f"--listen={listen}:0", f"--command={' '.join(sys.argv)}"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
     with open(reader) as channel:
         try:
