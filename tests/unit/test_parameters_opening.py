@@ -10,7 +10,7 @@ import pytest
 
 from tensorwire.parameters import ABSENT, APPLY, Commit, Layout, Spec, TensorSpec
 from tensorwire.parameters.messages import Description, DisagreementError
-from tensorwire.parameters.regions import Kind, ServerRegions, region_name, result_block
+from tensorwire.parameters.regions import RegionKind, ServerRegions, region_name, result_block
 from tensorwire.parameters.server.opening import agreed, committers_of
 
 SPEC = Spec("torch.optim.SGD", ("lr",), 1, 4, (TensorSpec("a", "float32", (600_000,)),))
@@ -30,14 +30,16 @@ def regions(server: int, spec: Spec = SPEC) -> ServerRegions:
 @pytest.mark.parametrize(
     ("kind", "which", "name", "access"),
     [
-        (Kind.SLOT, 3, "7/slot/3", "rw"),
-        (Kind.STATE, "exp_avg", "7/state/exp_avg", "rw"),
-        (Kind.COMMIT, 1, "7/commit/1", "w"),
-        (Kind.COUNTS, None, "7/counts", "rw"),
-        (Kind.MASTER, None, "7/master", "none"),
+        (RegionKind.SLOT, 3, "7/slot/3", "rw"),
+        (RegionKind.STATE, "exp_avg", "7/state/exp_avg", "rw"),
+        (RegionKind.COMMIT, 1, "7/commit/1", "w"),
+        (RegionKind.COUNTS, None, "7/counts", "rw"),
+        (RegionKind.MASTER, None, "7/master", "none"),
     ],
 )
-def test_names_of_regions(kind: Kind, which: int | str | None, name: str, access: str) -> None:
+def test_names_of_regions(
+    kind: RegionKind, which: int | str | None, name: str, access: str
+) -> None:
     found, size, may = regions(0).allocate(FakeNode(), kind, which)
     assert (found, may) == (name, access) == (region_name(7, kind, which), access)
     assert size >= 64
@@ -45,7 +47,7 @@ def test_names_of_regions(kind: Kind, which: int | str | None, name: str, access
 
 def test_pipelines_may_read_the_rest_of_a_model() -> None:
     split = regions(0, replace(SPEC, pipeline=2))
-    assert split.allocate(FakeNode(), Kind.MASTER)[2] == "r"
+    assert split.allocate(FakeNode(), RegionKind.MASTER)[2] == "r"
 
 
 def test_blocks_do_not_overlap() -> None:
@@ -54,13 +56,13 @@ def test_blocks_do_not_overlap() -> None:
         for one, other in pairwise(of(server) for server in range(4)):
             assert one.start % 64 == 0
             assert one.stop == other.start
-    assert made.allocate(FakeNode(), Kind.NORMS)[1] == made.norms_block(1).stop
+    assert made.allocate(FakeNode(), RegionKind.NORMS)[1] == made.norms_block(1).stop
 
 
 def test_stamps_lie_behind_the_commit() -> None:
     made = regions(0)
     commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((0.1,),), bytes([ABSENT])).to_bytes()
-    size = made.allocate(FakeNode(), Kind.COMMIT, 0)[1]
+    size = made.allocate(FakeNode(), RegionKind.COMMIT, 0)[1]
     assert size == 64 + commit.nbytes + 8 * len(made.units)
     assert len(made.unit_words) == len(made.units) > 0
 

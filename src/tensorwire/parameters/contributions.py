@@ -1,7 +1,4 @@
-"""What the slices give to a version: where each one's gradients lie, and what each one weighs.
-
-Memory and commits only: no processes, no waiting, no arithmetic on gradients.
-"""
+"""What the slices give to a version: where each one's gradients lie, and what each one weighs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .messages import BLOCK_BYTES, RESULT_BYTES, WORD_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
 
 
-class Kind(StrEnum):
+class RegionKind(StrEnum):
     """What a region is for, which is also its name behind the number of the store."""
 
     # At a worker, VIEW also at a server; SENT of each slice.
@@ -35,21 +35,25 @@ UNIT_BYTES = 1 << 20
 """Of one write over a network: large enough to be worth it, small beside what is under way."""
 
 _STAMP_BYTES = 8
-_AT_WORKER = {Kind.RESULT: "w", Kind.SPEC: "r", Kind.SENT: "none"}  # what peers may; else all
+_AT_WORKER = {
+    RegionKind.RESULT: "w",
+    RegionKind.SPEC: "r",
+    RegionKind.SENT: "none",
+}  # what peers may; else all
 _LEAST_BYTES = 64  # also of a share without cells
 
 
-def region_name(store: int, kind: Kind, which: int | str | None = None) -> str:
+def region_name(store: int, kind: RegionKind, which: int | str | None = None) -> str:
     """The name of a region; `which` tells the slice, commit or state that it is of."""
     return f"{store}/{kind}" if which is None else f"{store}/{kind}/{which}"
 
 
 def allocate_at_worker(
-    node: Node, store: int, kind: Kind, size_bytes: int, which: int | None = None
+    node: Node, store: int, kind: RegionKind, size_bytes: int, which: int | None = None
 ) -> Region:
     """Allocates a region of a worker."""
     name, access = region_name(store, kind, which), _AT_WORKER.get(kind, "rw")
-    return node.allocate(size_bytes, name=name, access=access, mappable=kind == Kind.VIEW)
+    return node.allocate(size_bytes, name=name, access=access, mappable=kind == RegionKind.VIEW)
 
 
 def result_block(server: int) -> slice:
@@ -99,14 +103,13 @@ class ServerRegions:
     Attributes:
         share, tables, units: of the server.
         unit_words: the offsets of the words of the units in ARRIVED.
-        changed_start: where its part of a worker's CHANGED begins.
     """
 
     def __init__(self, store: int, shares: Sequence[Share], server: int) -> None:
-        self._store, self.server, self.servers = store, server, len(shares)
+        self._store, self._shares = store, shares
+        self.server, self.servers = server, len(shares)
         self.share = share = shares[server]
         self.tables, self.units = tables_of(share), units_of(share)
-        self.changed_start = changed_starts(shares)[server]
         spec, count = share.layout.spec, len(share.layout.spec.tensors)
         commit = Commit.size_bytes(spec.groups, len(spec.hyper), count)
         stamps = _STAMP_BYTES * len(self.units)
@@ -115,27 +118,31 @@ class ServerRegions:
         norms = WORD_BYTES + 8 * max(len(each.cells) for each in shares)
         self._norms_bytes = norms = -(-norms // ALIGN_BYTES) * ALIGN_BYTES
         self._sizes = {
-            Kind.VIEW: share.layout.size_bytes,
-            Kind.BLOCKS: BLOCK_BYTES * count,
-            Kind.ROWS: heads_bytes(share),
-            Kind.COUNTS: 8 * count,
-            Kind.COMMIT: WORD_BYTES + commit + stamps,
-            Kind.ARRIVED: stamps,
-            Kind.NORMS: norms * len(shares),
+            RegionKind.VIEW: share.layout.size_bytes,
+            RegionKind.BLOCKS: BLOCK_BYTES * count,
+            RegionKind.ROWS: heads_bytes(share),
+            RegionKind.COUNTS: 8 * count,
+            RegionKind.COMMIT: WORD_BYTES + commit + stamps,
+            RegionKind.ARRIVED: stamps,
+            RegionKind.NORMS: norms * len(shares),
         }  # of all others: the share's
-        self._access = {Kind.COMMIT: "w", Kind.ARRIVED: "w", Kind.NORMS: "w"}
+        self._access = {RegionKind.COMMIT: "w", RegionKind.ARRIVED: "w", RegionKind.NORMS: "w"}
         # Who has a part of the model reads the rest there.
-        self._access[Kind.MASTER] = "none" if spec.pipeline == 1 else "r"
+        self._access[RegionKind.MASTER] = "none" if spec.pipeline == 1 else "r"
 
-    def name(self, kind: Kind, which: int | str | None = None) -> str:
+    def name(self, kind: RegionKind, which: int | str | None = None) -> str:
         """The name of a region; `which` tells the slice, commit or state that it is of."""
         return region_name(self._store, kind, which)
 
-    def allocate(self, node: Node, kind: Kind, which: int | str | None = None) -> Region:
+    def allocate(self, node: Node, kind: RegionKind, which: int | str | None = None) -> Region:
         """Allocates a region at the server; it is never empty."""
         size = max(self._sizes.get(kind, self.share.size_bytes), _LEAST_BYTES)
         access = self._access.get(kind, "rw")
         return node.allocate(size, name=self.name(kind, which), access=access)
+
+    def changed_start(self) -> int:
+        """Where the server's part of a worker's CHANGED begins."""
+        return changed_starts(self._shares)[self.server]
 
     def stamps(self, body: Bytes) -> NDArray[np.uint64]:
         """A copy of the stamps of the units, from the memory behind the word of a commit."""

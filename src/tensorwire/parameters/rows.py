@@ -156,12 +156,7 @@ def take_meant(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Grad
 
 
 def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list[Bytes]]:
-    """What goes to one server: the head, and the values that lie behind one another there.
-
-    Args:
-        table: the rows there.
-        gradients: by tensor; of all its rows.
-    """
+    """What goes to one server: the head, and the values that lie behind one another there."""
     numbers: list[Rows] = [np.zeros(1, np.int64)]
     values: list[Bytes] = []
     for member in table.members:
@@ -200,16 +195,13 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """At the worker: puts what the version changed into its view of the table.
+    """At the worker: puts what the version changed into its view of a server's rows of a table.
 
     Args:
         table: the rows of one server.
         version: that is in place.
-        memory: what this server has written.
+        memory: what this server has written; ValueError if it cannot be.
         view: these rows.
-
-    Raises:
-        ValueError: what is written there cannot be.
     """
     end = table.changed + _NUMBER_BYTES * (2 + table.capacity)
     numbers = memory[table.changed : end].view(np.int64)

@@ -46,8 +46,7 @@ class Publisher(Protocol):
         """Of some rows of a table."""
 
 
-# A pool costs some tens of microseconds: not for a few cells.
-_MIN_CELLS_PER_THREAD = 2
+_MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,7 @@ class Arrivals(Protocol):
 
 
 class Shard:
-    """Reduces and applies. Methods are called by one thread at a time.
-
-    Attributes:
-        share: its cells.
-        memory: theirs.
-        threads: how many work on them.
-    """
+    """Reduces and applies, by so many `threads`. Methods are called by one thread at a time."""
 
     def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
         self.share = share
@@ -162,17 +155,13 @@ class Shard:
                 raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
 
     def _contributions(self, commits: Sequence[Commit]) -> Contributions:
-        memory = self.memory.contributions
-        return Contributions(commits, self._counts, self._here, self.share, memory)
+        given = self.memory.contributions
+        return Contributions(commits, self._counts, self._here, self.share, given)
 
     def reduce(
         self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
-        """Puts the reduced gradient into slot 0.
-
-        Returns:
-            The sum of its squares per cell of the share, in order; empty if not asked for.
-        """
+        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for."""
         given = self._contributions(commits)
 
         def work(index: int) -> list[float]:

@@ -25,7 +25,7 @@ from ..messages import (
     DisagreementError,
     merged,
 )
-from ..regions import Kind, local_message
+from ..regions import RegionKind, local_message
 from ..shard import Shard
 from .arrivals import Announced, ArrivingUnits
 from .opening import Opening
@@ -85,12 +85,12 @@ class Gatherer:
             if stage == 0:
                 blocks = None
                 if opening.produces(slice_index):
-                    blocks = opening.allocate(Kind.BLOCKS, slice_index).array("uint32")
+                    blocks = opening.allocate(RegionKind.BLOCKS, slice_index).array("uint32")
                     blocks = blocks[: len(self._spec.tensors)]
-            word, body = local_message(opening.allocate(Kind.COMMIT, index))
+            word, body = local_message(opening.allocate(RegionKind.COMMIT, index))
             units: list[Word] = []
             if rank not in opening.mapped:  # what others copy is there before their commit
-                arrived = opening.allocate(Kind.ARRIVED, index)
+                arrived = opening.allocate(RegionKind.ARRIVED, index)
                 units = [arrived.word(offset) for offset in opening.regions.unit_words]
             yield Contributor(rank, self._member.workers[rank], word, body, units, blocks)
 
@@ -101,11 +101,7 @@ class Gatherer:
             self._contributors = []
 
     def gather(self, version: int) -> tuple[list[Commit], ArrivingUnits, float, float]:
-        """Waits for the commits of a version.
-
-        Returns:
-            A commit per slice, gradients on their way, and when the first and last commit came.
-        """
+        """A commit per slice; gradients on their way; the times of the first and last commit."""
         self._version, started = version, 0.0
         commits: list[Commit] = []
         gathered: list[Contributor] = []

@@ -15,7 +15,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion
 from ..contributions import Contribution
 from ..layout import Layout, Spec
 from ..messages import Description, DisagreementError
-from ..regions import Kind, ServerRegions, region_name
+from ..regions import RegionKind, ServerRegions, region_name
 
 
 class Opening:
@@ -27,9 +27,6 @@ class Opening:
         mapped: the workers that have this server's memory mapped, and can produce gradients there.
         homes: the servers whose views are used.
         closing: nobody waits for the store any more.
-
-    Raises:
-        DisagreementError, ValueError: the workers do not want the same, or what cannot be.
     """
 
     def __init__(self, member: ServerMember, number: int, closing: threading.Event) -> None:
@@ -49,7 +46,7 @@ class Opening:
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
 
-    def allocate(self, kind: Kind, which: int | str | None = None) -> Region:
+    def allocate(self, kind: RegionKind, which: int | str | None = None) -> Region:
         """Allocates a region."""
         self._allocated.append(self.regions.allocate(self.member.node, kind, which))
         return self._allocated[-1]
@@ -59,13 +56,13 @@ class Opening:
         size, produced, pool = self.regions.share.size_bytes, None, None
         heads = np.empty(0, np.uint8)
         if self.produces(slice_index):
-            produced = self.allocate(Kind.PRODUCED, slice_index).array()[:size]
-            pool = self.allocate(Kind.POOL, slice_index).array()[:size]
+            produced = self.allocate(RegionKind.PRODUCED, slice_index).array()[:size]
+            pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
         if self.regions.tables:
-            heads = self.allocate(Kind.ROWS, slice_index).array()
+            heads = self.allocate(RegionKind.ROWS, slice_index).array()
         return Contribution(slot.array()[:size], produced, pool, heads)
 
-    def look_up(self, peer: Peer, kind: Kind) -> RemoteRegion:
+    def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
         """A region that another server is about to allocate."""
         while not self.closing.is_set():
             try:
@@ -84,7 +81,7 @@ class Opening:
 def _read_descriptions(member: ServerMember, number: int) -> dict[int, Description]:
     found = {}
     for rank, peer in sorted(member.workers.items()):
-        region = peer.region(region_name(number, Kind.SPEC))
+        region = peer.region(region_name(number, RegionKind.SPEC))
         data = np.empty(region.size_bytes, np.uint8)
         region.read(data).wait()
         try:

@@ -17,12 +17,11 @@ from tensorwire.memory import RemoteRegion, RemoteWord, Transfer, wait_all
 from ..kernel import Rows
 from ..layout import Selection, Share
 from ..messages import POISON, Bytes, Result
-from ..regions import Kind, local_message, region_name, remote_message, result_block
+from ..regions import RegionKind, local_message, region_name, remote_message, result_block
 from ..rows import Table, change
 from .opening import Opening
 
-# New values leave in pieces of about this size.
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size
 
 
 class RemoteView(NamedTuple):
@@ -37,11 +36,7 @@ class RemoteView(NamedTuple):
 
 
 class Publication:
-    """Where a store's parameters lie at this server, and to which views they are written besides.
-
-    Attributes:
-        master: the parameters of the share: in the view of this host if there is one.
-    """
+    """Where the parameters of a share lie, its `master`, and to which views they are written."""
 
     def __init__(self, opening: Opening) -> None:
         regions, servers = opening.regions, opening.member.servers
@@ -50,9 +45,9 @@ class Publication:
         self.master: Bytes = np.empty(0, np.uint8)
         part, whole = slice(share.start, share.stop), Selection(share.layout)
         if regions.server in opening.homes:
-            self.master = opening.allocate(Kind.VIEW).array()[part]
+            self.master = opening.allocate(RegionKind.VIEW).array()[part]
         for home in sorted(opening.homes - {regions.server}):
-            region = opening.look_up(servers[home], Kind.VIEW)
+            region = opening.look_up(servers[home], RegionKind.VIEW)
             if region.mapped and not self.master.size:
                 self.master = region.array()[part]
             elif share.size_bytes:
@@ -60,13 +55,14 @@ class Publication:
         for rank, each in sorted(opening.descriptions.items()):
             if each.home == -1 and each.view == rank and share.size_bytes:
                 worker, changes = opening.member.workers[rank], None
-                region = worker.region(regions.name(Kind.VIEW))
+                region = worker.region(regions.name(RegionKind.VIEW))
                 if regions.tables:
-                    changes = worker.region(regions.name(Kind.CHANGED))[regions.changed_start :]
+                    changes = worker.region(regions.name(RegionKind.CHANGED))
+                    changes = changes[regions.changed_start() :]
                 selection = Selection(share.layout, each.wants)
                 self._views.append(RemoteView(region, selection, changes))
         if not self.master.size:
-            self.master = opening.allocate(Kind.MASTER).array()[: share.size_bytes]
+            self.master = opening.allocate(RegionKind.MASTER).array()[: share.size_bytes]
 
     def begin(self, version: int) -> Chunks | None:
         """What publishes a version, while it is made; None: nobody has to be written to."""
@@ -147,11 +143,11 @@ class Norms:
     """
 
     def __init__(self, opening: Opening) -> None:
-        regions, region = opening.regions, opening.allocate(Kind.NORMS)
+        regions, region = opening.regions, opening.allocate(RegionKind.NORMS)
         self._servers, block = regions.servers, regions.norms_block
         self._others = {}
         for server, peer in sorted(opening.member.servers.items()):
-            theirs = opening.look_up(peer, Kind.NORMS)[block(regions.server)]
+            theirs = opening.look_up(peer, RegionKind.NORMS)[block(regions.server)]
             mine = region[block(server)]
             self._others[server] = peer, *local_message(mine), *remote_message(theirs)
             theirs.word(0).set(1).wait(30.0)
@@ -179,7 +175,7 @@ class Results:
     """This server's results to all workers of a store, which need not be open yet."""
 
     def __init__(self, member: ServerMember, number: int) -> None:
-        self._member, self._name = member, region_name(number, Kind.RESULT)
+        self._member, self._name = member, region_name(number, RegionKind.RESULT)
         self._messages: dict[int, tuple[RemoteWord, RemoteRegion]] = {}
         self._over = False
         self._sending = threading.Lock()  # a result must not follow the message that all is over

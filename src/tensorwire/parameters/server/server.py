@@ -20,15 +20,14 @@ from tensorwire.memory import wait_all
 
 from ..kernel import Kernel
 from ..messages import APPLY, PUSHED, REDUCED, RELEASE, Commit, DisagreementError, Result
-from ..regions import Kind
+from ..regions import RegionKind
 from ..shard import Shard, ShardMemory
 from .gather import Calls, EverySlice, Gatherer, all_left
 from .opening import Opening
 from .publish import Norms, Publication, Results
 
 _JOIN_S = 10.0
-# A slot that nothing was pushed into for so many steps gives its pages back.
-_KEPT_STEPS = 8
+_KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
 
 
 def most_threads() -> int:
@@ -69,11 +68,7 @@ class Server:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Returns when every worker said goodbye.
-
-        Raises:
-            TensorwireError, ValueError: the job failed; every worker was told why.
-        """
+        """Returns when every worker said goodbye; raises if the job failed, and told them why."""
         try:
             for number in count():
                 if not self._wait_for(number + 1):
@@ -92,10 +87,8 @@ class Server:
                 store.closing.set()
 
     def join(self) -> None:
-        """Waits until its threads have ended, which they do when the Node is closed.
-
-        A thread that computes while the interpreter ends can abort the process.
-        """
+        """Waits until its threads have ended, which they do when the Node is closed."""
+        # A thread that computes while the interpreter ends can abort the process.
         deadline = time.monotonic() + _JOIN_S
         for store in self._stores:
             if store.thread.ident is not None:
@@ -219,10 +212,12 @@ class Versions:
         kernel = make_kernel(spec.optimizer)
         if kernel.hyper != spec.hyper:
             raise ValueError(f"{spec.optimizer} has the hyper-parameters {kernel.hyper}")
-        slots = [opening.allocate(Kind.SLOT, i) for i in range(spec.slices)]
+        slots = [opening.allocate(RegionKind.SLOT, i) for i in range(spec.slices)]
         contributions = [opening.contribution(i, slot) for i, slot in enumerate(slots)]
-        states = {name: opening.allocate(Kind.STATE, name).array()[:size] for name in kernel.states}
-        counts = opening.allocate(Kind.COUNTS).array("int64")[: len(spec.tensors)]
+        states = {
+            name: opening.allocate(RegionKind.STATE, name).array()[:size] for name in kernel.states
+        }
+        counts = opening.allocate(RegionKind.COUNTS).array("int64")[: len(spec.tensors)]
         self._publication = Publication(opening)
         self._norms = Norms(opening)
         memory = ShardMemory(self._publication.master, contributions, states, counts)

@@ -1,7 +1,4 @@
-"""One server as one worker sees it: gradients and commits go there, and memory there is read.
-
-A link knows nothing of other servers, except that what any of them has said explains an error.
-"""
+"""One server as one worker sees it. Of other servers it knows only what they have answered."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion, wait_all
 from ..kernel import Rows
 from ..layout import Extent
 from ..messages import POISON, Bytes, Commit, Result
-from ..regions import Kind, ServerRegions, local_message, result_block
+from ..regions import RegionKind, ServerRegions, local_message, result_block
 from ..rows import Gradient, rows_here
 from .outbox import Copier, Outbox
 
@@ -145,11 +142,11 @@ class Link:
         for sender in senders:
             sender.transfers.clear()
 
-    def region(self, kind: Kind, which: int | str | None = None) -> RemoteRegion:
+    def region(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion:
         """A region of the server."""
         return self._peer.region(self.regions.name(kind, which))
 
-    def find(self, kind: Kind) -> RemoteRegion | None:
+    def find(self, kind: RegionKind) -> RemoteRegion | None:
         """A region that the server may have or not."""
         name = self.regions.name(kind)
         try:

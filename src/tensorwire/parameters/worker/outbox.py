@@ -1,7 +1,4 @@
-"""What a worker brings of one slice to one server: by copies where memory is mapped, or by writes.
-
-Errors are those of writing to a peer.
-"""
+"""What a worker brings of a slice to a server: by copies where memory is mapped, or by writes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from tensorwire.memory import Peer, RemoteRegion, Transfer
 
 from ..messages import POOLED, Bytes, Commit
-from ..regions import Kind, ServerRegions, remote_message
+from ..regions import RegionKind, ServerRegions, remote_message
 from ..rows import Gradient, Table, part_of
 
 _BUCKET_BYTES = 512 << 10
@@ -32,11 +29,11 @@ class _Sender:
         self.transfers: list[Transfer] = []
         self.bytes_sent = 0
         self._peer, self._regions = peer, regions
-        self._slot = peer.region(regions.name(Kind.SLOT, slice_index))
+        self._slot = peer.region(regions.name(RegionKind.SLOT, slice_index))
         self._heads: RemoteRegion | None = None
         if regions.tables:
-            self._heads = peer.region(regions.name(Kind.ROWS, slice_index))
-        self._commit = remote_message(peer.region(regions.name(Kind.COMMIT, commit)))
+            self._heads = peer.region(regions.name(RegionKind.ROWS, slice_index))
+        self._commit = remote_message(peer.region(regions.name(RegionKind.COMMIT, commit)))
 
     def _find(self, tensor: int, begin: int, end: int) -> tuple[RemoteRegion, slice | None] | None:
         """Where a tensor's bytes in [begin, end) go, and which they are if they are not all."""
@@ -55,9 +52,7 @@ class _Sender:
         """What is written of the gradients of a table, and where."""
         assert self._heads is not None
         head, values = part_of(table, gradients)
-        pieces: list[tuple[Any, RemoteRegion]] = [
-            (head, self._heads[table.head : table.head + head.nbytes])
-        ]
+        pieces: list[Any] = [(head, self._heads[table.head : table.head + head.nbytes])]
         at = table.start
         for each in values:
             pieces.append((each, self._slot[at : at + each.nbytes]))
@@ -71,7 +66,9 @@ class Copier(_Sender):
     def __init__(self, peer: Peer, regions: ServerRegions, slice_index: int, commit: int) -> None:
         super().__init__(peer, regions, slice_index, commit)
         count, share = len(regions.share.layout.places), regions.share
-        self._blocks = peer.region(regions.name(Kind.BLOCKS, slice_index)).array("uint32")[:count]
+        self._blocks = peer.region(regions.name(RegionKind.BLOCKS, slice_index)).array("uint32")[
+            :count
+        ]
         self._targets = [self._find(tensor, share.start, share.stop) for tensor in range(count)]
         self._locals: list[Any] = []
         self._remotes: list[RemoteRegion] = []
@@ -133,7 +130,7 @@ class Outbox(_Sender):
     ) -> None:
         super().__init__(peer, regions, slice_index, commit)
         units, share, tensors = regions.units, regions.share, regions.share.layout.spec.tensors
-        arrived = peer.region(regions.name(Kind.ARRIVED, commit))
+        arrived = peer.region(regions.name(RegionKind.ARRIVED, commit))
         self._words = [arrived.word(offset) for offset in regions.unit_words]
         self._stamps = np.zeros(len(units), np.uint64)
         self._writes = 0

@@ -19,7 +19,7 @@ from tensorwire.memory import Region
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
 from ..messages import RELEASE, Bytes, Commit, Description, Result
-from ..regions import Kind, ServerRegions, allocate_at_worker, result_block
+from ..regions import RegionKind, ServerRegions, allocate_at_worker, result_block
 from ..rows import Gradient, take_meant
 from .link import Answers, Link
 from .view import ViewSource
@@ -139,7 +139,12 @@ class Store(Protocol):
         """All that was pushed for a slice is valid; every slice commits every version once."""
 
     def wait(self) -> Result:
-        """The version that the commits asked for."""
+        """The version that the commits asked for.
+
+        Raises:
+            RuntimeError: the job is over; the message says why and names who failed.
+            PeerLostError: a server is gone.
+        """
 
     def read_reduced(self, target: Bytes) -> None:
         """After REDUCE: fills `target` with the reduced gradient of `own`."""
@@ -172,9 +177,7 @@ class Store(Protocol):
 class RemoteStore:
     """See `Store`. Opened by all workers in the same order.
 
-    Raises:
-        RuntimeError: the servers refused; the message says which worker differs.
-        PeerLostError: a server is gone.
+    Raises RuntimeError if the servers refuse, naming the worker that differs, and PeerLostError.
     """
 
     def __init__(
@@ -191,10 +194,10 @@ class RemoteStore:
         self.version = 1
         self._source = source = ViewSource(member, number, layout, self.own)
         self._regions = list(source.allocated.values())
-        result = self._allocate(Kind.RESULT, result_block(len(servers)).start)
+        result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
         wants = None if part is None else part.wants
         text = Description(source.home, source.owner, wants, spec).to_json()
-        self._allocate(Kind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
+        self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(servers, result)
         member.tell(number + 1)
         self._answers.wait(1)
@@ -211,7 +214,7 @@ class RemoteStore:
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
 
-    def _allocate(self, kind: Kind, size_bytes: int, which: int | None = None) -> Region:
+    def _allocate(self, kind: RegionKind, size_bytes: int, which: int | None = None) -> Region:
         region = allocate_at_worker(self._member.node, self._number, kind, size_bytes, which)
         self._regions.append(region)
         return region
@@ -221,7 +224,7 @@ class RemoteStore:
         return sum(link.bytes_sent for link in self._links)
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
-        kinds, own = (Kind.PRODUCED, Kind.POOL), np.empty(0, np.uint8)
+        kinds, own = (RegionKind.PRODUCED, RegionKind.POOL), np.empty(0, np.uint8)
         produced = {
             link: [link.region(kind, slice_index).array() for kind in kinds]
             for link in self._links
@@ -229,7 +232,7 @@ class RemoteStore:
         }
         if len(produced) < len(self._links):
             # Registered once, and the same pages in every step.
-            own = self._allocate(Kind.SENT, self._sent.size_bytes, slice_index).array()
+            own = self._allocate(RegionKind.SENT, self._sent.size_bytes, slice_index).array()
 
         def place_of(tensor: int, place: Extent) -> Place | str:
             owners = [link for link in self._links if link.has(place)]
@@ -274,12 +277,6 @@ class RemoteStore:
             link.commit(slice_index, commit, data)
 
     def wait(self) -> Result:
-        """See `Store`.
-
-        Raises:
-            RuntimeError: the job is over; the message says why and names who failed.
-            PeerLostError: a server is gone.
-        """
         self.version += 1
         result = self._answers.wait(self.version)
         self.settle()
@@ -288,7 +285,7 @@ class RemoteStore:
 
     def read_reduced(self, target: Bytes) -> None:
         for link in self._links:
-            slot, base = link.region(Kind.SLOT, 0), link.share.start
+            slot, base = link.region(RegionKind.SLOT, 0), link.share.start
             for start, stop, at in self.own.of(base, link.share.stop):
                 link.read(slot[start - base : stop - base], target[at : at + stop - start])
 
@@ -298,18 +295,18 @@ class RemoteStore:
             self._seen.read(target)
             return
         for link in self._links:
-            if (region := link.find(Kind.VIEW)) is not None:
+            if (region := link.find(RegionKind.VIEW)) is not None:
                 link.read(region[: target.nbytes], target)
                 return
-        self._move(Kind.MASTER, None, target)
+        self._move(RegionKind.MASTER, None, target)
 
     def read_state(self, name: str, target: Bytes) -> None:
-        self._move(Kind.STATE, name, target)
+        self._move(RegionKind.STATE, name, target)
 
     def write_state(self, name: str, source: Bytes) -> None:
-        self._move(Kind.STATE, name, source, write=True)
+        self._move(RegionKind.STATE, name, source, write=True)
 
-    def _move(self, kind: Kind, which: str | None, whole: Bytes, write: bool = False) -> None:
+    def _move(self, kind: RegionKind, which: str | None, whole: Bytes, write: bool = False) -> None:
         """Reads a region of every server into its part of the whole store, or writes it there."""
         for link in self._links:
             if size := link.share.size_bytes:
@@ -320,13 +317,13 @@ class RemoteStore:
         total = np.zeros(len(self.layout.places), np.int64)
         for link in self._links:
             part = np.zeros_like(total)
-            link.read(link.region(Kind.COUNTS)[: part.nbytes], part)
+            link.read(link.region(RegionKind.COUNTS)[: part.nbytes], part)
             np.maximum(total, part, out=total)
         return total
 
     def set_counts(self, counts: NDArray[np.int64]) -> None:
         for link in self._links:
-            link.write(link.region(Kind.COUNTS)[: counts.nbytes], counts)
+            link.write(link.region(RegionKind.COUNTS)[: counts.nbytes], counts)
 
     def release(self) -> None:
         spec = self.layout.spec

@@ -11,7 +11,7 @@ from tensorwire.memory import PrivateMapping, Region, RemoteRegion, same_bytes
 
 from ..layout import Layout, Selection
 from ..messages import Bytes
-from ..regions import Kind, ServerRegions, allocate_at_worker, region_name
+from ..regions import RegionKind, ServerRegions, allocate_at_worker, region_name
 from ..rows import Table, changed_starts, take_change
 from .link import Answers
 
@@ -105,7 +105,7 @@ class ViewSource:
         self._neighbour = member.neighbour() if self.home < 0 else None
         self.owner = member.place.rank if self._neighbour is None else self._neighbour[0]
         self._starts = changed_starts(layout.deal(len(paths)))
-        sizes = {Kind.VIEW: own.size_bytes, Kind.CHANGED: self._starts[-1]}
+        sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}
         self.allocated = {
             kind: allocate_at_worker(member.node, store, kind, size)
             for kind, size in sizes.items()
@@ -116,14 +116,14 @@ class ViewSource:
     def open(self, answers: Answers, servers: Sequence[ServerRegions]) -> ScriptView:
         """What the script sees, when the servers have opened the store."""
         selection = Selection(self._layout) if self.home >= 0 else self._own
-        memory = self._find(answers, Kind.VIEW)
+        memory = self._find(answers, RegionKind.VIEW)
         view = memory.array()
         if isinstance(memory, Region):
             private = memory.private()
         else:
             private = answers.attempt(memory.peer, memory.private)
         if self.home < 0 and self._starts[-1]:
-            changed = self._find(answers, Kind.CHANGED).array()
+            changed = self._find(answers, RegionKind.CHANGED).array()
             for start, server in zip(self._starts, servers, strict=False):
                 base = server.share.start
                 for table in server.tables:
@@ -133,7 +133,7 @@ class ViewSource:
                         self._changes.append((table, changed[start:], part))
         return ScriptView(self._layout, selection, view, private, self._own)
 
-    def _find(self, answers: Answers, kind: Kind) -> Region | RemoteRegion:
+    def _find(self, answers: Answers, kind: RegionKind) -> Region | RemoteRegion:
         name = region_name(self._store, kind)
         if self.home >= 0:
             return self._member.servers[self.home].region(name)
