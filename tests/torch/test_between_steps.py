@@ -264,10 +264,10 @@ def edited(job: tw.Job) -> dict[str, tuple[int, int, int]]:
 
     def measured(change: Any) -> tuple[int, int, int]:
         store, node = core.store, job.session.member.node
-        before = core._version, store.bytes_pushed, node.stats()["bytes_written"]
+        before = core.store.version, store.bytes_pushed, node.stats()["bytes_written"]
         with tw.edit(model), torch.no_grad():
             change()
-        after = core._version, store.bytes_pushed, node.stats()["bytes_written"]
+        after = core.store.version, store.bytes_pushed, node.stats()["bytes_written"]
         versions, pushed, written = (now - then for now, then in zip(after, before, strict=True))
         return versions, pushed, written
 

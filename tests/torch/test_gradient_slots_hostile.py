@@ -391,7 +391,7 @@ def memory_by_kind(job: tw.Job) -> dict[str, float]:
     job.barrier()
     found = {"private memory of the server": now - private}
     for kind in KINDS:
-        memory = server.region(opt._tensorwire.store._name(kind)).array()
+        memory = server.region(f"0/{kind}").array()
         found[kind] = after.pop(inode_at(memory.__array_interface__["data"][0]))
     found["other"] = sum(size for inode, size in after.items() if inode not in before)
     size = sum(p.nbytes for p in model.parameters())

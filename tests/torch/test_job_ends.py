@@ -240,7 +240,7 @@ def test_it_is_interrupted(runs: list[Run], tmp_path: Path) -> None:
 SLOW_SERVER = """
 import sys, time
 import torch
-from tensorwire.parameters.server import StoreServer
+from tensorwire.parameters.server.server import StoreServer
 from tensorwire.torch.server import main
 
 run = StoreServer._run

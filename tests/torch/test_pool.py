@@ -35,7 +35,8 @@ from tensorwire.parameters import (
     Spec,
     TensorSpec,
 )
-from tensorwire.parameters.shard import Memory, Shard
+from tensorwire.parameters.contributions import Contribution
+from tensorwire.parameters.shard import Shard, ShardMemory
 from tensorwire.torch.kernels import TorchKernels
 
 STEPS = 6
@@ -159,8 +160,8 @@ def test_blocks_that_cannot_be_are_refused(block: int, says: str | None) -> None
     (share,) = layout.deal(1)
     size = share.size_bytes
     arrays = [np.zeros(size, np.uint8) for _ in range(5)]
-    memory = Memory(
-        arrays[0], arrays[1:2], arrays[2:3], arrays[3:4], {"momentum_buffer": arrays[4]},
+    memory = ShardMemory(
+        arrays[0], [Contribution(*arrays[1:4])], {"momentum_buffer": arrays[4]},
         np.zeros(3, np.int64),
     )  # fmt: skip
     shard = Shard(share, TorchKernels(SGD), memory)
@@ -180,8 +181,8 @@ def test_blocks_of_another_server_are_refused() -> None:
     shares = Layout(spec).deal(2)
     share = shares[0]
     arrays = [np.zeros(share.size_bytes, np.uint8) for _ in range(5)]
-    memory = Memory(
-        arrays[0], arrays[1:2], arrays[2:3], arrays[3:4], {"momentum_buffer": arrays[4]},
+    memory = ShardMemory(
+        arrays[0], [Contribution(*arrays[1:4])], {"momentum_buffer": arrays[4]},
         np.zeros(4, np.int64),
     )  # fmt: skip
     shard = Shard(share, TorchKernels(SGD), memory)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tensorwire.parameters import Layout, Spec, TensorSpec
-from tensorwire.parameters.server.arrivals import Announced, Incoming
-from tensorwire.parameters.units import UNIT_BYTES, units_of
+from tensorwire.parameters.regions import UNIT_BYTES, units_of
+from tensorwire.parameters.server.arrivals import Announced, ArrivingUnits
 
 SGD = "torch.optim.SGD"
 
@@ -49,7 +49,7 @@ class FakeWord:
         self.value = value
 
 
-def incoming(stamps: list[list[int]], words: list[list[int]]) -> tuple[Incoming, list[int]]:
+def incoming(stamps: list[list[int]], words: list[list[int]]) -> tuple[ArrivingUnits, list[int]]:
     waited: list[int] = []
 
     def wait(word: FakeWord, stamp: int) -> None:
@@ -62,7 +62,7 @@ def incoming(stamps: list[list[int]], words: list[list[int]]) -> tuple[Incoming,
         for each, values in zip(stamps, words, strict=True)
     ]
     units = [range(0, 2), range(2, 3), range(3, 5)]
-    return Incoming(units, announced), waited
+    return ArrivingUnits(units, announced), waited
 
 
 def test_cells_are_taken_in_the_order_of_writing() -> None:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorwire.parameters.contributions import Contribution
 from tensorwire.parameters.kernel import Lookup
 from tensorwire.parameters.layout import CELL_BYTES, Layout, Share, Spec, TensorSpec
 from tensorwire.parameters.messages import APPLY, PUSHED, REDUCE, WANT_NORM, Bytes, Commit
+from tensorwire.parameters.regions import units_of
 from tensorwire.parameters.rows import (
     Gradient,
     Table,
@@ -23,8 +25,7 @@ from tensorwire.parameters.rows import (
     tables_of,
     take_change,
 )
-from tensorwire.parameters.shard import Memory, Shard
-from tensorwire.parameters.units import units_of
+from tensorwire.parameters.shard import Shard, ShardMemory
 
 SGD = "torch.optim.SGD:"
 
@@ -216,7 +217,7 @@ class Only:
 
 
 class Told:
-    """A `Placed`."""
+    """A `Publisher`."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, list[int]]] = []
@@ -249,7 +250,10 @@ def train(servers: int, slices: list[Gradient], operation: int, max_norm: float)
                 rows = np.array(sorted(gradient), np.int64)
                 values = np.repeat([gradient[row] for row in rows], WIDTH).astype(np.float32)
                 write(table, {0: (rows, values.view(np.uint8))}, heads[number], slots[number])
-        memory = Memory(np.zeros(size, np.uint8), slots, counts=np.zeros(1, np.int64), heads=heads)
+        contributions = [
+            Contribution(slot, heads=head) for slot, head in zip(slots, heads, strict=True)
+        ]
+        memory = ShardMemory(np.zeros(size, np.uint8), contributions, counts=np.zeros(1, np.int64))
         shard = Shard(share, Only(), memory, threads=2)
         sums += shard.reduce([commit] * len(slices), True).tolist()
         shards.append(shard)
@@ -308,7 +312,10 @@ def test_what_is_wrong_is_named() -> None:
     heads = [np.zeros(heads_bytes(share), np.uint8) for _ in range(2)]
     heads[1][:8] = np.array([10]).view(np.uint8)
     slots = [np.zeros(share.size_bytes, np.uint8) for _ in range(2)]
-    memory = Memory(np.zeros(share.size_bytes, np.uint8), slots, heads=heads)
+    contributions = [
+        Contribution(slot, heads=head) for slot, head in zip(slots, heads, strict=True)
+    ]
+    memory = ShardMemory(np.zeros(share.size_bytes, np.uint8), contributions)
     commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((),), bytes([PUSHED]))
     shard = Shard(share, Only(), memory)
     with pytest.raises(ValueError, match=r"slice 1, 'words': a gradient of 10 rows"):

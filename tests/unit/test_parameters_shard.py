@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tensorwire.parameters.contributions import Contribution
 from tensorwire.parameters.layout import CELL_BYTES, Layout, Spec, TensorSpec
 from tensorwire.parameters.messages import APPLY, PUSHED, Bytes, Commit
-from tensorwire.parameters.shard import Memory, Shard
+from tensorwire.parameters.shard import Shard, ShardMemory
 
 CELLS = 12
 
@@ -50,7 +51,7 @@ def make(act: Callable[[int], None], threads: int) -> tuple[Shard, Commit]:
     (share,) = Layout(Spec("x", (), 1, 1, (tensor,))).deal(1)
     assert len(share.cells) == CELLS
     data = [np.zeros(share.size_bytes, np.uint8) for _ in range(2)]
-    memory = Memory(data[0], data[1:], counts=np.zeros(1, np.int64))
+    memory = ShardMemory(data[0], [Contribution(data[1])], counts=np.zeros(1, np.int64))
     commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((),), bytes([PUSHED]))
     return Shard(share, Recorder(act), memory, threads), commit
 

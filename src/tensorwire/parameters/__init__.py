@@ -24,7 +24,8 @@ from .messages import (
 )
 from .server.server import Server, most_threads
 from .shard import threads_for
-from .worker.store import LocalStore, Part, Place, RemoteStore, Store
+from .worker.local import LocalStore
+from .worker.store import Part, Place, RemoteStore, Store
 
 __all__ = [
     "ABSENT",

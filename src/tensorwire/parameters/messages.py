@@ -8,12 +8,16 @@ whoever sees the word sees the whole message. docs/parameters.md has the tables.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .layout import MALFORMED, Spec, checked_wants
 
 Bytes = NDArray[np.uint8]
 Hyper = tuple[float, ...]
@@ -57,6 +61,38 @@ BLOCK_BYTES = 4
 
 POISON = 1 << 62
 """Value of a result's word when no version will follow: the message says why."""
+
+
+class DisagreementError(ValueError):
+    """The workers do not want the same."""
+
+
+class Description(NamedTuple):
+    """A store as one worker wants it; docs/parameters.md tells of home, view and wants."""
+
+    home: int
+    view: int
+    wants: Sequence[int] | None
+    spec: Spec
+
+    def to_json(self) -> bytes:
+        """As it travels."""
+        wants = None if self.wants is None else list(self.wants)
+        raw = {"home": self.home, "view": self.view, "wants": wants}
+        return json.dumps({**raw, "spec": self.spec.to_json().decode()}).encode()
+
+    @staticmethod
+    def from_json(data: bytes, servers: int) -> Description:
+        """Checks everything, for so many servers; ValueError tells what is wrong."""
+        try:
+            raw = json.loads(data)
+            home = int(raw["home"])
+            if not -1 <= home < servers:
+                raise ValueError(f"there is no server {home}")
+            spec = Spec.from_json(raw["spec"].encode())
+            return Description(home, int(raw["view"]), checked_wants(raw["wants"], spec), spec)
+        except MALFORMED as error:
+            raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

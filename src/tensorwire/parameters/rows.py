@@ -17,7 +17,7 @@ import numpy as np
 
 from .kernel import Rows
 from .layout import ALIGN_BYTES, Share, table_of
-from .messages import Bytes
+from .messages import APPLY, REDUCE, Bytes, Commit
 
 Gradient = tuple[Rows, Bytes]
 """Of one tensor: rows, rising and each once, and their values, one behind the other."""
@@ -26,7 +26,7 @@ _NUMBER_BYTES = 8
 _COMPACT = 4  # if more than one row of so many changed, all are sent
 
 
-class Member(NamedTuple):
+class TensorRows(NamedTuple):
     """The rows of one tensor in a table.
 
     Attributes:
@@ -56,7 +56,7 @@ class Table(NamedTuple):
         capacity: how many rows fit there.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[TensorRows, ...]
     height: int
     row_bytes: int
     start: int
@@ -111,7 +111,7 @@ def tables_of(share: Share) -> tuple[Table, ...]:
             place = layout.places[tensor]
             start, stop = max(place.start, begin), min(place.end, end)
             first, at = (start - place.start) // row_bytes, (start - begin) // row_bytes
-            members.append(Member(tensor, first, (stop - start) // row_bytes, at))
+            members.append(TensorRows(tensor, first, (stop - start) // row_bytes, at))
         height = sum(member.height for member in members)
         table = Table(
             tuple(members),
@@ -141,19 +141,22 @@ def changed_starts(shares: Sequence[Share]) -> list[int]:
     return starts
 
 
-def rows_here(member: Member, rows: Rows) -> tuple[int, int]:
+def rows_here(member: TensorRows, rows: Rows) -> tuple[int, int]:
     """Which of some rows of its tensor, rising, a table has: from, to."""
     begin, end = np.searchsorted(rows, (member.first, member.first + member.height)).tolist()
     return begin, end
 
 
-def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list[Bytes]]:
-    """What goes to one server: the head, and the values that lie behind one another there.
+def take_meant(gradients: dict[int, Gradient], commit: Commit) -> dict[int, Gradient]:
+    """Takes all gradients of tables; returns those that a commit means, the rest is withdrawn."""
+    means = commit.operation in (APPLY, REDUCE)
+    found = {i: each for i, each in gradients.items() if means and commit.present[i]}
+    gradients.clear()
+    return found
 
-    Args:
-        table: the rows there.
-        gradients: by tensor; of all its rows.
-    """
+
+def part_of(table: Table, gradients: Mapping[int, Gradient]) -> tuple[Rows, list[Bytes]]:
+    """What goes to one server: the head, and the values that lie behind one another there."""
     numbers: list[Rows] = [np.zeros(1, np.int64)]
     values: list[Bytes] = []
     for member in table.members:
@@ -192,16 +195,13 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """At the worker: puts what the version changed into its view of the table.
+    """At the worker: puts what the version changed into its view of a server's rows of a table.
 
     Args:
         table: the rows of one server.
         version: that is in place.
-        memory: what this server has written.
+        memory: what this server has written; ValueError if it cannot be.
         view: these rows.
-
-    Raises:
-        ValueError: what is written there cannot be.
     """
     end = table.changed + _NUMBER_BYTES * (2 + table.capacity)
     numbers = memory[table.changed : end].view(np.int64)

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel import Kernel, Lent, Lookup, Rows, Tile, Weight
-from .layout import Cell, Piece, Share
+from .contributions import Contribution, Contributions
+from .kernel import Kernel, Lookup, Rows, Tile
+from .layout import Cell, Share
 from .messages import (
     APPLY,
     CHECK_FINITE,
     POOLED,
     PRODUCED,
     PUBLISH,
-    PUSHED,
     REDUCE,
     REDUCED,
     RELEASE,
@@ -38,7 +36,7 @@ from .messages import (
 from .rows import Table, read_part, tables_of
 
 
-class Placed(Protocol):
+class Publisher(Protocol):
     """Is told of new values, while others are still being worked on. Any thread."""
 
     def __call__(self, start: int, stop: int) -> None:
@@ -48,32 +46,24 @@ class Placed(Protocol):
         """Of some rows of a table."""
 
 
-# A pool costs some tens of microseconds: not for a few cells.
-_MIN_CELLS_PER_THREAD = 2
+_MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of a shard; every array has the bytes of its share.
+class ShardMemory:
+    """The memory of a shard; arrays have the bytes of its share.
 
     Attributes:
         master: the parameters.
-        slots: one per slice: gradients that were pushed.
-        produced: one per slice, where it may be: gradients that were produced in place.
-        pools: one per slice, where it may be: gradients that were produced in any place of a tensor
-            of the same size.
+        contributions: of each slice.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
-        heads: one per slice: which rows of tables it has a gradient of; of `rows.heads_bytes`.
     """
 
     master: Bytes
-    slots: Sequence[Bytes]
-    produced: Sequence[Bytes | None] = ()
-    pools: Sequence[Bytes | None] = ()
+    contributions: Sequence[Contribution]
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    heads: Sequence[Bytes] = ()
 
 
 def threads_for(cells: int, most: int) -> int:
@@ -92,24 +82,18 @@ class Arrivals(Protocol):
 
 
 class Shard:
-    """Reduces and applies. Methods are called by one thread at a time.
+    """Reduces and applies, by so many `threads`. Methods are called by one thread at a time."""
 
-    Attributes:
-        share: its cells.
-        memory: theirs.
-        threads: how many work on them.
-    """
-
-    def __init__(self, share: Share, apply: Kernel, memory: Memory, threads: int = 1) -> None:
+    def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
         self._tiles = [
-            self._bind(apply, cell) if cell.kind != "rows" else None for cell in share.cells
+            self._bind(kernel, cell) if cell.kind != "rows" else None for cell in share.cells
         ]
         self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
         # By their first cells, which stand for all of a table's.
         self._tables = {table.cells.start: table for table in tables_of(share)}
-        self._lookups = {i: self._bind_rows(apply, table) for i, table in self._tables.items()}
+        self._lookups = {i: self._bind_rows(kernel, table) for i, table in self._tables.items()}
         self._worked_on = [*self._trained, *self._tables]
         self._copied = [
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
@@ -131,24 +115,26 @@ class Shard:
         if self._pool:
             self._pool.shutdown()
 
-    def _bind(self, apply: Kernel, cell: Cell) -> Tile:
+    def _bind(self, kernel: Kernel, cell: Cell) -> Tile:
         begin, end = cell.start - self.share.start, cell.stop - self.share.start
         memory = self.memory
         states = memory.states if cell.kind == "trained" else {}
+        slots = [each.slot for each in memory.contributions]
         # Where nothing can be produced, no commit says that it was.
-        pairs = zip_longest(memory.slots, memory.produced)
-        produced = [slot if own is None else own for slot, own in pairs]
-        return apply.bind(
+        produced = [
+            each.slot if each.produced is None else each.produced for each in memory.contributions
+        ]
+        return kernel.bind(
             cell.dtype,
             memory.master[begin:end],
-            [slot[begin:end] for slot in (*memory.slots, *produced)],
+            [slot[begin:end] for slot in (*slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
         )
 
-    def _bind_rows(self, apply: Kernel, table: Table) -> Lookup:
+    def _bind_rows(self, kernel: Kernel, table: Table) -> Lookup:
         tensor = self.share.layout.spec.tensors[table.tensors[0]]
         rows = self.memory.master[table.start : table.stop]
-        return apply.bind_rows(tensor.dtype, tensor.shape[1], rows)
+        return kernel.bind_rows(tensor.dtype, tensor.shape[1], rows)
 
     def check(self, commit: Commit, produces: bool) -> None:
         """Raises ValueError for gradients that are said to be where none can be."""
@@ -168,27 +154,24 @@ class Shard:
                         continue
                 raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
 
-    def _runs(self, commits: Sequence[Commit]) -> _Runs:
-        return _Runs(commits, self._counts, self._here, self.share, self.memory)
+    def _contributions(self, commits: Sequence[Commit]) -> Contributions:
+        given = self.memory.contributions
+        return Contributions(commits, self._counts, self._here, self.share, given)
 
     def reduce(
         self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
-        """Puts the reduced gradient into slot 0.
-
-        Returns:
-            The sum of its squares per cell of the share, in order; empty if not asked for.
-        """
-        runs = self._runs(commits)
+        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for."""
+        given = self._contributions(commits)
 
         def work(index: int) -> list[float]:
             if index in self._tables:
-                rows = self._reduce_rows(index, runs)
+                rows = self._reduce_rows(index, given)
                 return self._square_sums(index, rows) if norms else []
             cell, tile = self.share.cells[index], self._tile(index)
-            for run in runs.of(cell):
+            for run in given.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-            return [square_sum(tile, cell, runs)] if norms else []
+            return [square_sum(tile, cell, given)] if norms else []
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -197,15 +180,14 @@ class Shard:
         assert tile is not None
         return tile
 
-    def _reduce_rows(self, index: int, runs: _Runs) -> Rows:
+    def _reduce_rows(self, index: int, given: Contributions) -> Rows:
         """The rows of a table that any slice has."""
         table = self._tables[index]
         parts = []
-        for number, weight in runs.of_any(table.tensors):
+        for number, weight in given.of_any(table.tensors):
             try:
-                rows, values = read_part(
-                    table, self.memory.heads[number], self.memory.slots[number]
-                )
+                there = self.memory.contributions[number]
+                rows, values = read_part(table, there.heads, there.slot)
             except ValueError as error:
                 name = self.share.layout.spec.tensors[table.tensors[0]].name
                 more = f" and {len(table.tensors) - 1} more" if len(table.tensors) > 1 else ""
@@ -226,12 +208,12 @@ class Shard:
         self, commits: Sequence[Commit], arrivals: Arrivals | None = None
     ) -> NDArray[np.float64]:
         """The sum of squares per cell of the gradient that slot 0 holds already."""
-        runs = self._runs(commits)
+        given = self._contributions(commits)
 
         def work(index: int) -> list[float]:
             if index in self._tables:
                 return self._square_sums(index, self._reduced_rows[index])
-            return [square_sum(self._tile(index), self.share.cells[index], runs)]
+            return [square_sum(self._tile(index), self.share.cells[index], given)]
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -240,46 +222,38 @@ class Shard:
         commits: Sequence[Commit],
         reduced: bool,
         scale: float = 1.0,
-        placed: Placed | None = None,
+        publisher: Publisher | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Makes the next version.
-
-        Args:
-            commits: one per slice.
-            reduced: slot 0 holds the reduced gradient.
-            scale: of the reduced gradient, for clipping.
-            placed: None: nobody asks.
-            arrivals: None: all is there.
-        """
+        """Makes the next version; `reduced`: slot 0 holds the reduced gradient already."""
         counts = self._counts
-        runs = self._runs(commits)
+        given = self._contributions(commits)
         hyper = commits[0].hyper
 
         def work(index: int) -> Sequence[float]:
             cell = self.share.cells[index]
             if index in self._tables:
-                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, runs)
+                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
                 self._lookups[index].step(hyper[cell.group], scale)
-                if placed:
-                    placed.rows(self._tables[index], rows)
+                if publisher:
+                    publisher.rows(self._tables[index], rows)
                 return ()
             tile = self._tile(index)
-            for run in runs.of(cell):
+            for run in given.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
                 tile.step(hyper[cell.group], run.step, run.start, run.stop, reduced, scale)
-            if placed:
-                placed(cell.start, cell.stop)
+            if publisher:
+                publisher(cell.start, cell.stop)
             return ()
 
         self._map(work, arrivals)
-        self._copy_buffers(commits, placed, arrivals)
+        self._copy_buffers(commits, publisher, arrivals)
         for tensor in self._counted:
-            counts[tensor] += runs.all_present or bool(runs.weights(tensor))
+            counts[tensor] += given.all_present or bool(given.weights(tensor))
 
     def _copy_buffers(
-        self, commits: Sequence[Commit], placed: Placed | None, arrivals: Arrivals | None
+        self, commits: Sequence[Commit], publisher: Publisher | None, arrivals: Arrivals | None
     ) -> None:
         for index in self._copied:
             if arrivals:
@@ -289,10 +263,10 @@ class Shard:
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
                 tile.reduce(equal, 0, cell.stop - cell.start, True)
-            self._take(cell.start, cell.stop, placed)
+            self._take(cell.start, cell.stop, publisher)
 
     def publish(
-        self, present: bytes, placed: Placed | None = None, arrivals: Arrivals | None = None
+        self, present: bytes, publisher: Publisher | None = None, arrivals: Arrivals | None = None
     ) -> None:
         """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
 
@@ -302,28 +276,28 @@ class Shard:
                 if not present[piece.tensor]:
                     continue
                 if piece.start != stop:
-                    self._take(start, stop, placed)
+                    self._take(start, stop, publisher)
                     start = piece.start
                 stop = piece.stop
-            self._take(start, stop, placed)
+            self._take(start, stop, publisher)
             return ()
 
         self._map(work, arrivals, range(len(self.share.cells)))
 
-    def _take(self, start: int, stop: int, placed: Placed | None) -> None:
+    def _take(self, start: int, stop: int, publisher: Publisher | None) -> None:
         """Bytes [start, stop) of the store from slot 0."""
         if start == stop:
             return
         piece = slice(start - self.share.start, stop - self.share.start)
-        self.memory.master[piece] = self.memory.slots[0][piece]
-        if placed:
-            placed(start, stop)
+        self.memory.master[piece] = self.memory.contributions[0].slot[piece]
+        if publisher:
+            publisher(start, stop)
 
     def advance(
         self,
         commits: Sequence[Commit],
         exchange: Callable[[NDArray[np.float64]], Sequence[float]],
-        placed: Placed | None = None,
+        publisher: Publisher | None = None,
         arrivals: Arrivals | None = None,
     ) -> tuple[bool, float]:
         """Does what the slices' commits ask for.
@@ -332,7 +306,7 @@ class Shard:
             commits: one per slice, agreed.
             exchange: gives the sums of squares of all cells of the store, in order, for this
                 shard's.
-            placed: None: nobody asks.
+            publisher: None: nobody asks.
             arrivals: None: all is there.
 
         Returns:
@@ -342,7 +316,7 @@ class Shard:
         if head.operation == RELEASE:
             return True, math.nan
         if head.operation == PUBLISH:
-            self.publish(head.present, placed, arrivals)
+            self.publish(head.present, publisher, arrivals)
             return True, math.nan
         reduced = bool(head.flags & REDUCED)
         look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
@@ -360,7 +334,7 @@ class Shard:
                     # As torch.nn.utils.clip_grad_norm_.
                     scale = min(head.max_norm / (norm + 1e-6), 1.0)
         if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
-            self.apply(commits, reduced, scale, placed, arrivals)
+            self.apply(commits, reduced, scale, publisher, arrivals)
         return finite, norm
 
     def _map(
@@ -407,126 +381,6 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.inf
 
 
-def square_sum(tile: Tile, cell: Cell, runs: _Runs) -> float:
+def square_sum(tile: Tile, cell: Cell, given: Contributions) -> float:
     """Of the reduced gradient of a cell."""
-    return sum(tile.square_sum(start, stop) for start, stop in runs.summed(cell))
-
-
-class _Run(NamedTuple):
-    start: int
-    stop: int
-    weights: tuple[Weight, ...]
-    step: int
-
-
-@lru_cache(maxsize=64)
-def _weights(
-    parts: tuple[tuple[float, float], ...], present: tuple[int, ...]
-) -> tuple[tuple[int, float], ...]:
-    """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
-
-    The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
-    what was produced come behind all slots of what was pushed, and behind them numbers for pools.
-    """
-    total = math.fsum(weight for _, weight in parts)
-    return tuple(
-        (i + len(parts) * (how - PUSHED), parts[i][0] * parts[i][1] / total)
-        for i, how in enumerate(present)
-        if how
-    )
-
-
-class _Runs:
-    """Consecutive tensors of a cell that are treated alike; almost always that is the whole cell.
-
-    The same slices have a gradient for them, and the same number of steps was applied to them.
-    """
-
-    def __init__(
-        self,
-        commits: Sequence[Commit],
-        counts: memoryview,
-        here: Sequence[int],
-        share: Share,
-        memory: Memory,
-    ) -> None:
-        self._commits = commits
-        self.slices = len(commits)
-        self._counts = counts
-        self._share, self._memory = share, memory
-        self._pooled = any(POOLED in commit.present for commit in commits)
-        alike = [commit.present[:1] * len(commit.present) for commit in commits]
-        self.all_alike = all(
-            each == commit.present for each, commit in zip(alike, commits, strict=True)
-        )
-        self.all_present = all(b"\0" not in commit.present for commit in commits)
-        applied = [counts[tensor] for tensor in here]
-        same_count = not applied or min(applied) == max(applied)
-        self._all_same = self.all_present and same_count
-        self._count = applied[0] + 1 if applied else 1
-        self._parts = tuple((commit.scale, commit.weight) for commit in commits)
-        self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
-
-    def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
-        """(slot, weight) of the slices that have a gradient for it."""
-        return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
-
-    def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
-        """(slice, weight) of the slices that have a gradient for one of them, wherever."""
-        found = {
-            slot % self.slices: weight for each in tensors for slot, weight in self.weights(each)
-        }
-        return sorted(found.items())
-
-    def of(self, cell: Cell) -> Iterator[_Run]:
-        if self.all_alike and not self._pooled and self._all_same:
-            yield _Run(0, cell.stop - cell.start, self._all, self._count)
-            return
-        run: _Run | None = None
-        for piece in cell.pieces:
-            slots = self.weights(piece.tensor)
-            weights: tuple[Weight, ...] = slots
-            if self._pooled:
-                weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
-            start, stop = piece.start - cell.start, piece.stop - cell.start
-            count = self._counts[piece.tensor] + 1
-            if run and run.stop == start and (run.weights, run.step) == (weights, count):
-                run = _Run(run.start, stop, weights, count)
-                continue
-            if run and run.weights:
-                yield run
-            run = _Run(start, stop, weights, count)
-        if run and run.weights:
-            yield run
-
-    def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
-        """What is summed in one go for a norm: wherever gradients lie, the same."""
-        if self._all_same:
-            yield 0, cell.stop - cell.start
-            return
-        slices = self.slices
-        before: tuple[Any, int] = (), 0
-        begin = end = 0
-        for piece in cell.pieces:
-            weights = [(slot % slices, weight) for slot, weight in self.weights(piece.tensor)]
-            start, stop = piece.start - cell.start, piece.stop - cell.start
-            alike = weights, self._counts[piece.tensor] + 1
-            if start != end or alike != before:
-                if before[0]:
-                    yield begin, end
-                begin, before = start, alike
-            end = stop
-        if before[0]:
-            yield begin, end
-
-    def _find(self, slot: int, piece: Piece) -> int | Lent:
-        """A piece of a gradient that may be pooled."""
-        index = slot - 2 * len(self._commits)
-        if index < 0:
-            return slot
-        places = self._share.layout.places
-        tensor, produced = divmod(self._commits[index].blocks[piece.tensor], 2)
-        start = places[tensor].start + piece.start - places[piece.tensor].start - self._share.start
-        memory = (self._memory.produced if produced else self._memory.pools)[index]
-        assert memory is not None
-        return Lent(memory[start : start + piece.stop - piece.start])
+    return sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))

@@ -27,7 +27,7 @@ class Announced(NamedTuple):
     wait: Callable[[Word, int], None]
 
 
-class Incoming:
+class ArrivingUnits:
     """What all commits have announced for one version; see `Arrivals`."""
 
     def __init__(self, units: Sequence[range], announced: Sequence[Announced]) -> None:

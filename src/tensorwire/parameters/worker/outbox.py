@@ -1,114 +1,183 @@
-"""What a worker sends of its gradients to one server, unit by unit; see `parameters/units.py`."""
+"""What a worker brings of a slice to a server: by copies where memory is mapped, or by writes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Transfer
+from tensorwire.memory import Peer, RemoteRegion, Transfer
 
-from ..layout import Share
-from ..messages import Bytes
+from ..messages import POOLED, Bytes, Commit
+from ..regions import RegionKind, ServerRegions, remote_message
 from ..rows import Gradient, Table, part_of
-from ..units import STAMP_BYTES, units_of
+
+_BUCKET_BYTES = 512 << 10
 
 
-class _Part(NamedTuple):
-    """The bytes `piece` of a tensor, which go to `region` with a unit."""
-
-    unit: int
-    piece: slice
-    region: RemoteRegion
-
-
-class Outbox:
-    """What a worker sends of one slice to one server. Errors are those of writing to a peer.
+class _Sender:
+    """Brings a slice to a server; which of all `commit`s is this worker's for it is told.
 
     Attributes:
         transfers: all that were started; whoever has waited for them clears them.
         bytes_sent: since the start.
+    """
 
-    Args:
-        peer: the server.
-        share: its cells.
-        slot: the slice's gradients there.
-        words: of the units.
-        heads: the slice's row numbers there; None if the server has no rows of tables.
-        sends: tensors whose gradients come from this worker.
+    def __init__(self, peer: Peer, regions: ServerRegions, slice_index: int, commit: int) -> None:
+        self.transfers: list[Transfer] = []
+        self.bytes_sent = 0
+        self._peer, self._regions = peer, regions
+        self._slot = peer.region(regions.name(RegionKind.SLOT, slice_index))
+        self._heads: RemoteRegion | None = None
+        if regions.tables:
+            self._heads = peer.region(regions.name(RegionKind.ROWS, slice_index))
+        self._commit = remote_message(peer.region(regions.name(RegionKind.COMMIT, commit)))
+
+    def _find(self, tensor: int, begin: int, end: int) -> tuple[RemoteRegion, slice | None] | None:
+        """Where a tensor's bytes in [begin, end) go, and which they are if they are not all."""
+        place = self._regions.share.layout.places[tensor]
+        start, stop = max(place.start, begin), min(place.end, end)
+        if start >= stop:
+            return None
+        base = self._regions.share.start
+        piece = slice(start - place.start, stop - place.start)
+        whole = (start, stop) == (place.start, place.end)
+        return self._slot[start - base : stop - base], None if whole else piece
+
+    def _part(
+        self, table: Table, gradients: Mapping[int, Gradient]
+    ) -> list[tuple[Any, RemoteRegion]]:
+        """What is written of the gradients of a table, and where."""
+        assert self._heads is not None
+        head, values = part_of(table, gradients)
+        pieces: list[Any] = [(head, self._heads[table.head : table.head + head.nbytes])]
+        at = table.start
+        for each in values:
+            pieces.append((each, self._slot[at : at + each.nbytes]))
+            at += each.nbytes
+        return pieces
+
+
+class Copier(_Sender):
+    """Copies a slice to a server whose memory is mapped here; small gradients go together."""
+
+    def __init__(self, peer: Peer, regions: ServerRegions, slice_index: int, commit: int) -> None:
+        super().__init__(peer, regions, slice_index, commit)
+        count, share = len(regions.share.layout.places), regions.share
+        self._blocks = peer.region(regions.name(RegionKind.BLOCKS, slice_index)).array("uint32")[
+            :count
+        ]
+        self._targets = [self._find(tensor, share.start, share.stop) for tensor in range(count)]
+        self._locals: list[Any] = []
+        self._remotes: list[RemoteRegion] = []
+        self._pending_bytes = 0
+
+    def push(self, tensor: int, data: Any) -> int:
+        """Copies a tensor's bytes, now or with others; `data` and the result as in `Store.push`."""
+        target = self._targets[tensor]
+        if target is None:
+            return 0
+        region, piece = target
+        self._locals.append(data if piece is None else memoryview(data).cast("B")[piece])
+        self._remotes.append(region)
+        size = region.size_bytes
+        self._pending_bytes += size
+        if self._pending_bytes >= _BUCKET_BYTES:
+            self.flush()
+        return size
+
+    def push_rows(self, table: Table, gradients: Mapping[int, Gradient]) -> None:
+        """Copies the gradients of a table with the next `flush`."""
+        for data, region in self._part(table, gradients):
+            self._locals.append(data)
+            self._remotes.append(region)
+            self._pending_bytes += data.nbytes
+
+    def flush(self) -> None:
+        """Copies what is pending."""
+        if not self._locals:
+            return
+        locals_, remotes = self._locals, self._remotes
+        self.bytes_sent += self._pending_bytes
+        self._locals, self._remotes, self._pending_bytes = [], [], 0
+        self.transfers.append(self._peer.write(locals_, remotes))
+
+    def commit(self, commit: Commit, data: Bytes) -> None:
+        """Writes the commit; its word is raised behind all that was copied of the slice."""
+        if commit.blocks:
+            pooled = np.flatnonzero(np.frombuffer(commit.present, np.uint8) == POOLED)
+            self._blocks[pooled] = np.array(commit.blocks, np.uint32)[pooled]
+        word, body = self._commit
+        self.transfers.append(body.write(data))
+        self.transfers.append(self._peer.signal(word, commit.version, self.transfers))
+
+
+class Outbox(_Sender):
+    """Sends a slice to a server over a network, unit by unit; see `regions.units_of`.
+
+    Only gradients of tensors that this worker `sends` are waited for to complete a unit.
     """
 
     def __init__(
         self,
         peer: Peer,
-        share: Share,
-        slot: RemoteRegion,
-        words: RemoteRegion,
-        heads: RemoteRegion | None,
+        regions: ServerRegions,
+        slice_index: int,
+        commit: int,
         sends: Container[int],
     ) -> None:
-        self.transfers: list[Transfer] = []
-        self.bytes_sent = 0
-        self._peer = peer
-        units = units_of(share)
+        super().__init__(peer, regions, slice_index, commit)
+        units, share, tensors = regions.units, regions.share, regions.share.layout.spec.tensors
+        arrived = peer.region(regions.name(RegionKind.ARRIVED, commit))
+        self._words = [arrived.word(offset) for offset in regions.unit_words]
         self._stamps = np.zeros(len(units), np.uint64)
         self._writes = 0
-        self._words: list[RemoteWord] = [words.word(STAMP_BYTES * i) for i in range(len(units))]
         self._last: list[Transfer | None] = [None] * len(units)
         self._waiting: list[dict[int, list[tuple[Any, RemoteRegion]]]] = [{} for _ in units]
         self._gradients = [0] * len(units)  # how many a unit has from here
-        layout = share.layout
-        self._parts: list[list[_Part]] = [[] for _ in layout.spec.tensors]
+        self._parts: list[list[tuple[int, RemoteRegion, slice | None]]] = [[] for _ in tensors]
         for number, unit in enumerate(units):
             begin, end = share.cells[unit.start].start, share.cells[unit.stop - 1].stop
             pieces = [piece for index in unit for piece in share.cells[index].pieces]
             for tensor in dict.fromkeys(piece.tensor for piece in pieces):
-                place = layout.places[tensor]
-                start, stop = max(place.start, begin), min(place.end, end)
-                if start < stop:
-                    piece = slice(start - place.start, stop - place.start)
-                    region = slot[start - share.start : stop - share.start]
-                    self._parts[tensor].append(_Part(number, piece, region))
-                    trained = layout.spec.tensors[tensor].kind in ("trained", "rows")
+                if found := self._find(tensor, begin, end):
+                    self._parts[tensor].append((number, *found))
+                    trained = tensors[tensor].kind in ("trained", "rows")
                     self._gradients[number] += trained and tensor in sends
-        self._slot, self._heads = slot, heads
         self._unit_of = {cell: number for number, unit in enumerate(units) for cell in unit}
 
-    def push(self, tensor: int, data: Any) -> None:
-        """Sends what is complete by it; `data` as in `Store.push`."""
+    def push(self, tensor: int, data: Any) -> int:
+        """Sends what is complete by a tensor; `data` and the result as in `Store.push`."""
         parts = self._parts[tensor]
         if not parts:
-            return
+            return 0
         flat = np.frombuffer(data, np.uint8)
-        for unit, piece, region in parts:
-            self._wait_for_others(unit, tensor, [(flat[piece], region)])
+        for unit, region, piece in parts:
+            waiting = self._waiting[unit]
+            waiting[tensor] = [(flat if piece is None else flat[piece], region)]
+            if len(waiting) == self._gradients[unit]:
+                self._send(unit)
+        return 0
 
     def push_rows(self, table: Table, gradients: Mapping[int, Gradient]) -> None:
         """Sends the gradients of a table, all in one."""
         unit = self._unit_of[table.cells.start]
-        pieces = remote_part(table, gradients, self._heads, self._slot)
-        self._waiting[unit] = {table.tensors[0]: pieces}
+        self._waiting[unit] = {table.tensors[0]: self._part(table, gradients)}
         self._send(unit)
 
-    def _wait_for_others(
-        self, unit: int, tensor: int, pieces: list[tuple[Any, RemoteRegion]]
-    ) -> None:
-        waiting = self._waiting[unit]
-        waiting[tensor] = pieces
-        if len(waiting) == self._gradients[unit]:
-            self._send(unit)
-
     def flush(self) -> None:
-        """Sends the rest."""
+        """Sends the units that wait for gradients which do not come."""
         for unit, waiting in enumerate(self._waiting):
             if waiting:
                 self._send(unit)
 
-    def stamps(self) -> Bytes:
-        """Of each unit's last write, as they follow a commit."""
-        return self._stamps.view(np.uint8)
+    def commit(self, commit: Commit, data: Bytes) -> None:
+        """Sends the commit and the stamps of units, ahead of what is still under way."""
+        announced = np.concatenate([data, self._stamps.view(np.uint8)])
+        word, body = self._commit
+        self.transfers.append(body.write(announced, signal=(word, commit.version)))
 
     def _send(self, unit: int) -> None:
         waiting, self._waiting[unit] = self._waiting[unit], {}
@@ -123,20 +192,3 @@ class Outbox:
         self._last[unit] = transfer
         self.transfers.append(transfer)
         self.bytes_sent += sum(each.nbytes for each in locals_)
-
-
-def remote_part(
-    table: Table,
-    gradients: Mapping[int, Gradient],
-    heads: RemoteRegion | None,
-    slot: RemoteRegion,
-) -> list[tuple[Any, RemoteRegion]]:
-    """What is written of the gradients of a table to one server, and where."""
-    assert heads is not None
-    head, values = part_of(table, gradients)
-    pieces: list[tuple[Any, RemoteRegion]] = [(head, heads[table.head : table.head + head.nbytes])]
-    at = table.start
-    for each in values:
-        pieces.append((each, slot[at : at + each.nbytes]))
-        at += each.nbytes
-    return pieces

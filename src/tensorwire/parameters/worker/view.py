@@ -1,27 +1,32 @@
-"""The parameters as one worker's script sees them: private to it, whatever it writes there.
-
-Knows the layout and two mappings of the same bytes, and no versions, processes or numbers.
-"""
+"""The parameters as one worker's script sees them: private to it, whatever it writes there."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
-from tensorwire.memory import PrivateMapping, same_bytes
+from tensorwire.membership import WorkerMember
+from tensorwire.memory import PrivateMapping, Region, RemoteRegion, same_bytes
 
 from ..layout import Layout, Selection
 from ..messages import Bytes
+from ..regions import RegionKind, ServerRegions, allocate_at_worker, region_name
+from ..rows import Table, changed_starts, take_change
+from .link import Answers
 
 
-class View:
+class ScriptView:
     """See `Store.value`, `Store.differs` and `Store.take_back`.
+
+    Attributes:
+        compares: as in `Store`.
 
     Args:
         layout: of all tensors.
         selection: of what lies in the memory.
         shared: the memory, where new values arrive.
-        private: the same memory, for the script.
+        private: a private mapping of the same memory, for the script.
         own: which tensors the script has; None: those of `selection`.
     """
 
@@ -34,7 +39,7 @@ class View:
         own: Selection | None = None,
     ) -> None:
         self._selection, self._shared, self._mapping = selection, shared, private
-        self._private = private.array()
+        self._private, self.compares = private.array(), private.compares
         own = own or selection
         here = [(start, stop) for start, stop, _ in own.ranges]
         places = [
@@ -52,6 +57,10 @@ class View:
     def differs(self, tensor: int, data: Any) -> bool:
         """See `Store`."""
         return not same_bytes(data, self._shared[self._selection.place(tensor)])
+
+    def read(self, target: Bytes) -> None:
+        """Fills `target` with the present version of all that lies in the memory."""
+        target[:] = self._shared
 
     def take_back(self, always: bool = False) -> list[int]:
         """See `Store`."""
@@ -76,3 +85,63 @@ class View:
             if end > start:
                 found.append(tensor)
         return found
+
+
+class ViewSource:
+    """The memory in which a worker on servers sees the parameters: chosen first, then opened.
+
+    It is at the first server of its host, or at a neighbour, or in memory of the worker's own.
+
+    Attributes:
+        home: that server; -1: there is none.
+        owner: the rank of the worker whose view is used where there is no home.
+        allocated: regions of this worker.
+    """
+
+    def __init__(self, member: WorkerMember, store: int, layout: Layout, own: Selection) -> None:
+        self._member, self._store, self._layout, self._own = member, store, layout, own
+        paths = [peer.path.transport for peer in member.servers]
+        self.home = paths.index("shm") if "shm" in paths else -1
+        self._neighbour = member.neighbour() if self.home < 0 else None
+        self.owner = member.place.rank if self._neighbour is None else self._neighbour[0]
+        self._starts = changed_starts(layout.deal(len(paths)))
+        sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}
+        self.allocated = {
+            kind: allocate_at_worker(member.node, store, kind, size)
+            for kind, size in sizes.items()
+            if size and self.home < 0 and self._neighbour is None
+        }
+        self._changes: list[tuple[Table, Bytes, Bytes]] = []
+
+    def open(self, answers: Answers, servers: Sequence[ServerRegions]) -> ScriptView:
+        """What the script sees, when the servers have opened the store."""
+        selection = Selection(self._layout) if self.home >= 0 else self._own
+        memory = self._find(answers, RegionKind.VIEW)
+        view = memory.array()
+        if isinstance(memory, Region):
+            private = memory.private()
+        else:
+            private = answers.attempt(memory.peer, memory.private)
+        if self.home < 0 and self._starts[-1]:
+            changed = self._find(answers, RegionKind.CHANGED).array()
+            for start, server in zip(self._starts, servers, strict=False):
+                base = server.share.start
+                for table in server.tables:
+                    for begin, end, at in selection.of(base + table.start, base + table.stop):
+                        assert end - begin == table.stop - table.start, "a part of a table"
+                        part = view[at : at + end - begin]
+                        self._changes.append((table, changed[start:], part))
+        return ScriptView(self._layout, selection, view, private, self._own)
+
+    def _find(self, answers: Answers, kind: RegionKind) -> Region | RemoteRegion:
+        name = region_name(self._store, kind)
+        if self.home >= 0:
+            return self._member.servers[self.home].region(name)
+        if self._neighbour is None:
+            return self.allocated[kind]
+        return answers.attempt(self._neighbour[1], self._neighbour[1].region, name)
+
+    def take_changes(self, version: int) -> None:
+        """Puts what a version changed of tables into the view, where servers do not do it."""
+        for table, changed, part in self._changes:
+            take_change(table, version, changed, part)

@@ -28,7 +28,6 @@ from tensorwire.parameters import (
     WANT_NORM,
     Bytes,
     Commit,
-    Result,
     Spec,
     Store,
 )
@@ -146,7 +145,6 @@ class Replica:
         )
         spec.check()
         self.store: Store = session.open_store(spec, kernels, part)
-        self._version = 1
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
         guard = MutationGuard(self.model, names, found.planned, held, self.store)
@@ -246,7 +244,7 @@ class Replica:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
-        self._wait()
+        self.store.wait()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -272,14 +270,9 @@ class Replica:
         scale = 1.0 if flags & REDUCED else self._scaled
         says, blocks = present
         commit = Commit(
-            self._version + 1, operation, flags, scale, max_norm, weight, hyper, says, blocks
+            self.store.version + 1, operation, flags, scale, max_norm, weight, hyper, says, blocks
         )
         self.store.commit(slice_index, commit)
-
-    def _wait(self) -> Result:
-        # First: an interrupt while waiting does not take the commits back.
-        self._version += 1
-        return self.store.wait()
 
     # ---- gradients
 
@@ -357,7 +350,7 @@ class Replica:
         if not complete:
             statistics.exposed_s += time.perf_counter() - started
             return
-        result = self._wait()
+        result = self.store.wait()
         self.last_norm = result.norm
         self.buffers.take(self.store)
         self.buffers.remember()
@@ -410,7 +403,7 @@ class Replica:
         reducer.take()
         flags, present = WANT_NORM if norm else 0, reducer.present()
         self._commit(reducer.slice_index, REDUCE, flags, reducer.samples.weight(), present)
-        result = self._wait()
+        result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
         return result.norm

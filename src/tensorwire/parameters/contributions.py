@@ -1,0 +1,157 @@
+"""What the slices give to a version: where each one's gradients lie, and what each one weighs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .kernel import Lent, Weight
+from .layout import Cell, Piece, Share
+from .messages import POOLED, PUSHED, Bytes, Commit
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The memory for one slice's gradients at one server; arrays have the bytes of its share.
+
+    Attributes:
+        slot: for gradients that are pushed.
+        produced: for gradients that are produced in their places; None where none can be.
+        pool: for those produced in any place of a tensor of their size; None likewise.
+        heads: for the numbers of rows of tables; of `rows.heads_bytes`.
+    """
+
+    slot: Bytes
+    produced: Bytes | None = None
+    pool: Bytes | None = None
+    heads: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+
+class Stretch(NamedTuple):
+    """Tensors of a cell that are treated alike; `step` counts the steps applied to them, from 1."""
+
+    start: int
+    stop: int
+    weights: tuple[Weight, ...]
+    step: int
+
+
+@lru_cache(maxsize=64)
+def _weights(
+    parts: tuple[tuple[float, float], ...], present: tuple[int, ...]
+) -> tuple[tuple[int, float], ...]:
+    """(slot, weight) of the slices that have a gradient, from scale and weight of every commit.
+
+    The mean over the samples of all slices: one without a gradient has a gradient of 0. Slots of
+    what was produced come behind all slots of what was pushed, and behind them numbers for pools.
+    """
+    total = math.fsum(weight for _, weight in parts)
+    return tuple(
+        (i + len(parts) * (how - PUSHED), parts[i][0] * parts[i][1] / total)
+        for i, how in enumerate(present)
+        if how
+    )
+
+
+class Contributions:
+    """The contributions of all slices to one version, as their commits tell them.
+
+    Tensors of a cell are treated alike, and then in one go, if the same slices have a gradient for
+    them and the same number of steps was applied to them; almost always that is the whole cell.
+    Of each tensor `counts` tells the steps applied to it; those `here` are no tables.
+    """
+
+    def __init__(
+        self,
+        commits: Sequence[Commit],
+        counts: memoryview,
+        here: Sequence[int],
+        share: Share,
+        memory: Sequence[Contribution],
+    ) -> None:
+        self._commits = commits
+        self._slices = len(commits)
+        self._counts = counts
+        self._share, self._memory = share, memory
+        self._pooled = any(POOLED in commit.present for commit in commits)
+        alike = [commit.present[:1] * len(commit.present) for commit in commits]
+        self._all_alike = all(
+            each == commit.present for each, commit in zip(alike, commits, strict=True)
+        )
+        self.all_present = all(b"\0" not in commit.present for commit in commits)
+        applied = [counts[tensor] for tensor in here]
+        same_count = not applied or min(applied) == max(applied)
+        self._all_same = self.all_present and same_count
+        self._count = applied[0] + 1 if applied else 1
+        self._parts = tuple((commit.scale, commit.weight) for commit in commits)
+        self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
+
+    def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
+        """(slot, weight) of the slices that have a gradient for a tensor."""
+        return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
+
+    def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
+        """(slice, weight) of the slices that have a gradient for one of some tensors, wherever."""
+        found = {
+            slot % self._slices: weight for each in tensors for slot, weight in self.weights(each)
+        }
+        return sorted(found.items())
+
+    def of(self, cell: Cell) -> Iterator[Stretch]:
+        """The stretches of a cell for which any slice has a gradient."""
+        if self._all_alike and not self._pooled and self._all_same:
+            yield Stretch(0, cell.stop - cell.start, self._all, self._count)
+            return
+        found: Stretch | None = None
+        for piece in cell.pieces:
+            slots = self.weights(piece.tensor)
+            weights: tuple[Weight, ...] = slots
+            if self._pooled:
+                weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
+            start, stop = piece.start - cell.start, piece.stop - cell.start
+            count = self._counts[piece.tensor] + 1
+            if found and found.stop == start and (found.weights, found.step) == (weights, count):
+                found = Stretch(found.start, stop, weights, count)
+                continue
+            if found and found.weights:
+                yield found
+            found = Stretch(start, stop, weights, count)
+        if found and found.weights:
+            yield found
+
+    def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
+        """What is summed in one go for a norm: wherever gradients lie, the same."""
+        if self._all_same:
+            yield 0, cell.stop - cell.start
+            return
+        slices = self._slices
+        before: tuple[Any, int] = (), 0
+        begin = end = 0
+        for piece in cell.pieces:
+            weights = [(slot % slices, weight) for slot, weight in self.weights(piece.tensor)]
+            start, stop = piece.start - cell.start, piece.stop - cell.start
+            alike = weights, self._counts[piece.tensor] + 1
+            if start != end or alike != before:
+                if before[0]:
+                    yield begin, end
+                begin, before = start, alike
+            end = stop
+        if before[0]:
+            yield begin, end
+
+    def _find(self, slot: int, piece: Piece) -> int | Lent:
+        """Where a piece of a gradient that may be pooled lies."""
+        index = slot - 2 * self._slices
+        if index < 0:
+            return slot
+        places = self._share.layout.places
+        tensor, produced = divmod(self._commits[index].blocks[piece.tensor], 2)
+        start = places[tensor].start + piece.start - places[piece.tensor].start - self._share.start
+        memory = self._memory[index].produced if produced else self._memory[index].pool
+        assert memory is not None
+        return Lent(memory[start : start + piece.stop - piece.start])

@@ -1,0 +1,153 @@
+"""The regions of a store: what they are called, how large they are, and what lies where in them.
+
+The one place that says so, for workers and servers; whatever will tell a region of an earlier term
+from one of a later belongs here. docs/parameters.md has the table with what the regions are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.memory import Node, Region, RemoteRegion, RemoteWord, Word
+
+from .layout import ALIGN_BYTES, Share
+from .messages import BLOCK_BYTES, RESULT_BYTES, WORD_BYTES, Bytes, Commit
+from .rows import changed_starts, heads_bytes, tables_of
+
+
+class RegionKind(StrEnum):
+    """What a region is for, which is also its name behind the number of the store."""
+
+    # At a worker, VIEW also at a server; SENT of each slice.
+    RESULT, SPEC, VIEW, CHANGED, SENT = "result", "spec", "view", "changed", "sent"
+    # At a server, of each slice.
+    SLOT, PRODUCED, POOL, BLOCKS, ROWS = "slot", "produced", "pool", "blocks", "rows"
+    # At a server: of each commit of a version, of each state of the optimizer, and once.
+    COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
+    COUNTS, NORMS, MASTER = "counts", "norms", "master"
+
+
+UNIT_BYTES = 1 << 20
+"""Of one write over a network: large enough to be worth it, small beside what is under way."""
+
+_STAMP_BYTES = 8
+_AT_WORKER = {
+    RegionKind.RESULT: "w",
+    RegionKind.SPEC: "r",
+    RegionKind.SENT: "none",
+}  # what peers may; else all
+_LEAST_BYTES = 64  # also of a share without cells
+
+
+def region_name(store: int, kind: RegionKind, which: int | str | None = None) -> str:
+    """The name of a region; `which` tells the slice, commit or state that it is of."""
+    return f"{store}/{kind}" if which is None else f"{store}/{kind}/{which}"
+
+
+def allocate_at_worker(
+    node: Node, store: int, kind: RegionKind, size_bytes: int, which: int | None = None
+) -> Region:
+    """Allocates a region of a worker."""
+    name, access = region_name(store, kind, which), _AT_WORKER.get(kind, "rw")
+    return node.allocate(size_bytes, name=name, access=access, mappable=kind == RegionKind.VIEW)
+
+
+def result_block(server: int) -> slice:
+    """The part of a worker's RESULT that a server writes to."""
+    return slice(RESULT_BYTES * server, RESULT_BYTES * (server + 1))
+
+
+def local_message(block: Region) -> tuple[Word, Bytes]:
+    """The word of a block in which another member writes messages, and the memory behind it."""
+    return block.word(0), block.array()[WORD_BYTES:]
+
+
+def remote_message(block: RemoteRegion) -> tuple[RemoteWord, RemoteRegion]:
+    """The word of a block in which messages are written to another member, and what is behind."""
+    return block.word(0), block[WORD_BYTES:]
+
+
+def units_of(share: Share) -> tuple[range, ...]:
+    """Units: the runs of a share's cells that travel together over a network.
+
+    They have at most UNIT_BYTES, or are one cell, or all cells of a table. A worker writes a unit
+    when it has all its gradients, and the write raises the unit's word to the number of the write.
+    The commit goes ahead and tells these numbers, as stamps. So a server can work on what comes
+    first, and send back new values, while the rest is on its way: both ways of a link are used. No
+    result relies on the order of writes.
+    """
+    units: list[range] = []
+    tables = {table.cells.start: table.cells for table in tables_of(share)}
+    for index, cell in enumerate(share.cells):
+        if cell.kind == "rows":
+            if index in tables:
+                units.append(tables[index])
+        elif (
+            units
+            and share.cells[units[-1].start].kind != "rows"
+            and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES
+        ):
+            units[-1] = range(units[-1].start, index + 1)
+        else:
+            units.append(range(index, index + 1))
+    return tuple(units)
+
+
+class ServerRegions:
+    """The regions of one store at one server.
+
+    Attributes:
+        share, tables, units: of the server.
+        unit_words: the offsets of the words of the units in ARRIVED.
+    """
+
+    def __init__(self, store: int, shares: Sequence[Share], server: int) -> None:
+        self._store, self._shares = store, shares
+        self.server, self.servers = server, len(shares)
+        self.share = share = shares[server]
+        self.tables, self.units = tables_of(share), units_of(share)
+        spec, count = share.layout.spec, len(share.layout.spec.tensors)
+        commit = Commit.size_bytes(spec.groups, len(spec.hyper), count)
+        stamps = _STAMP_BYTES * len(self.units)
+        self.unit_words = range(0, stamps, _STAMP_BYTES)
+        self._stamps = slice(commit, commit + stamps)
+        norms = WORD_BYTES + 8 * max(len(each.cells) for each in shares)
+        self._norms_bytes = norms = -(-norms // ALIGN_BYTES) * ALIGN_BYTES
+        self._sizes = {
+            RegionKind.VIEW: share.layout.size_bytes,
+            RegionKind.BLOCKS: BLOCK_BYTES * count,
+            RegionKind.ROWS: heads_bytes(share),
+            RegionKind.COUNTS: 8 * count,
+            RegionKind.COMMIT: WORD_BYTES + commit + stamps,
+            RegionKind.ARRIVED: stamps,
+            RegionKind.NORMS: norms * len(shares),
+        }  # of all others: the share's
+        self._access = {RegionKind.COMMIT: "w", RegionKind.ARRIVED: "w", RegionKind.NORMS: "w"}
+        # Who has a part of the model reads the rest there.
+        self._access[RegionKind.MASTER] = "none" if spec.pipeline == 1 else "r"
+
+    def name(self, kind: RegionKind, which: int | str | None = None) -> str:
+        """The name of a region; `which` tells the slice, commit or state that it is of."""
+        return region_name(self._store, kind, which)
+
+    def allocate(self, node: Node, kind: RegionKind, which: int | str | None = None) -> Region:
+        """Allocates a region at the server; it is never empty."""
+        size = max(self._sizes.get(kind, self.share.size_bytes), _LEAST_BYTES)
+        access = self._access.get(kind, "rw")
+        return node.allocate(size, name=self.name(kind, which), access=access)
+
+    def changed_start(self) -> int:
+        """Where the server's part of a worker's CHANGED begins."""
+        return changed_starts(self._shares)[self.server]
+
+    def stamps(self, body: Bytes) -> NDArray[np.uint64]:
+        """A copy of the stamps of the units, from the memory behind the word of a commit."""
+        return np.frombuffer(body[self._stamps].tobytes(), np.uint64)
+
+    def norms_block(self, server: int) -> slice:
+        """The part of NORMS that a server writes to."""
+        return slice(self._norms_bytes * server, self._norms_bytes * (server + 1))

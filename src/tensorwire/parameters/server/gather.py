@@ -1,0 +1,236 @@
+"""How a server gathers the commits of a version, and finds calls that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import ClosedError, PeerLostError, TimeoutError
+from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
+from tensorwire.memory import Peer, Word
+
+from ..layout import Spec
+from ..messages import (
+    OPERATION_NAMES,
+    POOLED,
+    PRODUCED,
+    Bytes,
+    Commit,
+    DisagreementError,
+    merged,
+)
+from ..regions import RegionKind, local_message
+from ..shard import Shard
+from .arrivals import Announced, ArrivingUnits
+from .opening import Opening
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """A worker of a slice's pipeline: it makes one commit of every version.
+
+    The `units` are words of what follows a commit over a network. The `blocks` tell where pooled
+    gradients are; None where there can be none.
+    """
+
+    rank: int
+    peer: Peer
+    word: Word
+    body: Bytes
+    units: Sequence[Word]
+    blocks: NDArray[np.uint32] | None
+
+    def has_committed(self, version: int) -> bool:
+        """The commit of a version is there, or that of a later one."""
+        return self.word.value >= version
+
+    def read(self, spec: Spec) -> Commit:
+        """The commit that is there; ValueError if it is none."""
+        shape = spec.groups, len(spec.hyper), len(spec.tensors)
+        commit = Commit.from_bytes(self.body, *shape)
+        if POOLED in commit.present and self.blocks is not None:
+            return replace(commit, blocks=self.blocks.tolist())
+        return commit
+
+
+class EverySlice:
+    """The policy of synchronous training: a version is made of the commits of all slices."""
+
+    def due(self, contributors: Sequence[Contributor]) -> Iterable[Contributor]:
+        """Those whose commits of the next version are waited for, one after the other."""
+        return contributors
+
+
+class Gatherer:
+    """Waits for the commits of a store's versions, which the store's shard checks."""
+
+    def __init__(self, opening: Opening, shard: Shard, calls: Calls, policy: EverySlice) -> None:
+        self._opening, self._member, self._spec = opening, opening.member, opening.spec
+        self._shard, self._calls, self._policy = shard, calls, policy
+        self._version = 0  # that workers are to commit
+        self._looking = threading.Lock()  # at the contributors of a store that may be closed
+        self._contributors = list(self._make_contributors())
+        calls.gatherers.append(self)
+
+    def _make_contributors(self) -> Iterator[Contributor]:
+        opening, blocks = self._opening, None
+        for index, rank in enumerate(opening.committers):
+            slice_index, stage = divmod(index, self._spec.pipeline)
+            if stage == 0:
+                blocks = None
+                if opening.produces(slice_index):
+                    blocks = opening.allocate(RegionKind.BLOCKS, slice_index).array("uint32")
+                    blocks = blocks[: len(self._spec.tensors)]
+            word, body = local_message(opening.allocate(RegionKind.COMMIT, index))
+            units: list[Word] = []
+            if rank not in opening.mapped:  # what others copy is there before their commit
+                arrived = opening.allocate(RegionKind.ARRIVED, index)
+                units = [arrived.word(offset) for offset in opening.regions.unit_words]
+            yield Contributor(rank, self._member.workers[rank], word, body, units, blocks)
+
+    def close(self) -> None:
+        """Lets go of the store's memory; another store's thread may look meanwhile."""
+        self._calls.gatherers.remove(self)
+        with self._looking:
+            self._contributors = []
+
+    def gather(self, version: int) -> tuple[list[Commit], ArrivingUnits, float, float]:
+        """A commit per slice; gradients on their way; the times of the first and last commit."""
+        self._version, started = version, 0.0
+        commits: list[Commit] = []
+        gathered: list[Contributor] = []
+        for each in self._policy.due(self._contributors):
+            self._wait(each, version)
+            started = started or time.perf_counter()
+            commit = each.read(self._spec)
+            self._check_places(commit, each)
+            commits.append(commit)
+            gathered.append(each)
+            if different := commits[0].difference(commit):
+                raise DisagreementError(
+                    f"worker {gathered[0].rank} and worker {each.rank} disagree: {different}"
+                )
+        if commits[0].version != version:
+            raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
+        complete = time.perf_counter()
+        regions = self._opening.regions
+        announced = [
+            Announced(each.units, regions.stamps(each.body), partial(self._wait_unit, each.peer))
+            for each in gathered
+            if each.units
+        ]
+        arriving = ArrivingUnits(regions.units, announced)
+        return merged(commits, self._spec.pipeline), arriving, started, complete
+
+    def has_committed(self, rank: int, version: int) -> bool:
+        """All of a worker's slices have asked for a version."""
+        return all(each.has_committed(version) for each in self._contributors if each.rank == rank)
+
+    def waits_in(self, rank: int, other: int) -> str:
+        """What one worker has asked for and another one has not; "" if nothing."""
+        with self._looking:
+            version = self._version
+            if not (version and self._contributors) or not self.has_committed(rank, version):
+                return ""
+            return "" if self.has_committed(other, version) else self._called(rank)
+
+    def _called(self, rank: int) -> str:
+        """The name of the call by which a worker has committed."""
+        first = next(each for each in self._contributors if each.rank == rank)
+        return OPERATION_NAMES[first.read(self._spec).operation]
+
+    def _check_places(self, commit: Commit, contributor: Contributor) -> None:
+        if {PRODUCED, POOLED}.isdisjoint(commit.present):
+            return
+        try:
+            self._shard.check(commit, contributor.rank in self._opening.mapped)
+        except ValueError as error:
+            raise ValueError(f"worker {contributor.rank}: {error}") from None
+
+    def _wait(self, contributor: Contributor, version: int) -> None:
+        rank, peer = contributor.rank, contributor.peer
+        try:
+            while True:
+                try:
+                    contributor.word.wait_until(version, 1.0, peer=peer)
+                    return
+                except TimeoutError:
+                    self._check_deadlock(version, rank)
+        except PeerLostError as error:
+            if self._member.has_left(rank):
+                self._await_goodbyes(version)
+                raise PeerLostError(
+                    f"{self._member.name_of(peer)} has left the job, others have not: every "
+                    "worker makes the same number of steps"
+                ) from error
+            raise self._lost(peer) from error
+
+    def _wait_unit(self, peer: Peer, word: Word, stamp: int) -> None:
+        try:
+            word.wait_until(stamp, peer=peer)
+        except PeerLostError as error:
+            raise self._lost(peer) from error
+
+    def _lost(self, peer: Peer) -> PeerLostError:
+        return PeerLostError(f"{self._member.name_of(peer)} was lost: {why_lost(peer)}")
+
+    def _check_deadlock(self, version: int, rank: int) -> None:
+        """Raises DisagreementError if some wait here for a worker that waits for them elsewhere."""
+        workers = dict.fromkeys(each.rank for each in self._contributors)
+        other = next((each for each in workers if self.has_committed(each, version)), None)
+        if other is None:
+            return  # who has more slices to compute may call anything between them
+        where = self._calls.elsewhere(self, rank, other)
+        # Words only grow: if it is still late, all of this held at one time.
+        if where and not self.has_committed(rank, version):
+            name = self._called(other)
+            raise DisagreementError(f"worker {rank} {where} while worker {other} calls {name}")
+
+    def _await_goodbyes(self, version: int) -> None:
+        """One worker has left: returns when another wants a version that can never be made."""
+        while not any(each.has_committed(version) for each in self._contributors):
+            if all_left(self._member) or self._opening.closing.is_set():
+                raise ClosedError("all workers have left")
+            time.sleep(0.02)
+
+
+class Calls:
+    """The calls in which the workers of a job wait: for a version, for a sum, for a new store.
+
+    Workers whose programs differ would wait for each other for ever, in different calls.
+
+    Attributes:
+        gatherers: of the stores that are open.
+    """
+
+    def __init__(self, member: ServerMember, collective: CollectiveServer | None) -> None:
+        self._words, self._collective = member.words, collective
+        self.gatherers: list[Gatherer] = []
+
+    def is_summing(self, rank: int) -> bool:
+        """A worker waits for a sum, as far as this server knows."""
+        return self._collective is not None and self._collective.is_waiting(rank)
+
+    def elsewhere(self, here: Gatherer, rank: int, other: int) -> str:
+        """The call in which a worker waits for another one, which waits for it at `here`; or ""."""
+        where = ""
+        words = [word.value for word in self._words]
+        if words[other] < words[rank] < GOODBYE:
+            where = "makes another optimizer or changes its parameter groups"
+        if self.is_summing(rank):
+            where = "calls mean() or barrier()"
+        for gatherer in list(self.gatherers):
+            if gatherer is not here and (name := gatherer.waits_in(rank, other)):
+                where = f"calls {name} of another optimizer"
+        return where
+
+
+def all_left(member: ServerMember) -> bool:
+    """All workers have left in good order."""
+    return all(member.has_left(rank) for rank in range(member.count))

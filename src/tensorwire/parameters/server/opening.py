@@ -1,0 +1,120 @@
+"""How a store is opened at a server: from what the workers describe to regions with names."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from tensorwire.errors import ClosedError
+from tensorwire.membership import ServerMember
+from tensorwire.memory import Peer, Region, RemoteRegion
+
+from ..contributions import Contribution
+from ..layout import Layout, Spec
+from ..messages import Description, DisagreementError
+from ..regions import RegionKind, ServerRegions, region_name
+
+
+class Opening:
+    """A store as all workers want it, and the regions of it that this server has allocated.
+
+    Attributes:
+        descriptions: of the workers, by rank.
+        committers: who makes each commit of a version: slice 0's pipeline, then slice 1's.
+        mapped: the workers that have this server's memory mapped, and can produce gradients there.
+        homes: the servers whose views are used.
+        closing: nobody waits for the store any more.
+    """
+
+    def __init__(self, member: ServerMember, number: int, closing: threading.Event) -> None:
+        self.member, self.closing = member, closing
+        self.descriptions = _read_descriptions(member, number)
+        self.spec = spec = agreed(self.descriptions)
+        self.committers = committers_of(spec, member.count)
+        shares = Layout(spec).deal(len(member.servers) + 1)
+        self.regions = ServerRegions(number, shares, member.index)
+        workers = member.workers.items()
+        self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
+        self.homes = {each.home for each in self.descriptions.values()} - {-1}
+        self._allocated: list[Region] = []
+
+    def produces(self, slice_index: int) -> bool:
+        """A worker of a slice can produce its gradients in this server's memory."""
+        first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
+        return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
+
+    def allocate(self, kind: RegionKind, which: int | str | None = None) -> Region:
+        """Allocates a region."""
+        self._allocated.append(self.regions.allocate(self.member.node, kind, which))
+        return self._allocated[-1]
+
+    def contribution(self, slice_index: int, slot: Region) -> Contribution:
+        """The memory for a slice's gradients; its slot is there already."""
+        size, produced, pool = self.regions.share.size_bytes, None, None
+        heads = np.empty(0, np.uint8)
+        if self.produces(slice_index):
+            produced = self.allocate(RegionKind.PRODUCED, slice_index).array()[:size]
+            pool = self.allocate(RegionKind.POOL, slice_index).array()[:size]
+        if self.regions.tables:
+            heads = self.allocate(RegionKind.ROWS, slice_index).array()
+        return Contribution(slot.array()[:size], produced, pool, heads)
+
+    def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
+        """A region that another server is about to allocate."""
+        while not self.closing.is_set():
+            try:
+                return peer.region(self.regions.name(kind), None)
+            except LookupError:
+                time.sleep(0.01)
+        raise ClosedError("the job is over")
+
+    def free(self) -> None:
+        """Frees all regions; their memory is given back when the last that refers to it is gone."""
+        for region in self._allocated:
+            region.free()
+        self._allocated.clear()
+
+
+def _read_descriptions(member: ServerMember, number: int) -> dict[int, Description]:
+    found = {}
+    for rank, peer in sorted(member.workers.items()):
+        region = peer.region(region_name(number, RegionKind.SPEC))
+        data = np.empty(region.size_bytes, np.uint8)
+        region.read(data).wait()
+        try:
+            found[rank] = Description.from_json(data.tobytes(), len(member.servers) + 1)
+        except ValueError as error:
+            raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
+    return found
+
+
+def agreed(descriptions: Mapping[int, Description]) -> Spec:
+    """The Spec that all workers describe; raises if they do not, or want views that cannot be."""
+    spec = descriptions[0].spec
+    for rank, mine in descriptions.items():
+        if different := spec.difference(mine.spec):
+            raise DisagreementError(
+                f"worker {rank}'s model or optimizer is not worker 0's: {different} "
+                "(here: worker 0, there: the other)"
+            )
+    for rank, mine in descriptions.items():
+        owner = descriptions.get(mine.view)
+        if mine.view != rank and (
+            owner is None
+            or (mine.home, owner.home, owner.view) != (-1, -1, mine.view)
+            or mine.wants != owner.wants
+        ):
+            raise ValueError(f"worker {rank} cannot share a view with worker {mine.view}")
+    return spec
+
+
+def committers_of(spec: Spec, workers: int) -> list[int]:
+    """Of each commit of a version, which worker makes it; see `Opening`."""
+    pipeline = spec.pipeline
+    if workers % pipeline or spec.slices % (workers // pipeline):
+        raise ValueError(f"{spec.slices} slices and {workers} workers in pipelines of {pipeline}")
+    each = spec.slices * pipeline // workers
+    return [i // each * pipeline + stage for i in range(spec.slices) for stage in range(pipeline)]

@@ -1,0 +1,228 @@
+"""What a server writes to others of a version: new values to views, sums to servers, results."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
+from tensorwire.membership import ServerMember
+from tensorwire.memory import RemoteRegion, RemoteWord, Transfer, wait_all
+
+from ..kernel import Rows
+from ..layout import Selection, Share
+from ..messages import POISON, Bytes, Result
+from ..regions import RegionKind, local_message, region_name, remote_message, result_block
+from ..rows import Table, change
+from .opening import Opening
+
+_CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size
+
+
+class RemoteView(NamedTuple):
+    """Where a worker, or several, see a selection of the parameters.
+
+    What a step changed of tables is put into `changes`; without these, into `memory`.
+    """
+
+    memory: RemoteRegion
+    selection: Selection
+    changes: RemoteRegion | None
+
+
+class Publication:
+    """Where the parameters of a share lie, its `master`, and to which views they are written."""
+
+    def __init__(self, opening: Opening) -> None:
+        regions, servers = opening.regions, opening.member.servers
+        self._share = share = regions.share
+        self._views: list[RemoteView] = []
+        self.master: Bytes = np.empty(0, np.uint8)
+        part, whole = slice(share.start, share.stop), Selection(share.layout)
+        if regions.server in opening.homes:
+            self.master = opening.allocate(RegionKind.VIEW).array()[part]
+        for home in sorted(opening.homes - {regions.server}):
+            region = opening.look_up(servers[home], RegionKind.VIEW)
+            if region.mapped and not self.master.size:
+                self.master = region.array()[part]
+            elif share.size_bytes:
+                self._views.append(RemoteView(region, whole, None))
+        for rank, each in sorted(opening.descriptions.items()):
+            if each.home == -1 and each.view == rank and share.size_bytes:
+                worker, changes = opening.member.workers[rank], None
+                region = worker.region(regions.name(RegionKind.VIEW))
+                if regions.tables:
+                    changes = worker.region(regions.name(RegionKind.CHANGED))
+                    changes = changes[regions.changed_start() :]
+                selection = Selection(share.layout, each.wants)
+                self._views.append(RemoteView(region, selection, changes))
+        if not self.master.size:
+            self.master = opening.allocate(RegionKind.MASTER).array()[: share.size_bytes]
+
+    def begin(self, version: int) -> Chunks | None:
+        """What publishes a version, while it is made; None: nobody has to be written to."""
+        return Chunks(self._share, self.master, self._views, version) if self._views else None
+
+
+class Chunks:
+    """Sends new values to the views while the rest of the share is still being worked on."""
+
+    def __init__(
+        self, share: Share, master: Bytes, views: Sequence[RemoteView], version: int
+    ) -> None:
+        self._share, self._master, self._views = share, master, views
+        self._version = version
+        self._lock = threading.Lock()
+        self._ready: list[tuple[int, int]] = []
+        self._bytes = 0
+        self._sent: list[Transfer] = []
+
+    def __call__(self, start: int, stop: int) -> None:
+        """See `Publisher`."""
+        with self._lock:
+            self._ready.append((start, stop))
+            self._bytes += stop - start
+            if self._bytes < _CHUNK_BYTES:
+                return
+            ready = self._take()
+        self._write(ready, self._views)
+
+    def rows(self, table: Table, rows: Rows) -> None:
+        """See `Publisher`."""
+        if not len(rows):
+            return
+        base = self._share.start
+        few = len(rows) <= table.capacity
+        whole = [view for view in self._views if not few or view.changes is None]
+        self._write([(base + table.start, base + table.stop)], whole)
+        if not few:
+            return
+        kind = np.dtype((np.void, table.row_bytes))
+        values = self._master[table.start : table.stop].view(kind)[rows].view(np.uint8)
+        head = change(self._version, rows)
+        for view in self._views:
+            if view.changes is None:
+                continue
+            head_at = view.changes[table.changed : table.changed + head.nbytes]
+            values_at = view.changes[table.values_at : table.values_at + values.nbytes]
+            self._sent += [head_at.write(head), values_at.write(values)]
+
+    def finish(self) -> list[Transfer]:
+        """Sends the rest; all transfers."""
+        self._write(self._take(), self._views)
+        return self._sent
+
+    def _take(self) -> list[tuple[int, int]]:
+        ready, self._ready, self._bytes = sorted(self._ready), [], 0
+        joined: list[tuple[int, int]] = []
+        for start, stop in ready:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined
+
+    def _write(self, ranges: Sequence[tuple[int, int]], views: Sequence[RemoteView]) -> None:
+        base = self._share.start
+        for view in views:
+            for first, last in ranges:
+                for start, stop, at in view.selection.of(first, last):
+                    piece = self._master[start - base : stop - base]
+                    self._sent.append(view.memory[at : at + stop - start].write(piece))
+
+
+class Norms:
+    """The exchange of sums of squares among the servers of a store.
+
+    It is made when this server has allocated all regions, and ready when all servers have.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        regions, region = opening.regions, opening.allocate(RegionKind.NORMS)
+        self._servers, block = regions.servers, regions.norms_block
+        self._others = {}
+        for server, peer in sorted(opening.member.servers.items()):
+            theirs = opening.look_up(peer, RegionKind.NORMS)[block(regions.server)]
+            mine = region[block(server)]
+            self._others[server] = peer, *local_message(mine), *remote_message(theirs)
+            theirs.word(0).set(1).wait(30.0)
+        for peer, word, *_ in self._others.values():
+            word.wait_until(1, peer=peer)
+
+    def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
+        """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
+        for *_, remote_word, remote in self._others.values():
+            padded = np.zeros(remote.size_bytes // 8)
+            padded[: len(mine)] = mine
+            remote.write(padded, signal=(remote_word, version)).wait()
+        sums: list[float] = []
+        for server in range(self._servers):
+            if server not in self._others:
+                sums += mine.tolist()
+                continue
+            peer, word, body, *_ = self._others[server]
+            word.wait_until(version, peer=peer)
+            sums += body.view(np.float64).tolist()
+        return sums
+
+
+class Results:
+    """This server's results to all workers of a store, which need not be open yet."""
+
+    def __init__(self, member: ServerMember, number: int) -> None:
+        self._member, self._name = member, region_name(number, RegionKind.RESULT)
+        self._messages: dict[int, tuple[RemoteWord, RemoteRegion]] = {}
+        self._over = False
+        self._sending = threading.Lock()  # a result must not follow the message that all is over
+
+    def tell_opened(self) -> None:
+        """Tells every worker that the store is open; PeerLostError if one of them is gone."""
+        if len(self._find()) < self._member.count:
+            raise PeerLostError("a worker left while a store was opened")
+        for rank in self._messages:
+            self._send(rank, Result(1).to_bytes(), 1).wait(30.0)
+
+    def tell(self, result: Result) -> None:
+        """Tells every worker that a version is in place; ClosedError if they know of the end."""
+        data = result.to_bytes()
+        with self._sending:
+            if self._over:
+                raise ClosedError("the job is over")
+            sent = [self._send(rank, data, result.version) for rank in self._messages]
+        wait_all(sent)
+
+    def poison(self, text: str) -> None:
+        """Tells every worker that no version will follow. Called once, by the main thread."""
+        if self._over:
+            return
+        with self._sending:
+            self._over = True
+        result = Result(0, failed=True, message=text).to_bytes()
+        for rank in self._find():
+            try:
+                self._send(rank, result, POISON).wait(2.0)
+            except TensorwireError:
+                continue  # it is the one that is lost, or is leaving too
+
+    def close(self) -> None:
+        """Nobody waits for a version any more."""
+        self._over = True
+        self._messages.clear()
+
+    def _send(self, rank: int, result: Bytes, value: int) -> Transfer:
+        word, body = self._messages[rank]
+        return body.write(result, signal=(word, value))
+
+    def _find(self) -> list[int]:
+        """Looks for the regions of workers that are there; the ranks of all that were found."""
+        for rank, peer in self._member.workers.items():
+            if rank not in self._messages and not peer.lost:
+                with contextlib.suppress(LookupError, TensorwireError):
+                    block = peer.region(self._name, 5.0)[result_block(self._member.index)]
+                    self._messages[rank] = remote_message(block)
+        return list(self._messages)

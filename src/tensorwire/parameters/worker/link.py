@@ -1,0 +1,163 @@
+"""One server as one worker sees it. Of other servers it knows only what they have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from tensorwire.errors import PeerLostError, TensorwireError, consequence
+from tensorwire.membership import called, why_lost
+from tensorwire.memory import Peer, Region, RemoteRegion, wait_all
+
+from ..kernel import Rows
+from ..layout import Extent
+from ..messages import POISON, Bytes, Commit, Result
+from ..regions import RegionKind, ServerRegions, local_message, result_block
+from ..rows import Gradient, rows_here
+from .outbox import Copier, Outbox
+
+T = TypeVar("T")
+
+
+class Answers:
+    """What all servers of a store tell a worker, in order: of each a word and a result."""
+
+    def __init__(self, servers: Sequence[Peer], region: Region) -> None:
+        self._messages = [
+            (peer, *local_message(region[result_block(server)]))
+            for server, peer in enumerate(servers)
+        ]
+
+    def wait(self, version: int) -> Result:
+        """Returns when a version is in place at all servers, with what they say together."""
+        results = []
+        for peer, word, body in self._messages:
+            self.attempt(peer, partial(word.wait_until, version, peer=peer))
+            result = Result.from_bytes(body)
+            if result.failed or result.version != version:
+                raise consequence(result.message or "the job is over; its servers have ended")
+            results.append(result)
+        finite, slowest = all(each.finite for each in results), max(r.work_s for r in results)
+        return Result(version, finite, results[0].norm, results[0].wait_s, slowest)
+
+    def reason(self) -> str:
+        """See `Store`."""
+        for _, word, body in self._messages:
+            if word.value >= POISON:
+                return Result.from_bytes(body).message
+        return ""
+
+    def explain(self, peer: Peer, error: TensorwireError) -> Exception:
+        """What a server said before one was lost is worth more than that it was lost."""
+        if reason := self.reason():
+            return consequence(reason)
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{called(peer)} was lost: {why_lost(peer) or error}")
+        return error
+
+    def attempt(self, peer: Peer, action: Callable[..., T], *arguments: Any) -> T:
+        """Does what concerns a peer, and explains an error."""
+        try:
+            return action(*arguments)
+        except TensorwireError as error:
+            raise self.explain(peer, error) from error
+
+
+class Link:
+    """A server of an open store.
+
+    Attributes:
+        regions, share: of the store there, and its cells.
+        mapped: its memory is mapped here, so that backward can produce gradients there.
+
+    Args:
+        commits: for each slice of this worker, which of all commits is its own.
+        sends: tensors whose gradients come from this worker.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        regions: ServerRegions,
+        commits: Mapping[int, int],
+        sends: Container[int],
+        answers: Answers,
+    ) -> None:
+        self.regions, self.share = regions, regions.share
+        self.mapped = peer.path.transport == "shm"
+        self._peer, self._answers = peer, answers
+        self._senders: dict[int, Copier | Outbox] = {
+            i: Copier(peer, regions, i, commit)
+            if self.mapped
+            else Outbox(peer, regions, i, commit, sends)
+            for i, commit in commits.items()
+        }
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients and buffers that were written to it, since the start."""
+        return sum(sender.bytes_sent for sender in self._senders.values())
+
+    def has(self, place: Extent) -> bool:
+        """Bytes of a tensor lie there."""
+        return max(self.share.start, place.start) < min(self.share.stop, place.end)
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
+        """The part of `Store.push` that concerns this server."""
+        return self._answers.attempt(self._peer, self._senders[slice_index].push, tensor, data)
+
+    def rows_copied(self, tensor: int, rows: Rows) -> int:
+        """How many bytes this process will copy itself of a gradient of some rows."""
+        copied = 0
+        for table in self.regions.tables if self.mapped else ():
+            for member in table.members:
+                if member.tensor == tensor:
+                    begin, end = rows_here(member, rows)
+                    copied += (end - begin) * (rows.itemsize + table.row_bytes)
+        return copied
+
+    def send_rest(self, slice_index: int, gradients: Mapping[int, Gradient]) -> None:
+        """Sends gradients of tables, and what was pushed of the slice and not yet sent."""
+        sender, attempt = self._senders[slice_index], self._answers.attempt
+        for table in self.regions.tables:
+            if not gradients.keys().isdisjoint(table.tensors):
+                attempt(self._peer, sender.push_rows, table, gradients)
+        attempt(self._peer, sender.flush)
+
+    def commit(self, slice_index: int, commit: Commit, data: Bytes) -> None:
+        """Writes a slice's commit, of which `data` are the bytes."""
+        self._answers.attempt(self._peer, self._senders[slice_index].commit, commit, data)
+
+    def flush(self) -> None:
+        """Sends what was pushed of any slice and not yet sent."""
+        for sender in self._senders.values():
+            self._answers.attempt(self._peer, sender.flush)
+
+    def settle(self) -> None:
+        """Waits until all that was sent is in place."""
+        senders = self._senders.values()
+        transfers = [transfer for sender in senders for transfer in sender.transfers]
+        self._answers.attempt(self._peer, wait_all, transfers)
+        for sender in senders:
+            sender.transfers.clear()
+
+    def region(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion:
+        """A region of the server."""
+        return self._peer.region(self.regions.name(kind, which))
+
+    def find(self, kind: RegionKind) -> RemoteRegion | None:
+        """A region that the server may have or not."""
+        name = self.regions.name(kind)
+        try:
+            return self._answers.attempt(self._peer, self._peer.region, name, None)
+        except LookupError:
+            return None
+
+    def read(self, remote: RemoteRegion, local: Any) -> None:
+        """Fills `local` from the server's memory."""
+        self._answers.attempt(self._peer, remote.read, local).wait()
+
+    def write(self, remote: RemoteRegion, local: Any) -> None:
+        """Overwrites the server's memory."""
+        self._answers.attempt(self._peer, remote.write, local).wait()

@@ -1,0 +1,131 @@
+"""A store in the process itself, for a worker that is alone: the same shard, and the same bits."""
+# ruff: noqa: D102 - the methods are described in Store
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.memory import local_memory
+
+from ..contributions import Contribution
+from ..kernel import Kernel, Rows
+from ..layout import Layout, Selection, Spec
+from ..messages import Bytes, Commit, Result
+from ..rows import Gradient, heads_bytes, part_of, tables_of, take_meant
+from ..shard import Shard, ShardMemory
+from .store import Place
+from .view import ScriptView
+
+
+class LocalStore:
+    """See `Store`. Its memory is private to this process."""
+
+    path = "local"
+    asynchronous = False
+
+    def __init__(self, spec: Spec, kernel: Kernel) -> None:
+        self.layout = Layout(spec)
+        self.own = Selection(self.layout)
+        self.version = 1
+        self.bytes_pushed = 0
+        (share,) = self.layout.deal(1)
+        size, heads, slices = self.layout.size_bytes, heads_bytes(share), range(spec.slices)
+        view, private = local_memory(size)
+        self._seen = seen = ScriptView(self.layout, self.own, view, private)
+        self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
+        self.compares = seen.compares
+        self._memory = [
+            Contribution(_zeros(size), _zeros(size), _zeros(size), _zeros(heads)) for _ in slices
+        ]
+        self._states = {name: _zeros(size) for name in kernel.states}
+        self._counts = np.zeros(len(spec.tensors), np.int64)
+        memory = ShardMemory(view, self._memory, self._states, self._counts)
+        self._shard = Shard(share, kernel, memory)
+        self._tables = tables_of(share)
+        self._gradients: list[dict[int, Gradient]] = [{} for _ in slices]
+        self._commits: dict[int, Commit] = {}
+
+    def places(self, slice_index: int) -> Sequence[Place | str]:
+        memory = self._memory[slice_index]
+        assert memory.produced is not None
+        assert memory.pool is not None
+        parts = [slice(place.start, place.end) for place in self.layout.places]
+        return [Place(memory.produced[part], True, memory.pool[part], 0) for part in parts]
+
+    def slot(self, slice_index: int) -> Bytes:
+        """A slice's gradients in place: writing here is a push."""
+        return self._memory[slice_index].slot
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
+        place = self.layout.places[tensor]
+        self._memory[slice_index].slot[place.start : place.end] = data
+        return place.end - place.start
+
+    def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        self._gradients[slice_index][tensor] = rows, values
+        return rows.nbytes + values.nbytes
+
+    def settle(self) -> None:
+        pass
+
+    def commit(self, slice_index: int, commit: Commit) -> None:
+        memory = self._memory[slice_index]
+        gradients = take_meant(self._gradients[slice_index], commit)
+        for table in self._tables:
+            if gradients.keys().isdisjoint(table.tensors):
+                continue
+            head, values = part_of(table, gradients)
+            memory.heads[table.head : table.head + head.nbytes].view(np.int64)[:] = head
+            at = table.start
+            for each in values:
+                memory.slot[at : at + each.nbytes] = each
+                at += each.nbytes
+        self._commits[slice_index] = commit
+
+    def wait(self) -> Result:
+        self.version += 1
+        commits = [self._commits[i] for i in range(len(self._memory))]
+        self._commits.clear()
+        for each in commits[1:]:
+            if different := commits[0].difference(each):
+                raise ValueError(f"the slices of one step disagree: {different}")
+        finite, norm = self._shard.advance(commits, lambda sums: sums.tolist())
+        return Result(self.version, finite, norm)
+
+    def read_reduced(self, target: Bytes) -> None:
+        target[:] = self._memory[0].slot
+
+    def read_values(self, target: Bytes) -> None:
+        self._seen.read(target)
+
+    def read_state(self, name: str, target: Bytes) -> None:
+        target[:] = self._states[name]
+
+    def write_state(self, name: str, source: Bytes) -> None:
+        self._states[name][:] = source
+
+    def counts(self) -> NDArray[np.int64]:
+        return self._counts.copy()
+
+    def set_counts(self, counts: NDArray[np.int64]) -> None:
+        self._counts[:] = counts
+
+    def reason(self) -> str:
+        return ""
+
+    def release(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._shard.close()
+
+
+def _zeros(size: int) -> Bytes:
+    """Zeroed bytes that start on 64: kernels see the same alignment as in a region."""
+    raw = np.zeros(size + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size]

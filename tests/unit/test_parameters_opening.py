@@ -1,0 +1,119 @@
+"""Regions of a store, and what a server makes of the workers' descriptions."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tensorwire.parameters import ABSENT, APPLY, Commit, Layout, Spec, TensorSpec
+from tensorwire.parameters.messages import Description, DisagreementError
+from tensorwire.parameters.regions import RegionKind, ServerRegions, region_name, result_block
+from tensorwire.parameters.server.opening import agreed, committers_of
+
+SPEC = Spec("torch.optim.SGD", ("lr",), 1, 4, (TensorSpec("a", "float32", (600_000,)),))
+
+
+class FakeNode:
+    """Tells what it should allocate."""
+
+    def allocate(self, size: int, *, name: str, access: str) -> tuple[str, int, str]:
+        return name, size, access
+
+
+def regions(server: int, spec: Spec = SPEC) -> ServerRegions:
+    return ServerRegions(7, Layout(spec).deal(2), server)
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "name", "access"),
+    [
+        (RegionKind.SLOT, 3, "7/slot/3", "rw"),
+        (RegionKind.STATE, "exp_avg", "7/state/exp_avg", "rw"),
+        (RegionKind.COMMIT, 1, "7/commit/1", "w"),
+        (RegionKind.COUNTS, None, "7/counts", "rw"),
+        (RegionKind.MASTER, None, "7/master", "none"),
+    ],
+)
+def test_names_of_regions(
+    kind: RegionKind, which: int | str | None, name: str, access: str
+) -> None:
+    found, size, may = regions(0).allocate(FakeNode(), kind, which)
+    assert (found, may) == (name, access) == (region_name(7, kind, which), access)
+    assert size >= 64
+
+
+def test_pipelines_may_read_the_rest_of_a_model() -> None:
+    split = regions(0, replace(SPEC, pipeline=2))
+    assert split.allocate(FakeNode(), RegionKind.MASTER)[2] == "r"
+
+
+def test_blocks_do_not_overlap() -> None:
+    made = regions(1)
+    for of in (made.norms_block, result_block):
+        for one, other in pairwise(of(server) for server in range(4)):
+            assert one.start % 64 == 0
+            assert one.stop == other.start
+    assert made.allocate(FakeNode(), RegionKind.NORMS)[1] == made.norms_block(1).stop
+
+
+def test_stamps_lie_behind_the_commit() -> None:
+    made = regions(0)
+    commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((0.1,),), bytes([ABSENT])).to_bytes()
+    size = made.allocate(FakeNode(), RegionKind.COMMIT, 0)[1]
+    assert size == 64 + commit.nbytes + 8 * len(made.units)
+    assert len(made.unit_words) == len(made.units) > 0
+
+
+def description(**changes: Any) -> Description:
+    return Description(0, 0, None, SPEC)._replace(**changes)
+
+
+def test_a_description_travels() -> None:
+    made = description(home=-1, view=2, wants=[0])
+    assert Description.from_json(made.to_json(), 1) == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"home": 1}, "there is no server 1"),
+        ({"home": -2}, "there is no server -2"),
+        ({"wants": [1]}, "there are 1 tensors"),
+        ({"spec": "no"}, "not a description of a store"),
+    ],
+)
+def test_a_wrong_description_is_refused(changes: dict[str, object], says: str) -> None:
+    raw = json.loads(description().to_json()) | changes
+    with pytest.raises(ValueError, match=says):
+        Description.from_json(json.dumps(raw).encode(), 1)
+
+
+def test_workers_agree() -> None:
+    shared = {rank: description(home=-1, view=0) for rank in range(3)}
+    assert agreed(shared) == SPEC
+    other = replace(SPEC, hyper=("lr", "momentum"))
+    with pytest.raises(DisagreementError, match="worker 1's model or optimizer is not worker 0's"):
+        agreed({0: description(), 1: description(view=1, spec=other)})
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [{"home": 0}, {"home": -1, "wants": [0]}],
+    ids=["has a home", "wants a part"],
+)
+def test_a_view_that_cannot_be_shared(owner: dict[str, Any]) -> None:
+    told = {0: description(**owner), 1: description(home=-1, view=0)}
+    with pytest.raises(ValueError, match="worker 1 cannot share a view with worker 0"):
+        agreed(told)
+    with pytest.raises(ValueError, match="worker 1 cannot share a view with worker 9"):
+        agreed(told | {1: description(home=-1, view=9)})
+
+
+def test_who_commits() -> None:
+    assert committers_of(SPEC, 2) == [0, 0, 1, 1]
+    assert committers_of(replace(SPEC, slices=2, pipeline=2), 4) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="4 slices and 3 workers in pipelines of 1"):
+        committers_of(SPEC, 3)
