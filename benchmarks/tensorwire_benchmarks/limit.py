@@ -32,7 +32,7 @@ from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import serve_messages
 from tensorwire.bench.raw_socket import LOOPBACK, Client, Server
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Traffic
+from tensorwire_benchmarks.traffic import FLOAT_BYTES, Traffic
 
 STATES = {"plain-sgd": 0, "sgd": 1, "adamw": 2}
 """Arrays of optimizer state."""
