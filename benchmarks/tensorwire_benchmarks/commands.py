@@ -21,9 +21,8 @@ from tensorwire.bench.commands import (
     json_option,
     names,
     outputs,
-    terminal,
 )
-from tensorwire.command import Command, check_file
+from tensorwire.command import Command, check_file, terminal
 from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings

@@ -183,10 +183,7 @@ class Report:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON file in one step: readers see the old file or the whole new one."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        partial.replace(target)
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -216,6 +213,14 @@ class Report:
                 for item in data["verdicts"]
             ],
         )
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Writes data in one step: readers see the old file or the whole new one."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    partial.replace(target)
 
 
 def _plain(item: Row | Comparison | Verdict) -> dict[str, Any]:

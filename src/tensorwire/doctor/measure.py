@@ -17,16 +17,17 @@ import numpy as np
 
 from tensorwire import _core
 from tensorwire.bench.harness import Ratio, median, paired_ratio, time_each
+from tensorwire.bench.raw_socket import RawClient
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.doctor.facts import Facts
 from tensorwire.doctor.mailbox import (
     AREA_BYTES,
     CLIENT_REGION,
     PING_WORD,
+    RAW_PATIENCE_S,
     SERVER_REGION,
     Mailbox,
 )
-from tensorwire.doctor.raw import RawClient
 from tensorwire.errors import BusyError, PeerLostError
 from tensorwire.memory import Handle, Node, RemoteRegion
 from tensorwire.memory.handle import split_address
@@ -254,7 +255,8 @@ class Session:
             made = self._box.ask({"do": "raw", "mode": mode, "bytes": case.size_bytes})
             host, port = split_address(self._address)[0], int(made["port"])
             memory = np.ones(case.size_bytes, np.uint8)
-            self._raw = RawClient(host, port, str(made["token"]), mode, memory)
+            token = str(made["token"])
+            self._raw = RawClient(host, port, token, mode, memory, RAW_PATIENCE_S)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             if isinstance(error, PeerLostError):
                 raise
