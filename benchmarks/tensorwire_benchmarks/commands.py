@@ -7,6 +7,7 @@ one of them runs, not before.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,69 +21,75 @@ from tensorwire.bench.commands import (
     json_option,
     names,
     outputs,
-    terminal,
 )
-from tensorwire.command import Command, check_file
-from tensorwire_benchmarks.placement import placement as placement_bench
-from tensorwire_benchmarks.training import alone
-from tensorwire_benchmarks.training import training as training_bench
-from tensorwire_benchmarks.training.models import MODELS, model
+from tensorwire.command import Command, check_file, terminal
+from tensorwire_benchmarks import engine, report
+from tensorwire_benchmarks.alone import MAX_BYTES
+from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.benches import OPTIMIZERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.models import MODELS, named
 from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
 
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)
 
 _workload = names(
-    "--workload", "workloads", known=_WORKLOADS, help=f"Only these: {', '.join(_WORKLOADS)}."
+    "--workload", "models", known=_WORKLOADS, help=f"Only these: {', '.join(_WORKLOADS)}."
 )
 _tiny = click.option(
     "--tiny", is_flag=True, help="The same structures with narrow layers: to see that all works."
 )
 
 
-def _optimizer(more: str = "") -> Decorator:
-    return click.option(
-        "--optimizer",
-        type=click.Choice(training_bench.OPTIMIZERS),
-        default="sgd",
-        show_default=True,
-        help=f"sgd has momentum 0.9{more}.",
+def _options(
+    bench: Bench, quick: str, *own: Decorator, steps: str, optimizer: str = ""
+) -> Decorator:
+    """What every bench of training steps has, around its `own` options."""
+    known = bench.names
+    options: tuple[Any, ...] = (
+        outputs,
+        click.option("--quick", is_flag=True, help=quick),
+        *own,
+        names("--systems", known=known, help=f"Only these: {', '.join(known)}."),
+        click.option("--steps", type=click.IntRange(1), help=f"Steps of each system, {steps}."),
+        click.option(
+            "--optimizer",
+            type=click.Choice(OPTIMIZERS),
+            default="sgd",
+            show_default=True,
+            help=f"sgd has momentum 0.9{optimizer}.",
+        ),
     )
 
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-def _need_torch() -> None:
+    return decorate
+
+
+def _settings(bench: Bench, quick: bool, models: Any, **options: Any) -> Settings:
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    models = models and tuple(named(name, bench.models) for name in models)
+    return chosen(bench.settings(quick), models=models, **options)
 
 
 @click.command(cls=Command)
-@outputs
-@click.option("--quick", is_flag=True, help="Two models, few steps: a look, not a measurement.")
-@names(
-    "--systems",
-    known=training_bench.NAMES,
-    help=f"Only these: {', '.join(training_bench.NAMES)}.",
+@_options(
+    TRAINING,
+    "Two models, few steps: a look, not a measurement.",
+    names("--models", known=_MODELS, help=f"Only these: {', '.join(_MODELS)}."),
+    names(
+        "--wires",
+        known=TRAINING.wires,
+        help=f"Only these: {', '.join(TRAINING.wires)} (one process, small models).",
+    ),
+    steps="per model and wire (default 300, 60 and 30)",
 )
-@names("--models", known=_MODELS, help=f"Only these: {', '.join(_MODELS)}.")
-@names(
-    "--wires",
-    known=training_bench.WIRES,
-    help=f"Only these: {', '.join(training_bench.WIRES)} (one process, small models).",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help="Steps of each system, per model and wire (default 300, 60 and 30).",
-)
-@_optimizer()
 def training(
-    quick: bool,
-    systems: tuple[str, ...] | None,
-    models: tuple[str, ...] | None,
-    wires: tuple[str, ...] | None,
-    steps: int | None,
-    optimizer: str,
-    **outputs: Any,
+    quick: bool, json_path: Path | None, figure_path: Path | None, strict: bool, **options: Any
 ) -> None:
     """What does a synchronous training step cost?
 
@@ -110,61 +117,40 @@ def training(
     The rivals:
         pip install 'tensorwire[bench]'
     """  # noqa: D301 (\b is what click reads)
-    _need_torch()
-    from tensorwire_benchmarks.training.report import draw, print_report
-
-    settings = training_bench.Settings.quick() if quick else training_bench.Settings()
-    settings = chosen(
-        settings,
-        systems=systems,
-        models=models and tuple(map(model, models)),
-        wires=wires,
-        steps=steps,
-        optimizer=optimizer,
-    )
-    if wires == (alone.ALONE,):
-        if steps is not None:
+    settings = _settings(TRAINING, quick, **options)
+    if options["wires"] == (ALONE,):
+        if options["steps"] is not None:
             raise click.UsageError("--steps has no meaning for --wires alone")
-        if "tensorwire" not in settings.systems:
+        if TRAINING.own not in settings.systems:
             raise click.UsageError("--wires alone measures tensorwire, which --systems leaves out")
-        if all(each.size_bytes > alone.MAX_BYTES for each in settings.models):
+        if all(each.size_bytes > MAX_BYTES for each in settings.models):
             raise click.UsageError("--wires alone measures small models, which --models leaves out")
-    carry_out(partial(training_bench.run, settings), print_report, draw, **outputs)
+    carry_out(
+        partial(engine.run, TRAINING, settings), report.print_training, report.draw_training,
+        json_path=json_path, figure_path=figure_path, strict=strict,
+    )  # fmt: skip
 
 
 @click.command(cls=Command)
-@outputs
-@click.option("--quick", is_flag=True, help="Two workloads, few steps: a look, no measurement.")
-@_tiny
-@_workload
-@names(
-    "--systems",
-    known=placement_bench.NAMES,
-    help=f"Only these: {', '.join(placement_bench.NAMES)}.",
+@_options(
+    PLACEMENT,
+    "Two workloads, few steps: a look, no measurement.",
+    _tiny,
+    _workload,
+    names(
+        "--wire",
+        "wires",
+        known=PLACEMENT.wires,
+        help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: "
+        "two hosts on a slow link, which needs root.",
+    ),
+    steps="per workload and wire (default 12 to 30)",
+    optimizer="; dlrm is always trained with SGD without momentum",
 )
-@names(
-    "--wire",
-    "wires",
-    known=placement_bench.WIRES,
-    help="shm, tcp, alone (what placement itself costs, one process); these by default. 1gbit: two "
-    "hosts on a slow link, which needs root.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help="Steps of each system, per workload and wire (default 12 to 30).",
-)
-@_optimizer("; dlrm is always trained with SGD without momentum")
 def placement(
-    quick: bool,
-    tiny: bool,
-    workloads: tuple[str, ...] | None,
-    systems: tuple[str, ...] | None,
-    wires: tuple[str, ...] | None,
-    steps: int | None,
-    optimizer: str,
-    **outputs: Any,
-) -> None:
+    quick: bool, tiny: bool, json_path: Path | None, figure_path: Path | None, strict: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """What does placing gradients gain, on real models?
 
     Two workers train. The isolated exchange begins when all gradients are there and nothing has
@@ -199,33 +185,27 @@ def placement(
     What the models are:
         tensorwire bench workloads
     """  # noqa: D301 (\b is what click reads)
-    _need_torch()
-    from tensorwire_benchmarks.placement.report import draw, print_report
-
-    settings = placement_bench.Settings.quick() if quick else placement_bench.Settings()
-    settings = chosen(
-        settings,
-        workloads=workloads and tuple(map(workload, workloads)),
-        systems=systems,
-        wires=wires,
-        steps=steps,
-        optimizer=optimizer,
-    )
-    if wires == (alone.ALONE,) and systems is not None:
+    settings = _settings(PLACEMENT, quick, **options)
+    if options["wires"] == (ALONE,) and options["systems"] is not None:
         raise click.UsageError("--systems has no meaning for --wire alone, which compares two")
-    if optimizer != "sgd" and all(each.optimizer for each in settings.workloads):
-        own = ", ".join(each.name for each in settings.workloads)
-        raise click.UsageError(f"--optimizer {optimizer} cannot be: {own} has one of its own")
+    if settings.optimizer != "sgd" and all(each.optimizer for each in settings.models):
+        own = ", ".join(each.name for each in settings.models)
+        raise click.UsageError(
+            f"--optimizer {settings.optimizer} cannot be: {own} has one of its own"
+        )
     if tiny:
-        settings.workloads = [each.reduced() for each in settings.workloads]
-    carry_out(partial(placement_bench.run, settings), print_report, draw, **outputs)
+        settings.models = [workload(each.name).reduced() for each in settings.models]
+    carry_out(
+        partial(engine.run, PLACEMENT, settings), report.print_placement, report.draw_placement,
+        json_path=json_path, figure_path=figure_path, strict=strict,
+    )  # fmt: skip
 
 
 @click.command("workloads", cls=Command)
 @_workload
 @_tiny
 @json_option("Write every tensor of every workload to FILE.")
-def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
+def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path | None) -> None:
     """How many tensors do the models of bench placement have, and how large are they?
 
     An average hides much: half of AlexNet's tensors are below 91 KiB, and six hold 99.8 % of its
@@ -238,12 +218,12 @@ def show_workloads(workloads: tuple[str, ...] | None, tiny: bool, json_path: Pat
     from tensorwire_benchmarks.workloads.report import print_sizes, write_sizes
 
     check_file(json_path)
-    models = tuple(map(workload, workloads)) if workloads else WORKLOADS
+    found = tuple(map(workload, models)) if models else WORKLOADS
     if tiny:
-        models = tuple(each.reduced() for each in models)
-    print_sizes(models, terminal(120))
+        found = tuple(each.reduced() for each in found)
+    print_sizes(found, terminal(120))
     if json_path is not None:
-        write_sizes(models, json_path)
+        write_sizes(found, json_path)
         click.echo(f"tensors written to {json_path}")
 
 

@@ -1,13 +1,25 @@
-"""What every subcommand does with its options: none is ignored, and none is taken twice."""
+"""What every subcommand does with its options: none is ignored, and none is taken twice.
+
+And the terminal that it writes to.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from tensorwire.errors import UnavailableError
+
+R = TypeVar("R")
+
+Told = Callable[[float, float, str], None]
+"""Called with what is done, how much there is, and a label."""
 
 
 class Command(click.Command):
@@ -55,6 +67,26 @@ class Command(click.Command):
             if self.shows_errors:
                 raise
             raise click.ClickException(str(error)) from error
+
+
+def terminal(width: int = 110) -> Console:
+    """Where tables go; a file or a pipe has no width of its own, and they need some."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
+def with_bar(run: Callable[[Told], R], console: Console, *columns: ProgressColumn) -> R:
+    """Runs with a progress bar, and with these columns beside its label.
+
+    It is redrawn between the cases only: nothing of this process disturbs a measurement.
+    """
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    with Progress(*shown, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(done: float, total: float, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{label:34}", refresh=True)
+
+        return run(show)
 
 
 def check_file(path: Path | None) -> None:

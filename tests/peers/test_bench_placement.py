@@ -5,6 +5,7 @@ No timed assertion.
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from click.testing import CliRunner
 from tensorwire.bench.processes import Pair
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
-from tensorwire_benchmarks import link
-from tensorwire_benchmarks.placement import placement
-from tensorwire_benchmarks.training import stage
-from tensorwire_benchmarks.training.systems import COMPUTATION, GRPC, PLAN, System
-from tensorwire_benchmarks.training.traffic import Traffic
+from tensorwire_benchmarks import link, stage
+from tensorwire_benchmarks.bench import Bench, Settings
+from tensorwire_benchmarks.benches import PLACEMENT
+from tensorwire_benchmarks.engine import run
+from tensorwire_benchmarks.systems import COMPUTATION, GRPC, PLAN, System
+from tensorwire_benchmarks.traffic import Traffic
 from tensorwire_benchmarks.workloads.catalog import WORKLOADS, Workload, workload
 
 pytest.importorskip("torch")
@@ -25,13 +27,12 @@ pytest.importorskip("tensorwire.torch")
 needs_grpc = pytest.mark.skipif(GRPC.missing() is not None, reason=str(GRPC.missing()))
 
 
-def tiny(*names: str, **changes: object) -> placement.Settings:
-    settings = placement.Settings(
-        workloads=[workload(name).reduced() for name in names], wires=("shm",), steps=12, turns=6
-    )
+def tiny(*names: str, bench: Bench = PLACEMENT, **changes: object) -> Report:
+    models = [workload(name).reduced() for name in names]
+    settings = Settings(models, ("shm",), PLACEMENT.names, steps=12, turns=6)
     for name, value in changes.items():
         setattr(settings, name, value)
-    return settings
+    return run(bench, settings)
 
 
 def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None:
@@ -70,7 +71,7 @@ def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None
 
 
 def test_what_placement_costs_alone() -> None:
-    report = placement.run(tiny("lstm", wires=("alone",)))
+    report = tiny("lstm", wires=("alone",))
     assert [(row.case, row.system) for row in report.rows] == [
         ("lstm/alone/step", "plan"), ("lstm/alone/step", "copy"),
         ("lstm/alone/first", "plan"), ("lstm/alone/first", "copy"),
@@ -96,7 +97,7 @@ def test_without_the_allocator_placement_costs_nothing_that_counts(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
-    report = placement.run(tiny("lstm", wires=("alone",)))
+    report = tiny("lstm", wires=("alone",))
     assert len(report.rows) == 5
     assert not any(row.measured for row in report.rows)
     alone = [each for each in report.verdicts if "/alone" in each.name]
@@ -107,7 +108,7 @@ def test_without_the_allocator_placement_costs_nothing_that_counts(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", WORKLOADS, ids=lambda model: model.name)
 def test_placement_and_copying_compute_the_same_bits(model: Workload) -> None:
-    found = placement.run(tiny(model.name, systems=("plan", "copy")))
+    found = tiny(model.name, systems=("plan", "copy"))
     check(found, model.reduced(), "shm", {"plan", "copy"})
 
 
@@ -115,8 +116,8 @@ def test_placement_and_copying_compute_the_same_bits(model: Workload) -> None:
 @needs_grpc
 @pytest.mark.parametrize("name", ["fcn5", "moe", "dlrm"])
 def test_all_systems_take_part_over_tcp(name: str) -> None:
-    found = placement.run(tiny(name, wires=("tcp",)))
-    check(found, workload(name).reduced(), "tcp", set(placement.NAMES))
+    found = tiny(name, wires=("tcp",))
+    check(found, workload(name).reduced(), "tcp", set(PLACEMENT.names))
     assert {item.rival for item in found.comparisons} == {"copy", "grpc"}
     assert {item.system for item in found.comparisons} == {"plan"}
 
@@ -124,9 +125,8 @@ def test_all_systems_take_part_over_tcp(name: str) -> None:
 @needs_grpc
 def test_of_sparse_gradients_rows_move() -> None:
     """Whatever optimizer is asked for; the limit's bytes are those of the rows."""
-    settings = tiny("dlrm", wires=("tcp",), systems=("limit", "computation", "grpc"), steps=6)
-    settings.optimizer = "adamw"
-    found = placement.run(settings)
+    systems = ("limit", "computation", "grpc")
+    found = tiny("dlrm", wires=("tcp",), systems=systems, steps=6, optimizer="adamw")
     model = workload("dlrm").reduced()
     traffic = model.traffic(2)
     rows = {(row.case, row.system): row for row in found.rows}
@@ -150,8 +150,8 @@ NO_LINK = link.missing(1000)
 @pytest.mark.skipif(NO_LINK is not None, reason=str(NO_LINK))
 def test_all_systems_take_part_between_two_hosts() -> None:
     before = namespaces()
-    found = placement.run(tiny("lstm", wires=("1gbit",)))
-    check(found, workload("lstm").reduced(), "1gbit", set(placement.NAMES))
+    found = tiny("lstm", wires=("1gbit",))
+    check(found, workload("lstm").reduced(), "1gbit", set(PLACEMENT.names))
     notes = {row.system: row.note for row in found.rows if row.case == "lstm/1gbit"}
     assert "both ways at once" in notes["limit"]
     assert "over TCP, 1000 Mbit/s" in notes["plan"]
@@ -166,7 +166,7 @@ def test_the_limit_between_two_hosts_is_that_of_the_link() -> None:
         traffic = Traffic.dense(elements, 2)
         options = {"wire": "1gbit", "traffic": traffic, "workers": 2, "threads": 1,
                    "optimizer": "sgd", "hosts": hosts}  # fmt: skip
-        with Pair("tensorwire_benchmarks.training.limit", options) as pair:
+        with Pair("tensorwire_benchmarks.limit", options) as pair:
             samples, _, _ = pair.call("block", 20)
     least_s = 2 * 4 * elements * 8 / 1e9
     burst_s = 1e-3  # what the bucket lets through at once, per direction
@@ -180,7 +180,7 @@ def test_without_the_right_there_is_a_reason_and_no_host(monkeypatch: pytest.Mon
     before = namespaces()
     monkeypatch.setenv("PATH", "")
     assert link.missing(1000) == "ip is missing: apt-get install iproute2"
-    found = placement.run(tiny("lstm", wires=("1gbit",), systems=("plan", "limit")))
+    found = tiny("lstm", wires=("1gbit",), systems=("plan", "limit"))
     assert {row.note for row in found.rows} == {"ip is missing: apt-get install iproute2"}
     assert not any(row.measured for row in found.rows)
     assert "ip is missing" in " ".join(verdict.detail for verdict in found.verdicts)
@@ -198,8 +198,8 @@ def namespaces() -> set[str]:
 @needs_grpc
 def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage.machine, "memory_bytes", lambda key="MemTotal": 1 << 20)
-    found = placement.run(tiny("lstm"))
-    check(found, workload("lstm").reduced(), "shm", set(placement.NAMES))
+    found = tiny("lstm")
+    check(found, workload("lstm").reduced(), "shm", set(PLACEMENT.names))
     notes = {row.system: row.note for row in found.rows if row.case == "lstm/shm"}
     assert "resident with nobody for lack of memory" in notes["plan"]
     assert "resident with nobody for lack of memory" in notes["grpc"]
@@ -207,11 +207,10 @@ def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.Monkey
     assert step.note.startswith("resident with nobody for lack of memory; pairs with")
 
 
-def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_broken_is_a_row() -> None:
     absent = System("grpc", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
     broken = System("copy", "a_module_that_nobody_has", (), None, {"shm": ""})
-    monkeypatch.setattr(placement, "SYSTEMS", (PLAN, broken, COMPUTATION, absent))
-    found = placement.run(tiny("gru"))
+    found = tiny("gru", bench=replace(PLACEMENT, systems=(PLAN, broken, COMPUTATION, absent)))
     notes = {row.system: row.note for row in found.rows if not row.measured}
     assert "pip install it" in notes["grpc"]
     assert "ModuleNotFoundError" in notes["copy"]

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from click.testing import CliRunner
 
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
-from tensorwire_benchmarks.training import alone, training
-from tensorwire_benchmarks.training.models import Network
-from tensorwire_benchmarks.training.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire_benchmarks.training.team import Team, TeamError
+from tensorwire_benchmarks import alone
+from tensorwire_benchmarks.bench import Bench, Settings
+from tensorwire_benchmarks.benches import TRAINING
+from tensorwire_benchmarks.engine import run
+from tensorwire_benchmarks.models import Network
+from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
+from tensorwire_benchmarks.team import Team, TeamError
 
 pytest.importorskip("torch")
 
@@ -26,11 +30,11 @@ TINY = Network("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
 BY_NAME = {system.name: system for system in SYSTEMS}
 
 
-def tiny(**changes: object) -> training.Settings:
-    settings = training.Settings(models=(TINY,), wires=("shm",), turns=6)
+def tiny(bench: Bench = TRAINING, **changes: object) -> Report:
+    settings = Settings((TINY,), ("shm",), TRAINING.names, turns=6)
     for name, value in changes.items():
         setattr(settings, name, value)
-    return settings
+    return run(bench, settings)
 
 
 def alive(pid: int) -> bool:
@@ -66,7 +70,7 @@ def single_process(optimizer: str, steps: int) -> float:
     """The digest of the same training in one process: mean loss over the workers' batches."""
     import torch
 
-    from tensorwire_benchmarks.training.systems.base import make_optimizer
+    from tensorwire_benchmarks.systems.base import make_optimizer
 
     network = TINY.build(torch)
     inner = make_optimizer(torch, optimizer, network.parameters(), fused=False)
@@ -151,7 +155,7 @@ def test_a_system_that_does_not_come_up_is_a_reason() -> None:
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def report(request: pytest.FixtureRequest) -> Report:
-    return training.run(tiny(wires=(request.param,), systems=(LIMIT, "ddp-gloo", "grpc")))
+    return tiny(wires=(request.param,), systems=(LIMIT, "ddp-gloo", "grpc"))
 
 
 def test_every_system_has_its_rows(report: Report) -> None:
@@ -188,7 +192,7 @@ def test_every_system_has_its_rows(report: Report) -> None:
 def test_tensorwire_runs_beside_them() -> None:
     needed(OWN)
     pytest.importorskip("tensorwire.torch")
-    found = training.run(tiny(wires=("shm", "tcp"), systems=(OWN, LIMIT, "ddp-gloo")))
+    found = tiny(wires=("shm", "tcp"), systems=(OWN, LIMIT, "ddp-gloo"))
     for wire in ("shm", "tcp"):
         row = found.find(f"{wire}.tiny.exchange", OWN, TINY.size_bytes)
         assert row is not None
@@ -201,7 +205,7 @@ def test_tensorwire_runs_beside_them() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_script_that_runs_alone(optimizer: str) -> None:
     """Rows of both scripts, which computed the same, and the bar's verdict on their difference."""
-    found = training.run(tiny(wires=("alone",), optimizer=optimizer))
+    found = tiny(wires=("alone",), optimizer=optimizer)
     rows = {row.system: row for row in found.rows}
     assert list(rows) == [OWN, "plain"]
     for row in rows.values():
@@ -222,17 +226,17 @@ def test_scripts_that_do_not_compute_the_same_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(alone, "_SAME", -1.0)
-    found = training.run(tiny(wires=("alone",)))
+    found = tiny(wires=("alone",))
     assert not any(row.measured for row in found.rows)
     assert found.verdicts[-1].met is None
     assert "the parameters differ" in found.verdicts[-1].detail
 
 
-def test_what_is_missing_or_broken_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_broken_is_a_row() -> None:
     absent = System("ddp-gloo", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
     broken = System("grpc", "a_module_that_nobody_has", (), None, {"shm": ""})
-    monkeypatch.setattr(training, "SYSTEMS", (absent, broken))
-    found = training.run(tiny(systems=(LIMIT, "ddp-gloo", "grpc")))
+    bench = replace(TRAINING, systems=(absent, broken))
+    found = tiny(bench, systems=(LIMIT, "ddp-gloo", "grpc"))
     for name, reason in (("ddp-gloo", "pip install it"), ("grpc", "ModuleNotFoundError")):
         row = found.find("shm.tiny.exchange", name, TINY.size_bytes)
         assert row is not None

@@ -21,12 +21,12 @@ import pytest
 from click.testing import CliRunner
 
 import tensorwire as tw
+from tensorwire.bench.raw_socket import RawClient, RawServer
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 from tensorwire.doctor.examine import examine_peer
 from tensorwire.doctor.mailbox import CLIENT_REGION, SERVER_REGION, Mailbox
 from tensorwire.doctor.measure import Effort
-from tensorwire.doctor.raw import RawClient, RawServer
 from tensorwire.doctor.serve import Doctor
 from tensorwire.memory import Handle
 
@@ -568,7 +568,7 @@ def test_a_server_that_lies_is_an_error_not_a_crash() -> None:
 def test_raw_sockets_serve_whoever_knows_the_token() -> None:
     import numpy as np
 
-    server = RawServer("127.0.0.1")
+    server = RawServer(most_bytes=1 << 20)
     memory = np.zeros(1000, np.uint8)
     port, token = server.listen("fetch", 1000)
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as stranger:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorwire_benchmarks.training.systems.base import LEARNING_RATE, Place, make_optimizer
+from tensorwire_benchmarks.systems.base import LEARNING_RATE, Place, make_optimizer
 from tensorwire_benchmarks.workloads.catalog import workload
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("grpc")
 
-from tensorwire_benchmarks.training.systems.grpc_server import (  # noqa: E402 (they need torch and grpc)
+from tensorwire_benchmarks.systems.grpc_server import (  # noqa: E402 (they need torch and grpc)
     HEADER,
     Block,
     Shard,
@@ -27,7 +27,7 @@ from tensorwire_benchmarks.training.systems.grpc_server import (  # noqa: E402 (
     pack_start,
     unpack_rows,
 )
-from tensorwire_benchmarks.training.systems.grpc_worker import GrpcTrainer, Setting  # noqa: E402
+from tensorwire_benchmarks.systems.grpc_worker import GrpcTrainer, Setting  # noqa: E402
 
 WORKERS = 2
 STEPS = 6

@@ -8,32 +8,34 @@ from rich.console import Console
 
 from tensorwire.bench.harness import Ratio
 from tensorwire.bench.rows import Comparison, Report, Row
-from tensorwire_benchmarks.placement import placement
-from tensorwire_benchmarks.placement.report import draw, parts_of, print_report
-from tensorwire_benchmarks.placement.verdicts import (
-    judge,
-    judge_bits,
-    judge_in_place,
-    judge_overhead,
-    judge_planning,
-)
-from tensorwire_benchmarks.training.figures import (
+from tensorwire_benchmarks.bench import Settings
+from tensorwire_benchmarks.benches import PLACEMENT
+from tensorwire_benchmarks.figures import (
+    End,
     StepTimes,
     Turns,
     backward_seconds,
     forward_seconds,
 )
-from tensorwire_benchmarks.training.models import Network
-from tensorwire_benchmarks.training.stage import Course, End, Stage
-from tensorwire_benchmarks.training.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
+from tensorwire_benchmarks.models import Network
+from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
+from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
+from tensorwire_benchmarks.verdicts import (
+    judge_bits,
+    judge_in_place,
+    judge_overhead,
+    judge_placement,
+    judge_planning,
+)
 
 MIB = 1 << 20
 NETWORK = Network("fcn5", (1 << 14,), (), (1 << 14,), batch=1, steps=1)  # 1 GiB
 
 
-def course(**changes: object) -> Course:
-    settings = placement.Settings(**changes)  # type: ignore[arg-type]
-    return placement._course(settings)
+def stage_of(*systems: str) -> Stage:
+    settings = Settings((NETWORK,), ("tcp",), systems or PLACEMENT.names)
+    return Stage(PLACEMENT, settings, NETWORK, "tcp")
 
 
 # --- parts of a step ----------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def test_parts_are_those_of_the_slowest_worker() -> None:
 
 def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:
     def row(wire: str, what: str, system: str, seconds: float, ratio: float | None = None) -> Row:
-        case = placement.case_of(wire, "fcn5", what)
+        case = PLACEMENT.case(wire, "fcn5", what)
         return Row("placement", case, system, 1000, seconds, ratio_to_limit=ratio)
 
     rows = []
@@ -98,27 +100,27 @@ def test_without_computation_there_are_no_parts() -> None:
 
 def test_the_figure_and_the_tables_show_the_parts(tmp_path: Path) -> None:
     console = Console(width=120, record=True, quiet=True)
-    print_report(report(), console)
+    print_placement(report(), console)
     with console.capture() as capture:
         console.quiet = False
-        print_report(report(), console)
+        print_placement(report(), console)
     text = capture.get()
     assert "fcn5/shm/step" in text
     assert "fcn5/shm/exposed" not in text
     assert "57 %" in text  # 0.2 of 0.35
     pytest.importorskip("matplotlib")
     path = tmp_path / "placement.svg"
-    draw(report(), path)
+    draw_placement(report(), path)
     assert path.read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="no step"):
-        draw(Report("placement", {}), path)
+        draw_placement(Report("placement", {}), path)
 
 
 # --- bars ---------------------------------------------------------------------------------------
 
 
 def test_all_bars_are_met() -> None:
-    verdicts = judge(report(), ["fcn5"])
+    verdicts = judge_placement(report(), ["fcn5"])
     assert [(verdict.bar, verdict.met) for verdict in verdicts] == [
         (1.5, True), (1.5, True), (15.0, True), (15.0, True), (15.0, True), (4.0, True),
         (4.0, True), (4.0, True), (1.5, True), (1.5, True), (1.5, True), (0.95, None),
@@ -133,23 +135,25 @@ def test_a_link_has_a_bar_of_its_own() -> None:
         found = Report("placement", {}, settings={"wires": ["1gbit"]})
         row = Row("placement", "fcn5/1gbit", "plan", 1000, 1.0, ratio_to_limit=ratio)
         found.rows.append(row)
-        assert judge(found, ["fcn5"])[-1].met is met
-    assert judge(found, ["lstm", "fcn5"])[-1].met is False
-    assert [verdict.name.split()[0] for verdict in judge(found, ["lstm"])][-1] == "lstm/1gbit"
+        assert judge_placement(found, ["fcn5"])[-1].met is met
+    assert judge_placement(found, ["lstm", "fcn5"])[-1].met is False
+    assert [verdict.name.split()[0] for verdict in judge_placement(found, ["lstm"])][
+        -1
+    ] == "lstm/1gbit"
 
 
 def test_where_computation_takes_more_copying_is_not_judged() -> None:
     """Unless communication dominates in the paper, as with fcn5."""
     found = report(copy_exposed_s=0.1)
-    assert judge(found, ["fcn5"])[9].met is True
+    assert judge_placement(found, ["fcn5"])[9].met is True
     found.rows = [replace(row, case=row.case.replace("fcn5", "gru")) for row in found.rows]
-    judged = [verdict for verdict in judge(found, ["gru"]) if "copy" in verdict.name]
+    judged = [verdict for verdict in judge_placement(found, ["gru"]) if "copy" in verdict.name]
     assert [verdict.met for verdict in judged] == [None]
     assert "computation takes more" in judged[0].line()
 
 
 def test_differences_that_are_noise_give_no_ratio() -> None:
-    none = judge(report(copy_exposed_s=-0.01), ["fcn5"])[8]
+    none = judge_placement(report(copy_exposed_s=-0.01), ["fcn5"])[8]
     assert (none.met, none.measured) == (None, None)
     found = report()
     found.rows = [
@@ -158,13 +162,13 @@ def test_differences_that_are_noise_give_no_ratio() -> None:
         else row
         for row in found.rows
     ]
-    most = judge(found, ["fcn5"])[8]
+    most = judge_placement(found, ["fcn5"])[8]
     assert (most.met, most.measured, most.detail) == (True, 100.0, "100 or more")
 
 
 def test_missed_and_unmeasured_bars_are_not_met() -> None:
-    assert judge(report(ratio_to_limit=0.5), ["fcn5"])[0].met is False
-    verdicts = judge(Report("placement", {}), ["alexnet", "lstm"])
+    assert judge_placement(report(ratio_to_limit=0.5), ["fcn5"])[0].met is False
+    verdicts = judge_placement(Report("placement", {}), ["alexnet", "lstm"])
     assert len(verdicts) == 16  # lstm has no bar beside grpc on shm; none asked for a link
     assert {verdict.met for verdict in verdicts} == {None}
 
@@ -215,14 +219,14 @@ def test_planning_is_what_the_first_steps_take_longer_and_at_least_the_learning(
 
 
 def test_systems_live_together_where_memory_suffices() -> None:
-    stage = Stage(course(), NETWORK, "tcp")
+    stage = stage_of()
     names = [PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name]
     assert stage._groups(256 << 30) == [names]
     assert stage._groups(None) == [names]
 
 
 def test_else_they_live_in_groups_in_the_order_of_turns() -> None:
-    stage = Stage(course(), NETWORK, "tcp")
+    stage = stage_of()
     assert stage._groups(26 << 30) == [
         [PLAN.name, LIMIT], [COPY.name, COMPUTATION.name], [GRPC.name],
     ]  # fmt: skip
@@ -230,7 +234,7 @@ def test_else_they_live_in_groups_in_the_order_of_turns() -> None:
 
 
 def test_only_what_was_asked_for_runs() -> None:
-    stage = Stage(course(systems=("grpc", "plan")), NETWORK, "tcp")
+    stage = stage_of("grpc", "plan")
     assert stage._groups(None) == [[PLAN.name, GRPC.name]]
     assert [(row.case, row.system) for row in stage.rows()] == [
         ("fcn5/tcp/step", "plan"), ("fcn5/tcp/step", "grpc"),

@@ -9,7 +9,7 @@ import pytest
 from tensorwire import _core
 from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire.errors import TensorwireError
-from tensorwire_benchmarks.training.figures import (
+from tensorwire_benchmarks.figures import (
     StepTimes,
     Turns,
     exchange_seconds,
@@ -19,10 +19,10 @@ from tensorwire_benchmarks.training.figures import (
     step_seconds,
     turn_ratio,
 )
-from tensorwire_benchmarks.training.models import MODELS, Network, model
-from tensorwire_benchmarks.training.report import draw
-from tensorwire_benchmarks.training.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire_benchmarks.training.verdicts import judge, judge_alone
+from tensorwire_benchmarks.models import MODELS, Network, named
+from tensorwire_benchmarks.report import draw_training
+from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
+from tensorwire_benchmarks.verdicts import judge_alone, judge_training
 
 drivers = _core.drivers
 
@@ -104,10 +104,10 @@ def test_the_limit_over_a_wire_adds_the_ways_and_hides_the_smaller_part() -> Non
 
 
 def test_sizes_are_as_their_names_say() -> None:
-    assert model("mlp50").size_bytes / 2**20 == pytest.approx(50, abs=0.1)
-    assert model("mlp200").size_bytes / 2**20 == pytest.approx(200, abs=0.1)
+    assert named("mlp50", MODELS).size_bytes / 2**20 == pytest.approx(50, abs=0.1)
+    assert named("mlp200", MODELS).size_bytes / 2**20 == pytest.approx(200, abs=0.1)
     with pytest.raises(LookupError, match="digits, mlp50, mlp200"):
-        model("gpt")
+        named("gpt", MODELS)
 
 
 @pytest.mark.parametrize("found", MODELS[:2], ids=lambda m: m.name)
@@ -191,8 +191,8 @@ def test_the_grpc_server_applies_as_one_process_would(
 ) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire_benchmarks.training.systems.base import make_optimizer
-    from tensorwire_benchmarks.training.systems.grpc_server import (
+    from tensorwire_benchmarks.systems.base import make_optimizer
+    from tensorwire_benchmarks.systems.grpc_server import (
         CONFIGURATION,
         HEADER,
         Shard,
@@ -234,7 +234,7 @@ def test_the_grpc_server_applies_as_one_process_would(
 def test_nobody_is_answered_before_the_last_worker_has_sent() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire_benchmarks.training.systems.grpc_server import HEADER, Shard, pack_start
+    from tensorwire_benchmarks.systems.grpc_server import HEADER, Shard, pack_start
 
     shard = Shard(torch, 2, "sgd")
     shard.start(pack_start([], [np.zeros(3, np.float32)]))
@@ -271,14 +271,14 @@ def full_report(ratio_to_limit: float = 0.6, gloo: float = 3.5, grpc: float = 4.
 
 
 def test_all_bars_are_met() -> None:
-    verdicts = judge(full_report(), ["digits"])
+    verdicts = judge_training(full_report(), ["digits"])
     assert [verdict.met for verdict in verdicts] == [True] * 4
     assert verdicts[0].measured == pytest.approx(1 / 0.6)
     assert verdicts[0].interval == pytest.approx((1.25, 2.5))
 
 
 def test_missed_bars_are_said_to_be_missed() -> None:
-    verdicts = judge(full_report(ratio_to_limit=0.4, gloo=2.9, grpc=3.9), ["digits"])
+    verdicts = judge_training(full_report(ratio_to_limit=0.4, gloo=2.9, grpc=3.9), ["digits"])
     assert [verdict.met for verdict in verdicts] == [False] * 4
     assert "0.5 x away" in verdicts[0].line()
 
@@ -286,7 +286,7 @@ def test_missed_bars_are_said_to_be_missed() -> None:
 def test_a_bar_without_figures_is_not_met_and_has_the_reason() -> None:
     report = Report("training", {})
     report.rows.append(Row("training", "shm.digits.exchange", OWN, 8, note="not written yet"))
-    verdicts = judge(report, ["digits"])
+    verdicts = judge_training(report, ["digits"])
     assert [verdict.met for verdict in verdicts] == [None] * 4
     assert "not written yet" in verdicts[0].line()
     assert "did not both run" in verdicts[2].line()
@@ -303,7 +303,7 @@ def test_a_figure_is_drawn_of_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "training.svg"
     report = full_report()
     report.rows.append(Row("training", "alone.digits.step", OWN, 1000, seconds_median=1e-3))
-    draw(report, path)
+    draw_training(report, path)
     assert path.read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="no measured"):
-        draw(Report("training", {}), path)
+        draw_training(Report("training", {}), path)

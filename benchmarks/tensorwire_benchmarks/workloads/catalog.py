@@ -15,10 +15,10 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from tensorwire.errors import UnavailableError
-from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Lookup, Traffic
+from tensorwire_benchmarks.models import Model, named
+from tensorwire_benchmarks.traffic import FLOAT_BYTES, Lookup, Traffic
 
 _PACKAGE = "tensorwire_benchmarks.workloads"
-_BATCHES = 4  # that a worker uses in turn
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
 
 
@@ -38,8 +38,8 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A model with its batches and its loss; satisfies `training.models.Model`.
+class Workload(Model):
+    """A model with its batches and its loss, as its `Task` has them.
 
     Picklable; the same values come out in every process.
 
@@ -70,11 +70,6 @@ class Workload:
         return replace(self, tiny=True)
 
     @property
-    def elements(self) -> int:
-        """Number of parameters."""
-        return self.size_bytes // FLOAT_BYTES
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of the parameters."""
         return sum(tensor.size_bytes for tensor in self.tensors())
@@ -100,11 +95,11 @@ class Workload:
         torch.manual_seed(1)
         return self._make_task().build()
 
-    def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
-        """Inputs and labels that the worker uses in turn; workers have different ones."""
-        random = torch.Generator().manual_seed(1000 + rank)
-        task = self._make_task()
-        return [task.batch(self.batch, random) for _ in range(_BATCHES)]
+    def sample(self, torch: Any, random: Any) -> tuple[Any, Any]:
+        """As the task makes it."""
+        del torch
+        found: tuple[Any, Any] = self._make_task().batch(self.batch, random)
+        return found
 
     def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
         """Of the module's output and the labels; a scalar."""
@@ -246,7 +241,4 @@ def workload(name: str) -> Workload:
     Raises:
         LookupError: there is none.
     """
-    for candidate in WORKLOADS:
-        if candidate.name == name:
-            return candidate
-    raise LookupError(f"no workload {name!r}; known: {', '.join(w.name for w in WORKLOADS)}")
+    return named(name, WORKLOADS, "workload")

@@ -62,12 +62,10 @@ class Dlrm(Task):
         self.sizes = [min(n, 50 if tiny else 40_000) for n in _ROWS]
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         wide, inner = (4, 8) if self.tiny else (64, 256)
         return _Model(self.sizes, wide, inner, self.sparse)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         categories = [torch.randint(n, (size,), generator=random) for n in self.sizes]
         return (
             (torch.rand((size, _NUMBERS), generator=random), torch.stack(categories, 1)),
@@ -75,7 +73,6 @@ class Dlrm(Task):
         )
 
     def rows(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """As the base class says."""
         columns = inputs[1].unbind(1) if self.sparse else ()
         return {f"tables.{index}.weight": column for index, column in enumerate(columns)}
 

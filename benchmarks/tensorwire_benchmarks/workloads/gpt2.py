@@ -69,13 +69,11 @@ class Gpt2Small(Task):
         self.words = 96 if tiny else 50_257
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         if self.tiny:
             return _Gpt(self.words, 64, wide=16, layers=2, heads=2)
         return _Gpt(self.words, 1024, wide=768, layers=12, heads=12)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         tokens = torch.randint(self.words, (size, _TOKENS + 1), generator=random)
         return tokens[:, :-1], tokens[:, 1:]
 

@@ -158,11 +158,9 @@ class InceptionV3(Task):
     """BatchNorm over the one position of the auxiliary head needs two images at least."""
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         return _Inception(16 if self.tiny else 1)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return images(size, 299, _CLASSES, random)
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:

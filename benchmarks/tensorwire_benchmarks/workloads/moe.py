@@ -78,11 +78,9 @@ class MixtureOfExperts(Task):
         self.words, self.wide = (64, 16) if tiny else (4096, 512)
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         return _Block(self.words, self.wide)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         words = torch.randint(self.words, (size, _TOKENS + 1), generator=random)
         return words[:, :-1], words[:, 1:]
 

@@ -20,7 +20,6 @@ class AlexNet(Task):
     """16 tensors, 176.42 MiB. Its first dense layer has 5 × 5 inputs per channel: 224 × 224."""
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         divisor = 32 if self.tiny else 1
         a, b, c, d = (n // divisor for n in (64, 192, 384, 256))
         wide = 4096 // divisor
@@ -36,7 +35,6 @@ class AlexNet(Task):
         )  # fmt: skip
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return images(size, 224, _CLASSES, random)
 
 
@@ -44,7 +42,6 @@ class Vgg16(Task):
     """32 tensors, 512.32 MiB. A pooling in front of the dense layers takes images of any size."""
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         divisor = 32 if self.tiny else 1
         layers: list[nn.Module] = []
         channels = 3
@@ -62,7 +59,6 @@ class Vgg16(Task):
         )  # fmt: skip
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return images(size, 64, _CLASSES, random)
 
 
@@ -70,7 +66,6 @@ class Fcn5(Task):
     """10 tensors, 204.47 MiB."""
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         wide = 64 if self.tiny else 4096
         layers: list[nn.Module] = []
         for a, b in itertools.pairwise((784, wide, wide, wide, wide, _CLASSES)):
@@ -78,7 +73,6 @@ class Fcn5(Task):
         return nn.Sequential(*layers[:-1])
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return (
             torch.rand((size, 784), generator=random),
             torch.randint(_CLASSES, (size,), generator=random),

@@ -77,11 +77,9 @@ class Lstm(Task):
         self.cells, self.classes = (16, 10) if tiny else (1024, 1000)
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         return _Recurrent(self.kind, self.cells, self.classes)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return (
             torch.rand((size, 10, self.cells), generator=random),
             torch.randint(self.classes, (size,), generator=random),
@@ -124,11 +122,9 @@ class BiLstm(Task):
         self.words, self.wide, self.cells, self.tags = sizes
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         return _Tagger(self.words, self.wide, self.cells, self.tags)
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         lengths = torch.randint(5, 25, (size,), generator=random)
         longest = int(lengths.max())
         words = torch.randint(self.words, (size, longest), generator=random)

@@ -7,10 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from tensorwire.bench.report import new_table
 from tensorwire_benchmarks.workloads.catalog import Summary, Workload, summary
 
 MIB = 1 << 20
@@ -18,12 +17,8 @@ MIB = 1 << 20
 
 def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
     """How many tensors, how large; a line per workload."""
-    table = Table(
-        title="tensors of the workloads",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = new_table(
+        "tensors of the workloads",
         caption="small is below 1 KiB, large 1 MiB or more. looked up: gradients whose rows are "
         "zeros but for those that a batch looks up; sparse, where torch makes only these",
         caption_justify="left",

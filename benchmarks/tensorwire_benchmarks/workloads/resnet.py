@@ -43,7 +43,6 @@ class ResNet50(Task):
         self.classes = 10 if tiny else 1000
 
     def build(self) -> nn.Module:
-        """As the base class says."""
         inner = 4 if self.tiny else 64
         channels = inner
         layers: list[nn.Module] = [
@@ -60,5 +59,4 @@ class ResNet50(Task):
         )
 
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """As the base class says."""
         return images(size, 64, self.classes, random)

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 
 from tensorwire.bench.rows import Report, parse_size
-from tensorwire.command import check_file
+from tensorwire.command import Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
 
 _FIGURES = (".svg", ".pdf", ".png")
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-Told = Callable[[int, int, str], None]
-"""Called with what is done, how much there is, and a label."""
-
 S = TypeVar("S")
 
 
@@ -108,11 +104,6 @@ def chosen(settings: S, **options: Any) -> S:
     return dataclasses.replace(settings, **given)  # type: ignore[type-var]
 
 
-def terminal(width: int = 110) -> Console:
-    """A file or a pipe has no width of its own; the tables need some."""
-    return Console() if sys.stdout.isatty() else Console(width=width)
-
-
 def carry_out(
     run: Callable[[Told], Report],
     print_report: Callable[[Report, Console], None],
@@ -129,7 +120,7 @@ def carry_out(
     check_file(json_path)
     _check_figure(figure_path, json_path)
     console = terminal()
-    report = _with_bar(run, console)
+    report = with_bar(run, console, MofNCompleteColumn())
     print_report(report, console)
     if json_path is not None:
         report.write(json_path)
@@ -156,23 +147,3 @@ def _check_figure(figure_path: Path | None, json_path: Path | None) -> None:
         raise click.UsageError(f"--json and --figure both name {json_path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("a figure needs matplotlib: pip install 'tensorwire[bench]'")
-
-
-def _with_bar(run: Callable[[Told], Report], console: Console) -> Report:
-    """Runs with a progress bar.
-
-    It is redrawn between the cases only: nothing of this process disturbs a measurement.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{label:34}", refresh=True)
-
-        return run(show)

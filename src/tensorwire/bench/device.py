@@ -22,7 +22,7 @@ from tensorwire import _core
 from tensorwire.bench.harness import Block, Series, alternate, run_block, time_each, warm_up
 from tensorwire.bench.machine import pin_process, process_cpu_seconds
 from tensorwire.bench.processes import serve_messages
-from tensorwire.bench.raw_socket import Client, Server
+from tensorwire.bench.raw_socket import LOOPBACK, RawClient, RawServer
 from tensorwire.memory import Node
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"
@@ -74,7 +74,7 @@ class Driver:
         self._remote = self._peer.region("bench-target")
         self._remote_words = self._peer.region("bench-target-words")
         self._peer.write(self._array, self._remote).wait()
-        self._client: Client | None = None
+        self._client: RawClient | None = None
         self._runners: dict[str, Runner] = {}
         self._batches: dict[str, int] = {}
         self._signals = 0
@@ -114,8 +114,8 @@ class Driver:
 
     def _raw(self, mode: str, size_bytes: int) -> Runner:
         self._link.send(("raw", mode, size_bytes))
-        port = self._link.recv()
-        self._client = Client(_drivers, port, mode, self._array.ctypes.data, size_bytes)
+        port, token = self._link.recv()
+        self._client = RawClient(LOOPBACK, port, token, mode, self._array[:size_bytes])
         return self._client.run
 
     def _move(self, case: str, size_bytes: int) -> dict[str, Runner]:
@@ -281,7 +281,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     """The target: owns the memory, answers signals, serves the raw socket."""
     del options
     state: dict[str, Any] = {}
-    server = Server(_drivers)
+    server = RawServer()
 
     def start(wire: str, size_bytes: int) -> str:
         node = Node("bench-target", transports=[wire])
@@ -310,8 +310,8 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
             theirs.set(value)
         return True
 
-    def raw(mode: str, size_bytes: int) -> int:
-        return server.listen(mode, state["array"].ctypes.data, size_bytes)
+    def raw(mode: str, size_bytes: int) -> tuple[int, str]:
+        return server.listen(mode, size_bytes, state["array"])
 
     def wait(seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -28,7 +28,6 @@ from tensorwire.bench.harness import (
     flatten,
     laps_of,
     paired_ratio,
-    percentile,
 )
 from tensorwire.bench.harness import median as median_of
 from tensorwire.bench.processes import Pair, PairError
@@ -423,25 +422,19 @@ class _Wire:
         series = taken.series.get(name)
         if name in taken.failed or series is None or not series.blocks:
             return replace(row, note=taken.failed.get(name, "it took no sample"))
-        seconds = series.seconds
-        middle = median_of(seconds)
         local, remote = series.cpu_per_operation()
         if case.pins is not None:
             placed = f"driver on cores {_cores(case.pins[0])}, target on {_cores(case.pins[1])}"
             note = f"{note}; {placed}" if note else placed
-        return replace(
-            row,
-            seconds_median=middle,
-            seconds_p99=percentile(seconds, 0.99),
-            gb_per_s=case.size_bytes / middle / 1e9 if case.moves_bytes else None,
-            ratio_to_limit=ratio.median if ratio else None,
-            ratio_interval=ratio.interval if ratio else None,
+        return row.timed(
+            series.seconds,
+            moves=case.moves_bytes,
             cpu_seconds_local=local,
             cpu_seconds_remote=remote,
             operations=series.operations,
             spin_bound_s=spin_bound_s,
             note=note,
-        )
+        ).beside(ratio)
 
     @staticmethod
     def _lap_ratio(taken: _Taken, above: str, below: str) -> Ratio | None:

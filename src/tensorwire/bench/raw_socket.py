@@ -1,93 +1,159 @@
-"""A raw TCP socket driven by C loops: what loopback TCP allows, and the limit of the tcp wire.
+"""A raw TCP socket between two processes: what the network itself allows, and the limit of tcp.
 
-Measured: blocking send and receive of a connected stream with TCP_NODELAY and the kernel's own
-buffer sizing. The sender's clock stops at a one-byte acknowledgement (send), at the last byte of
-the answer (fetch), or at the last byte of the echo (echo). One fresh connection per mode and size,
-so no byte of framing is part of the figure. The loops are `tensorwire._core.drivers`.
+Measured: blocking C loops (`tensorwire._core.drivers`) on a connected stream with TCP_NODELAY and
+the kernel's own buffer sizing. The sender's clock stops at a one-byte acknowledgement (send), at
+the last byte of the answer (fetch), or at the last byte of the echo (echo). One fresh connection
+per mode and size, so no byte of framing is part of the figure. The server listens on a free port
+for one connection that knows the token, which travels by another way.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import secrets
 import socket
+import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-MODES = ("send", "fetch", "echo")
+import numpy as np
+
+from tensorwire import _core
+
 LOOPBACK = "127.0.0.1"
+Bytes = np.ndarray[Any, Any]
+"""An array, whatever its elements are."""
+
+_TOKEN_BYTES = 16
+_PATIENCE_S = 10
+_STRANGERS = 8
+
+_drivers: Any = _core.drivers
+_SERVED = {
+    "send": _drivers.serve_sink,
+    "fetch": _drivers.serve_source,
+    "echo": _drivers.serve_echo,
+}
+_RUN = {
+    "send": _drivers.socket_send,
+    "fetch": _drivers.socket_fetch,
+    "echo": _drivers.socket_ping_pong,
+}
 
 
-class Server:
-    """The target's side: serves one connection at a time in a thread of its own."""
+def _tune(stream: socket.socket, patience_s: int) -> None:
+    """Blocking for the C loops, but never for ever where there is a bound to patience."""
+    stream.settimeout(None)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        stream.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", patience_s, 0))
 
-    def __init__(self, drivers: Any) -> None:
-        self._loops = {
-            "send": drivers.serve_sink,
-            "fetch": drivers.serve_source,
-            "echo": drivers.serve_echo,
-        }
-        self._thread: threading.Thread | None = None
-        self._listener: socket.socket | None = None
 
-    def listen(self, mode: str, address: int, size_bytes: int, host: str = LOOPBACK) -> int:
-        """Waits in the background for one connection and serves it; returns the port.
+class RawServer:
+    """Serves one connection at a time in a thread of its own.
 
-        It sends from and receives into the memory at `address`, which must outlive it.
-        """
-        self.close()
-        listener = socket.create_server((host, 0))
-        self._listener = listener
-        self._thread = threading.Thread(
-            target=self._serve, args=(listener, self._loops[mode], address, size_bytes), daemon=True
-        )
-        self._thread.start()
-        return int(listener.getsockname()[1])
+    Attributes:
+        most_bytes: what it serves at most.
+    """
 
-    @staticmethod
-    def _serve(
-        listener: socket.socket, loop: Callable[[int, int, int], int], address: int, size_bytes: int
+    def __init__(
+        self, host: str = LOOPBACK, patience_s: int = 0, most_bytes: float = float("inf")
     ) -> None:
-        try:
-            stream, _ = listener.accept()
-        except OSError:
-            return  # closed before anyone came
-        finally:
-            listener.close()
-        with stream:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            loop(stream.fileno(), address, size_bytes)
+        self._host = host
+        self._patience_s = patience_s
+        self.most_bytes = most_bytes
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def listen(self, mode: str, size_bytes: int, memory: Bytes | None = None) -> tuple[int, str]:
+        """Waits in the background for one connection; returns the port and the token.
+
+        It sends from and receives into `memory`, else into some of its own.
+
+        Raises:
+            ValueError: a mode or size that is not offered.
+            OSError: no port to listen on.
+        """
+        if mode not in _SERVED or not 1 <= size_bytes <= self.most_bytes:
+            raise ValueError(f"no raw socket for {mode!r} and {size_bytes} bytes")
+        self.close()
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family)
+        self._listener.settimeout(_PATIENCE_S)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        served = (self._listener, token, mode, size_bytes, memory)
+        self._thread = threading.Thread(target=self._serve, args=served, daemon=True)
+        self._thread.start()
+        return int(self._listener.getsockname()[1]), token.hex()
+
+    def _serve(
+        self, listener: socket.socket, token: bytes, mode: str, size_bytes: int,
+        memory: Bytes | None,
+    ) -> None:  # fmt: skip
+        # A client that goes away, or never comes, ends it.
+        with contextlib.suppress(OSError), listener:
+            for _ in range(_STRANGERS):
+                stream, _ = listener.accept()
+                with stream:
+                    stream.settimeout(_PATIENCE_S)
+                    if not hmac.compare_digest(_receive(stream, _TOKEN_BYTES), token):
+                        continue
+                    _tune(stream, self._patience_s)
+                    served = np.ones(size_bytes, np.uint8) if memory is None else memory
+                    _SERVED[mode](stream.fileno(), served.ctypes.data, size_bytes)
+                    return
 
     def close(self) -> None:
-        """Waits for the end of the last connection; its client must have closed first."""
+        """Stops listening, and waits for the end of the last connection, which its client ends."""
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
             self._listener.close()
         if self._thread is not None:
-            self._thread.join(10)
+            self._thread.join(_PATIENCE_S)
         self._thread = self._listener = None
 
 
-class Client:
-    """The driver's side: one connection for one mode and size."""
+def _receive(stream: socket.socket, size_bytes: int) -> bytes:
+    data = b""
+    with contextlib.suppress(OSError):
+        while len(data) < size_bytes and (part := stream.recv(size_bytes - len(data))):
+            data += part
+    return data
+
+
+class RawClient:
+    """The measuring side of one connection. `memory` is sent, or received into.
+
+    Raises:
+        OSError: the port cannot be reached.
+    """
 
     def __init__(
-        self, drivers: Any, port: int, mode: str, address: int, size_bytes: int,
-        host: str = LOOPBACK,
-    ) -> None:  # fmt: skip
-        self._stream = socket.create_connection((host, port), timeout=10)
-        self._stream.settimeout(None)
-        self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._loop = {
-            "send": drivers.socket_send,
-            "fetch": drivers.socket_fetch,
-            "echo": drivers.socket_ping_pong,
-        }[mode]
-        self._address = address
-        self._size_bytes = size_bytes
+        self, host: str, port: int, token: str, mode: str, memory: Bytes, patience_s: int = 0
+    ) -> None:
+        self._memory = memory
+        self._loop = _RUN[mode]
+        proof = bytes.fromhex(token)
+        self._stream = socket.create_connection((host, port), timeout=3)
+        try:
+            _tune(self._stream, patience_s)
+            self._stream.sendall(proof)
+        except OSError:
+            self._stream.close()
+            raise
 
     def run(self, count: int, batch: int = 1) -> Sequence[float]:
-        """Seconds per operation of `count` samples."""
+        """Seconds of each of `count` operations, or per operation of so many samples.
+
+        Raises:
+            PeerLostError: the other side is gone or silent.
+        """
+        memory = self._memory
         samples: Sequence[float] = self._loop(
-            self._stream.fileno(), self._address, self._size_bytes, count, batch
+            self._stream.fileno(), memory.ctypes.data, memory.nbytes, count, batch
         )
         return samples
 

@@ -5,8 +5,9 @@ It decides nothing and hides nothing: a missed bar and a missing system are prin
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,15 @@ def machine_line(report: Report) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
+def new_table(title: str, **more: Any) -> Table:
+    """An empty table as all reports have them."""
+    look = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
+    return Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
+
+
 def case_table(case: str, rows: Iterable[Row]) -> Table:
     """The rows of one case, sizes apart."""
-    table = Table(
-        title=case,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = new_table(case)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("system", no_wrap=True)
     for heading in ("median", "p99", "GB/s", "of limit (95 %)", "CPU here", "there"):
@@ -116,6 +117,15 @@ def missing_lines(rows: Iterable[Row]) -> list[Text]:
     ]
 
 
+def print_comparisons(report: Report, title: str, console: Console) -> None:
+    """How many times as fast as each rival, if there are any."""
+    if report.comparisons:
+        console.print(Text(title, style="bold"))
+    for item in report.comparisons:
+        around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
+        console.print(f"{item.case:24} {item.rival:10} {item.ratio:.2f}{around}", highlight=False)
+
+
 def verdict_lines(verdicts: Iterable[Verdict]) -> list[Text]:
     """All verdicts, missed ones in red."""
     styles = {True: "green", False: "bold red", None: "yellow"}
@@ -152,14 +162,17 @@ _OTHER = _Style("#666666", "x", "-")
 _PANELS = ("median until complete, µs", "bandwidth, GB/s", "speed / speed of the limit")
 
 
-def draw(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draws time, bandwidth and ratio to the limit over size, for write and read on each wire.
+@contextlib.contextmanager
+def figure(
+    report: Report, path: str | os.PathLike[str], lines: int, columns: int,
+    size: tuple[float, float], about: str, legend_columns: int,
+) -> Iterator[Any]:  # fmt: skip
+    """A grid of panels for the block to fill; then one legend, the machine on top, and the file.
 
     The file's ending (.svg, .pdf, .png) says the format.
 
     Raises:
         UnavailableError: matplotlib is not installed.
-        ValueError: the report has no row of a write or read.
     """
     try:
         import matplotlib
@@ -168,36 +181,56 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
         raise UnavailableError(
             "a figure needs matplotlib: pip install 'tensorwire[bench]'"
         ) from error
+    style = {
+        "font.size": 9, "axes.titlesize": 9, "hatch.linewidth": 0.7, "svg.hashsalt": "tensorwire",
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        drawn = Figure(figsize=size, layout="constrained")
+        grid = drawn.subplots(lines, columns, squeeze=False)
+        yield grid
+        handles: dict[str, Any] = {}
+        for axes in grid.flat:
+            found, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, found, strict=True))
+        drawn.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=legend_columns,
+            frameon=False,
+        )  # fmt: skip
+        machine = report.machine
+        cores, load = len(machine.get("affinity") or []), machine.get("load_average")
+        when = str(machine.get("time"))[:10] + (
+            f", load {load[0]:.1f} at the start" if load else ""
+        )
+        drawn.suptitle(f"{machine.get('cpu')}, {cores} cores, one host{about}; {when}", fontsize=9)
+        drawn.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
-    cases = [
-        case
+
+def show_seconds(axes: Any) -> None:
+    """Labels its upright axis with times, and draws no frame on top and at the right."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draws time, bandwidth and ratio to the limit over size, for write and read on each wire.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: the report has no row of a write or read.
+    """
+    by_case = {
+        case: [row for row in report.rows if row.case == case and row.measured]
         for case in ("shm.write", "shm.read", "tcp.write", "tcp.read")
-        if any(row.case == case and row.measured for row in report.rows)
-    ]
-    if not cases:
+    }
+    by_case = {case: rows for case, rows in by_case.items() if rows}
+    if not by_case:
         raise ValueError("the report has no measured write or read to draw")
-    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9, "svg.hashsalt": "tensorwire"}):
-        figure = Figure(figsize=(11, 2.7 * len(cases) + 0.9), layout="constrained")
-        grid = figure.subplots(len(cases), 3, squeeze=False)
-        for axes, case in zip(grid, cases, strict=True):
-            _draw_case(axes, case, [r for r in report.rows if r.case == case and r.measured])
-        handles = {
-            label: handle
-            for axes in grid
-            for handle, label in zip(*axes[0].get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False
-        )
-        about = report.machine
-        load = about.get("load_average")
-        figure.suptitle(
-            f"{about.get('cpu')}, {len(about.get('affinity') or [])} cores, one host; medians; "
-            f"{str(about.get('time'))[:10]}"
-            + (f", load {load[0]:.1f} at the start" if load else ""),
-            fontsize=9,
-        )
-        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+    size = (11, 2.7 * len(by_case) + 0.9)
+    with figure(report, path, len(by_case), 3, size, "; medians", 8) as grid:
+        for axes, (case, rows) in zip(grid, by_case.items(), strict=True):
+            _draw_case(axes, case, rows)
 
 
 def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:

@@ -11,10 +11,12 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tensorwire.bench.harness import Ratio, median, percentile
 
 FORMAT = 1
 """Version of the JSON layout; grows when a key changes its meaning."""
@@ -62,6 +64,26 @@ class Row:
         """Whether the row has figures at all."""
         return self.seconds_median is not None
 
+    def timed(self, seconds: Sequence[float], *, moves: bool = False, **figures: Any) -> Row:
+        """The row with median and p99 of these samples, their number, and further figures.
+
+        Where the operation `moves` its bytes, GB/s follow from the median.
+        """
+        middle = median(seconds)
+        found = {
+            "seconds_median": middle,
+            "seconds_p99": percentile(seconds, 0.99),
+            "gb_per_s": self.bytes / middle / 1e9 if moves else None,
+            "operations": len(seconds),
+        }
+        return dataclasses.replace(self, **(found | figures))
+
+    def beside(self, ratio: Ratio | None) -> Row:
+        """The row with the ratio to its limit, if there is one."""
+        if ratio is None:
+            return self
+        return dataclasses.replace(self, ratio_to_limit=ratio.median, ratio_interval=ratio.interval)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -79,6 +101,17 @@ class Verdict:
     interval: tuple[float, float] | None = None
     met: bool | None = None
     detail: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, direction: str, bar: float, unit: str, measured: float | None,
+        interval: tuple[float, float] | None = None, detail: str = "",
+    ) -> Verdict:  # fmt: skip
+        """Whether a figure reaches its bar; without a figure `detail` says why there is none."""
+        if measured is None:
+            return cls(name, bar, direction, unit, detail=detail)
+        met = measured >= bar if direction == ">=" else measured <= bar
+        return cls(name, bar, direction, unit, measured, interval, met, detail)
 
     @property
     def distance(self) -> float | None:
@@ -150,10 +183,7 @@ class Report:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON file in one step: readers see the old file or the whole new one."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        partial.replace(target)
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -189,6 +219,14 @@ class Report:
                 for item in data["verdicts"]
             ],
         )
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Writes data in one step: readers see the old file or the whole new one."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    partial.replace(target)
 
 
 def _plain(item: Row | Comparison | Verdict) -> dict[str, Any]:

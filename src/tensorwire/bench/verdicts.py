@@ -1,4 +1,4 @@
-"""The bars that `bench memory` must reach, and how far the rows are from them.
+"""The bars that `bench memory` must reach, as a table, and how far the rows are from them.
 
 A bar over several sizes is judged by the worst of them. A case that was not measured is said to be
 so; it never counts as met.
@@ -6,148 +6,140 @@ so; it never counts as met.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorwire.bench.rows import Report, Row, Verdict, format_size
+from tensorwire.bench.rows import Comparison, Report, Row, Verdict, format_size
 
 MIB = 1 << 20
 EQUAL = 0.97
 """A paired ratio from which on a system counts as no slower than its rival."""
 
+Figure = tuple[float, tuple[float, float] | None]
+"""A value and its interval."""
 
-def judge(report: Report) -> list[Verdict]:
-    """All verdicts on a report, in the order in which the bars are written down."""
-    return [
-        *(
-            _worst_ratio(report, f"shm.{case}", "tensorwire", 0.9, MIB, f"shm {case} of memcpy")
-            for case in ("write", "read")
-        ),
-        _latency(report, "shm.write", "tensorwire", 8, 2e-6, "shm 8 B write from Python"),
-        _latency(report, "shm.write", "tensorwire-c++", 8, 0.2e-6, "shm 8 B write from C++"),
-        *(
-            _rival(report, f"shm.{case}", rival, name)
-            for rival, name in (("nixl", "NIXL on like pages"), ("nixl-huge", "NIXL on huge pages"))
-            for case in ("write", "read")
-        ),
-        _remote_cpu(report, "shm.write", 64 * MIB, 0.01),
-        *(
-            _worst_ratio(
-                report, f"tcp.{case}", "tensorwire-c++", 0.9, MIB, f"tcp {case} of the raw socket"
-            )
-            for case in ("write", "read")
-        ),
-        _round_trip(report, "tcp.round_trip.one_core", 1.6, "tcp 8 B round trip on one core"),
-        _round_trip(report, "tcp.round_trip.two_cores", 1.2, "tcp 8 B round trip on two cores"),
-        *(_waiting(report, wire) for wire in ("shm", "tcp")),
-        _latency(
-            report, "shm.signal_awake", "tensorwire", 8, 10e-6, "shm signal ping-pong, both awake"
-        ),
-    ]
+
+def ratio(row: Row) -> Figure | None:
+    """The part of the limit's speed."""
+    return None if row.ratio_to_limit is None else (row.ratio_to_limit, row.ratio_interval)
+
+
+def by_limit(row: Row) -> Figure | None:
+    """The ratio turned round: own time by the limit's."""
+    if not row.ratio_to_limit:
+        return None
+    interval = row.ratio_interval
+    turned = (1 / interval[1], 1 / interval[0]) if interval and interval[0] > 0 else None
+    return 1 / row.ratio_to_limit, turned
+
+
+def _microseconds(row: Row) -> Figure | None:
+    return None if row.seconds_median is None else (row.seconds_median * 1e6, None)
+
+
+def _remote_cpu(row: Row) -> Figure | None:
+    """CPU time there by the duration, in percent."""
+    if row.seconds_median is None or row.cpu_seconds_remote is None:
+        return None
+    return 100 * row.cpu_seconds_remote / row.seconds_median, None
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
-    value: float
-    interval: tuple[float, float] | None
-    size_bytes: int
+class Bar:
+    """What a figure must reach.
+
+    Attributes:
+        name, direction, bar, unit: as a verdict has them.
+        case, system: whose rows count; with a `rival` the comparisons with it.
+        figure: what of a row is judged.
+        least, most: bytes of the rows that count.
+    """
+
+    name: str
+    direction: str
+    bar: float
+    unit: str
+    case: str
+    system: str
+    figure: Callable[[Row], Figure | None] = ratio
+    least: int = 0
+    most: float = float("inf")
+    rival: str = ""
+
+    def judge(self, report: Report) -> Verdict:
+        """The verdict on a report."""
+        found = [
+            (*figure, item.bytes)
+            for item in (report.comparisons if self.rival else report.rows)
+            if self._counts(item) and (figure := self._figure(item)) is not None
+        ]
+        told = (self.name, self.direction, self.bar, self.unit)
+        if not found:
+            return Verdict.of(*told, None, None, self._missing(report))
+        verdicts = [Verdict.of(*told, value, interval) for value, interval, _ in found]
+        pick = min if self.direction == ">=" else max
+        value, interval, size_bytes = pick(found, key=lambda each: each[0])
+        detail = f"worst at {format_size(size_bytes)}" if len(found) > 1 else ""
+        reached = sum(verdict.met is True for verdict in verdicts)
+        if len(found) > 1 and reached < len(found):
+            detail += f", {reached} of {len(found)} sizes reach it"
+        return Verdict.of(*told, value, interval, detail)
+
+    def _counts(self, item: Row | Comparison) -> bool:
+        rival = item.rival if isinstance(item, Comparison) else ""
+        mine = (item.case, item.system, rival) == (self.case, self.system, self.rival)
+        return mine and self.least <= item.bytes <= self.most
+
+    def _figure(self, item: Row | Comparison) -> Figure | None:
+        return (item.ratio, item.interval) if isinstance(item, Comparison) else self.figure(item)
+
+    def _missing(self, report: Report) -> str:
+        system = self.rival or self.system
+        notes = {
+            row.note
+            for row in report.rows
+            if (row.case, row.system) == (self.case, system) and not row.measured and row.note
+        }
+        return "; ".join(sorted(notes)) or f"no row of {system} in {self.case} for these sizes"
 
 
-def _verdict(
-    name: str, bar: float, direction: str, unit: str, figures: Iterable[_Figure], missing: str
-) -> Verdict:
-    found = list(figures)
-    if not found:
-        return Verdict(name, bar, direction, unit, detail=missing)
-    pick = min if direction == ">=" else max
-    worst = pick(found, key=lambda figure: figure.value)
-    met = worst.value >= bar if direction == ">=" else worst.value <= bar
-    detail = f"worst at {format_size(worst.size_bytes)}" if len(found) > 1 else ""
-    if len(found) > 1 and not met:
-        reached = sum(f.value >= bar if direction == ">=" else f.value <= bar for f in found)
-        detail += f", {reached} of {len(found)} sizes reach it"
-    return Verdict(name, bar, direction, unit, worst.value, worst.interval, met, detail)
+_OWN, _CPP = "tensorwire", "tensorwire-c++"
+
+BARS: tuple[Bar, ...] = (
+    *(
+        Bar(f"shm {case} of memcpy, 1 MiB up", ">=", 0.9, "", f"shm.{case}", _OWN, least=MIB)
+        for case in ("write", "read")
+    ),
+    Bar("shm 8 B write from Python", "<=", 2.0, "µs", "shm.write", _OWN, _microseconds, 8, 8),
+    Bar("shm 8 B write from C++", "<=", 0.2, "µs", "shm.write", _CPP, _microseconds, 8, 8),
+    *(
+        Bar(f"shm {case} against {name}, every size", ">=", EQUAL, "", f"shm.{case}", _OWN,
+            rival=rival)
+        for rival, name in (("nixl", "NIXL on like pages"), ("nixl-huge", "NIXL on huge pages"))
+        for case in ("write", "read")
+    ),
+    Bar("shm 64 MiB write, remote CPU by its duration", "<=", 1.0, "%", "shm.write", _OWN,
+        _remote_cpu, 64 * MIB, 64 * MIB),
+    *(
+        Bar(f"tcp {case} of the raw socket, 1 MiB up", ">=", 0.9, "", f"tcp.{case}", _CPP,
+            least=MIB)
+        for case in ("write", "read")
+    ),
+    *(
+        Bar(f"tcp 8 B round trip on {count} {cores}", "<=", bar, "x the raw socket",
+            f"tcp.round_trip.{count}_{cores}", _CPP, by_limit)
+        for count, cores, bar in (("one", "core", 1.6), ("two", "cores", 1.2))
+    ),
+    *(
+        Bar(f"{wire} waiting process, share of a core", "<=", 2.0, "%", f"{wire}.waiting", _OWN,
+            _remote_cpu)
+        for wire in ("shm", "tcp")
+    ),
+    Bar("shm signal ping-pong, both awake", "<=", 10.0, "µs", "shm.signal_awake", _OWN,
+        _microseconds, 8, 8),
+)  # fmt: skip
 
 
-def _rows(report: Report, case: str, system: str) -> list[Row]:
-    return [row for row in report.rows if row.case == case and row.system == system]
-
-
-def _missing(report: Report, case: str, system: str) -> str:
-    notes = {row.note for row in _rows(report, case, system) if not row.measured and row.note}
-    return "; ".join(sorted(notes)) or f"no row of {system} in {case} for these sizes"
-
-
-def _worst_ratio(
-    report: Report, case: str, system: str, bar: float, from_bytes: int, name: str
-) -> Verdict:
-    figures = [
-        _Figure(row.ratio_to_limit, row.ratio_interval, row.bytes)
-        for row in _rows(report, case, system)
-        if row.ratio_to_limit is not None and row.bytes >= from_bytes
-    ]
-    missing = _missing(report, case, system)
-    return _verdict(f"{name}, {format_size(from_bytes)} up", bar, ">=", "", figures, missing)
-
-
-def _latency(
-    report: Report, case: str, system: str, size_bytes: int, bar_s: float, name: str
-) -> Verdict:
-    figures = [
-        _Figure(row.seconds_median * 1e6, None, row.bytes)
-        for row in _rows(report, case, system)
-        if row.seconds_median is not None and row.bytes == size_bytes
-    ]
-    return _verdict(name, bar_s * 1e6, "<=", "µs", figures, _missing(report, case, system))
-
-
-def _rival(report: Report, case: str, rival: str, called: str) -> Verdict:
-    figures = [
-        _Figure(item.ratio, item.interval, item.bytes)
-        for item in report.comparisons
-        if (item.case, item.system, item.rival) == (case, "tensorwire", rival)
-    ]
-    name = f"{case.replace('.', ' ')} against {called}, every size"
-    return _verdict(name, EQUAL, ">=", "", figures, _missing(report, case, rival))
-
-
-def _remote_cpu(report: Report, case: str, size_bytes: int, bar: float) -> Verdict:
-    figures = [
-        _Figure(row.cpu_seconds_remote / row.seconds_median, None, row.bytes)
-        for row in _rows(report, case, "tensorwire")
-        if row.bytes == size_bytes
-        and row.seconds_median is not None
-        and row.cpu_seconds_remote is not None
-    ]
-    return _verdict(
-        f"shm {format_size(size_bytes)} write, remote CPU by its duration",
-        bar * 100, "<=", "%",
-        [_Figure(f.value * 100, None, f.size_bytes) for f in figures],
-        _missing(report, case, "tensorwire"),
-    )  # fmt: skip
-
-
-def _round_trip(report: Report, case: str, bar: float, name: str) -> Verdict:
-    """The ratio turned round: own time by the raw socket's."""
-    figures = []
-    for row in _rows(report, case, "tensorwire-c++"):
-        if row.ratio_to_limit is None:
-            continue
-        interval = None
-        if row.ratio_interval is not None:
-            interval = (1 / row.ratio_interval[1], 1 / row.ratio_interval[0])
-        figures.append(_Figure(1 / row.ratio_to_limit, interval, row.bytes))
-    missing = _missing(report, case, "tensorwire-c++")
-    return _verdict(name, bar, "<=", "x the raw socket", figures, missing)
-
-
-def _waiting(report: Report, wire: str) -> Verdict:
-    figures = [
-        _Figure(100 * row.cpu_seconds_remote / row.seconds_median, None, row.bytes)
-        for row in _rows(report, f"{wire}.waiting", "tensorwire")
-        if row.seconds_median is not None and row.cpu_seconds_remote is not None
-    ]
-    return _verdict(
-        f"{wire} waiting process, share of a core", 2.0, "<=", "%", figures,
-        _missing(report, f"{wire}.waiting", "tensorwire"),
-    )  # fmt: skip
+def judge(report: Report) -> list[Verdict]:
+    """All verdicts on a report, in the order in which the bars are written down."""
+    return [bar.judge(report) for bar in BARS]

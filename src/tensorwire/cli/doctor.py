@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tensorwire.command import Command, check_file
+from tensorwire.bench.rows import write_json
+from tensorwire.command import Command, Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
 
 if TYPE_CHECKING:
@@ -85,51 +81,33 @@ def doctor(
     raise SystemExit(_examine(address, seconds, json_path))
 
 
-def _console() -> Console:
-    # A file or a pipe has no width of its own; the tables need about 100 columns.
-    return Console() if sys.stdout.isatty() else Console(width=120)
-
-
 def _examine(address: str | None, seconds: float | None, json_path: Path | None) -> int:
     from tensorwire.doctor.examine import examine_machine, examine_peer
     from tensorwire.doctor.measure import Effort
     from tensorwire.doctor.report import print_examination
 
     effort = None if seconds is None else Effort(seconds=seconds)
-    console = _console()
+    console = terminal(120)
 
-    def run(progress: Callable[[float, str], None]) -> Examination:
+    def run(told: Told) -> Examination:
+        def progress(share: float, text: str) -> None:
+            told(share, 1.0, text)
+
         if address is None:
             return examine_machine(effort, progress)
         return examine_peer(address, effort, progress)
 
     try:
-        found = _with_bar(run, console)
+        found = with_bar(run, console)
     except (ValueError, MemoryError, TensorwireError) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
     if json_path is not None:
-        partial = json_path.with_name(json_path.name + ".partial")
-        partial.write_text(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
-        partial.replace(json_path)
+        write_json(json_path, found.to_json())
     print_examination(found, console)
     if json_path is not None:
         click.echo(f"rows written to {json_path}")
     return found.exit_code
-
-
-def _with_bar(
-    run: Callable[[Callable[[float, str], None]], Examination], console: Console
-) -> Examination:
-    """Runs with a progress bar, redrawn between the cases only: it disturbs no measurement."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-
-        def show(share: float, text: str) -> None:
-            bar.update(task, completed=share, description=f"{text:34}", refresh=True)
-
-        return run(show)
 
 
 def _serve(listen: str) -> None:

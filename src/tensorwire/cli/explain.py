@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,8 @@ from rich.text import Text
 
 from tensorwire import tracebacks
 from tensorwire.bench import checkout
-from tensorwire.command import Command, check_file
+from tensorwire.bench.rows import write_json
+from tensorwire.command import Command, check_file, terminal
 
 if TYPE_CHECKING:
     from tensorwire.torch import Explanation
@@ -82,10 +81,8 @@ def explain(
     found = _explain(model_or_script, arguments, tiny)
     if json_path is not None:
         content = [each.to_json() for each in found]
-        partial = json_path.with_name(json_path.name + ".partial")
-        partial.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=1))
-        partial.replace(json_path)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+        write_json(json_path, content[0] if len(content) == 1 else content)
+    console = terminal(120)
     for each in found:
         _show(each, console)
     if json_path is not None:

@@ -12,19 +12,17 @@ import importlib.util
 import json
 import resource
 import socket
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench import machine
-from tensorwire.command import Command
+from tensorwire.command import Command, terminal
 from tensorwire.doctor import advice, facts
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node
@@ -271,8 +269,7 @@ def info(as_json: bool) -> None:
         }
         click.echo(json.dumps(data, indent=1))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=110)
-        console.print(table(found))
+        terminal().print(table(found))
     usable = {finding.subject for finding in found if finding.state != MISSING}
     if not {"shm", "tcp"} & usable:
         raise SystemExit(1)

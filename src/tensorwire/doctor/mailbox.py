@@ -17,6 +17,9 @@ SERVER_REGION = "tensorwire-doctor"
 """A Node with a region of this name is a doctor."""
 
 AREA_BYTES = 256 << 10
+RAW_PATIENCE_S = 10
+"""How long either end of a raw socket waits for the other."""
+
 _MESSAGES_WORD, PING_WORD = 0, 64
 _SIZE_OFFSET, _TEXT_OFFSET = 128, 136
 _MAX_TEXT_BYTES = AREA_BYTES - _TEXT_OFFSET

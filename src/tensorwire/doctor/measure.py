@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 
 from tensorwire import _core
-from tensorwire.bench.harness import Ratio, median, paired_ratio, percentile, time_each
+from tensorwire.bench.harness import Ratio, median, paired_ratio, time_each
+from tensorwire.bench.raw_socket import RawClient
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.doctor.facts import Facts
 from tensorwire.doctor.mailbox import (
     AREA_BYTES,
     CLIENT_REGION,
     PING_WORD,
+    RAW_PATIENCE_S,
     SERVER_REGION,
     Mailbox,
 )
-from tensorwire.doctor.raw import RawClient
 from tensorwire.errors import BusyError, PeerLostError
 from tensorwire.memory import Handle, Node, RemoteRegion
 from tensorwire.memory.handle import split_address
@@ -254,7 +255,8 @@ class Session:
             made = self._box.ask({"do": "raw", "mode": mode, "bytes": case.size_bytes})
             host, port = split_address(self._address)[0], int(made["port"])
             memory = np.ones(case.size_bytes, np.uint8)
-            self._raw = RawClient(host, port, str(made["token"]), mode, memory)
+            token = str(made["token"])
+            self._raw = RawClient(host, port, token, mode, memory, RAW_PATIENCE_S)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             if isinstance(error, PeerLostError):
                 raise
@@ -323,20 +325,12 @@ def take(own: Run, limit: Run | None, seconds: float, size_bytes: int, case_byte
 
 
 def _rows(name: str, case: Case, limit: str, taken: Taken, fault: str) -> list[Row]:
-    def row(system: str, samples: list[float]) -> Row:
-        middle = median(samples)
-        moves = case.action != "signal"
-        return Row(
-            BENCH, name, system, case.size_bytes,
-            seconds_median=middle,
-            seconds_p99=percentile(samples, 0.99),
-            gb_per_s=case.size_bytes / middle / 1e9 if moves else None,
-            operations=len(samples),
-        )  # fmt: skip
+    def row(system: str, samples: list[float], note: str) -> Row:
+        made = Row(BENCH, name, system, case.size_bytes, note=note)
+        return made.timed(samples, moves=case.action != "signal")
 
-    mine = replace(row(OWN, taken.own), note=fault)
+    mine = row(OWN, taken.own, fault)
     if not taken.limit:
         return [mine]
-    if taken.ratio is not None and case.action != "signal":
-        mine = replace(mine, ratio_to_limit=taken.ratio.median, ratio_interval=taken.ratio.interval)
-    return [mine, replace(row(limit, taken.limit), note="the limit")]
+    mine = mine.beside(taken.ratio if case.action != "signal" else None)
+    return [mine, row(limit, taken.limit, "the limit")]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorwire.bench.report import new_table
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
 from tensorwire.doctor.examine import Examination
@@ -41,19 +41,9 @@ def _machine_line(side: str, facts: Facts) -> Text:
     return Text(f"{side:6}" + " · ".join(parts), style="dim")
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-
-
 def routes_table(link: Link) -> Table:
     """Which paths there are, which one is taken, and why."""
-    table = _table("paths")
+    table = new_table("paths")
     table.add_column("path", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("because", overflow="fold")
@@ -73,7 +63,7 @@ def _route(route: Route, link: Link) -> tuple[Text, str]:
 
 def figures_table(rows: Sequence[Row], link: Link | None) -> Table:
     """One line per case, the limit beside it."""
-    table = _table("measured")
+    table = new_table("measured")
     table.add_column("path", no_wrap=True)
     table.add_column("case", no_wrap=True)
     headings = ["size", "median", "p99", "GB/s", "limit", "of limit"]
@@ -130,7 +120,7 @@ def _of_promise(row: Row, promised: float | None) -> str:
 
 def findings_table(findings: Iterable[Finding]) -> Table:
     """The level is a word too, so it reads without colour. A remedy has a line of its own."""
-    table = _table("findings")
+    table = new_table("findings")
     table.show_header = False
     table.add_column("level", no_wrap=True)
     table.add_column("what", no_wrap=True)

@@ -14,15 +14,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.bench.raw_socket import RawServer
 from tensorwire.doctor import facts
 from tensorwire.doctor.mailbox import (
     AREA_BYTES,
     CLIENT_REGION,
     PING_WORD,
+    RAW_PATIENCE_S,
     SERVER_REGION,
     Mailbox,
 )
-from tensorwire.doctor.raw import RawServer
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer
 from tensorwire.memory.bandwidth import interface_with
@@ -31,6 +32,7 @@ from tensorwire.memory.handle import split_address
 _MAX_CLIENTS = 16
 _MAX_PINGS = 100_000
 _QUOTA_BYTES = 1 << 30
+_MOST_RAW_BYTES = 64 << 20
 
 Say = Callable[[str], None]
 
@@ -108,7 +110,7 @@ class Attendant:
     def __init__(self, peer: Peer, box: Mailbox, host: str) -> None:
         self._peer = peer
         self._box = box
-        self._raw = RawServer(host)
+        self._raw = RawServer(host, RAW_PATIENCE_S, _MOST_RAW_BYTES)
 
     def run(self, about: dict[str, Any]) -> None:
         """Introduces itself, then answers.

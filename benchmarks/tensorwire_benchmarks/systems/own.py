@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from tensorwire_benchmarks.training.systems.base import Place, Trainer, make_optimizer
+from tensorwire_benchmarks.systems.base import Place, Trainer, make_optimizer
 
 
 class OwnTrainer(Trainer):
@@ -27,12 +27,10 @@ class OwnTrainer(Trainer):
         self.note = "one server process"
 
     def exchange(self) -> None:
-        """As users do."""
         self._optimizer.step()
         self._steps += 1
 
     def zero_grad(self) -> None:
-        """As users do."""
         self._optimizer.zero_grad()
 
     def held(self) -> contextlib.AbstractContextManager[None]:
@@ -41,7 +39,6 @@ class OwnTrainer(Trainer):
         return found
 
     def hidden_s(self) -> float:
-        """As the job reports it."""
         per_step: float = self._job.report()["hidden_communication_s"]
         return per_step * self._steps
 
@@ -53,7 +50,6 @@ class OwnTrainer(Trainer):
         return sum(row.bytes for row in dense if row.in_place) / size if size else None
 
     def close(self) -> None:
-        """Leaves the job."""
         self._job.close()
 
 

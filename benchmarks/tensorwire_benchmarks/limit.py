@@ -20,22 +20,25 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire._core import drivers
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import serve_messages
-from tensorwire.bench.raw_socket import LOOPBACK, Client, Server
+from tensorwire.bench.raw_socket import LOOPBACK, RawClient, RawServer
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Traffic
+from tensorwire_benchmarks.traffic import FLOAT_BYTES, Traffic
 
 STATES = {"plain-sgd": 0, "sgd": 1, "adamw": 2}
 """Arrays of optimizer state."""
+
+
+Floats = NDArray[np.float32]
 
 
 class LimitTimes(NamedTuple):
@@ -49,30 +52,16 @@ class LimitTimes(NamedTuple):
     out_s: float
 
 
-class Memory:
-    """float32 arrays in shared memory, touched. `close` unmaps them."""
-
-    def __init__(self, elements: int, values: Sequence[float]) -> None:
-        self._mappings = []
-        self.addresses: list[int] = []
-        for value in values:
-            descriptor = os.memfd_create("tensorwire-bench-limit")
-            try:
-                os.ftruncate(descriptor, 4 * elements)
-                mapping = mmap.mmap(descriptor, 4 * elements)
-            finally:
-                os.close(descriptor)
-            array = np.frombuffer(mapping, np.float32)
-            array[:] = value
-            self.addresses.append(array.ctypes.data)
-            self._mappings.append(mapping)
-            del array
-
-    def close(self) -> None:
-        """No address may be used after it."""
-        for mapping in self._mappings:
-            mapping.close()
-        self._mappings.clear()
+def _memory(elements: int, value: float) -> Floats:
+    """An array in shared memory, touched."""
+    descriptor = os.memfd_create("tensorwire-bench-limit")
+    try:
+        os.ftruncate(descriptor, FLOAT_BYTES * elements)
+        array = np.frombuffer(mmap.mmap(descriptor, FLOAT_BYTES * elements), np.float32)
+    finally:
+        os.close(descriptor)
+    array[:] = value
+    return array
 
 
 class Driver:
@@ -84,13 +73,9 @@ class Driver:
         self._traffic: Traffic = options["traffic"]
         self._workers = int(options["workers"])
         self._threads = int(options["threads"])
-        states = STATES[options["optimizer"]]
-        self._memory = Memory(
-            _elements(self._traffic), [1.0, *([0.0] * states), *([1e-3] * self._workers)]
-        )
-        self._states = self._memory.addresses[1 : 1 + states]
-        self._gradients = self._memory.addresses[1 + states :]
-        self._clients: list[Client] = []
+        values = [1.0, *([0.0] * STATES[options["optimizer"]]), *([1e-3] * self._workers)]
+        self._arrays = [_memory(_elements(self._traffic), value) for value in values]
+        self._clients: list[RawClient] = []
         hosts: Hosts | None = options["hosts"]
         self._duplex = ThreadPoolExecutor(2) if hosts is not None else None
         if hosts is not None:
@@ -99,13 +84,14 @@ class Driver:
             self._connect(LOOPBACK if hosts is None else hosts[0].address)
 
     def _connect(self, host: str) -> None:
-        for mode, address, size_bytes in (
-            ("send", self._gradients[0], self._traffic.up_bytes),
-            ("fetch", self._memory.addresses[0], self._traffic.down_bytes),
+        for mode, array, size_bytes in (
+            ("send", self._arrays[-1], self._traffic.up_bytes),
+            ("fetch", self._arrays[0], self._traffic.down_bytes),
         ):
             self._link.send(("listen", mode, size_bytes, host))
-            port = int(self._link.recv())
-            self._clients.append(Client(drivers, port, mode, address, size_bytes, host))
+            port, token = self._link.recv()
+            memory = array.view(np.uint8)[:size_bytes]
+            self._clients.append(RawClient(host, port, token, mode, memory))
 
     def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
         """`count` samples, and the CPU time of this process and of the other end for all of them.
@@ -135,12 +121,10 @@ class Driver:
         seconds, at = 0.0, 0  # bytes
         for gradients, elements in enumerate(self._traffic.applied, 1):
             if elements:
-                parameters, states, mine = (
-                    [address + at for address in addresses]
-                    for addresses in (self._memory.addresses[:1], self._states, self._gradients)
-                )
+                first, *others = (array.ctypes.data + at for array in self._arrays)
+                states, mine = others[: -self._workers], others[-self._workers :]
                 seconds += drivers.exchange_limit(
-                    parameters[0], states, mine[:gradients], elements, self._threads, 1
+                    first, states, mine[:gradients], elements, self._threads, 1
                 )[0]
                 at += FLOAT_BYTES * elements
         return seconds
@@ -149,7 +133,6 @@ class Driver:
         """Ends the sockets; the process ends right after it."""
         for client in self._clients:
             client.close()
-        self._memory.close()
 
 
 def _elements(traffic: Traffic) -> int:
@@ -162,14 +145,13 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     """The server's end of the raw socket; on shm it only waits for the end."""
     if options["hosts"] is not None:
         options["hosts"][0].enter()
-    memory = Memory(_elements(options["traffic"]) if options["wire"] != "shm" else 1, [1.0])
-    servers: list[Server] = []
+    memory = _memory(_elements(options["traffic"]) if options["wire"] != "shm" else 1, 1.0)
+    servers: list[RawServer] = []
 
-    def listen(mode: str, size_bytes: int, host: str) -> int:
-        servers.append(Server(drivers))
-        return servers[-1].listen(mode, memory.addresses[0], size_bytes, host)
+    def listen(mode: str, size_bytes: int, host: str) -> tuple[int, str]:
+        servers.append(RawServer(host))
+        return servers[-1].listen(mode, size_bytes, memory)
 
     serve_messages(link, {"listen": listen})
     for server in servers:
         server.close()
-    memory.close()

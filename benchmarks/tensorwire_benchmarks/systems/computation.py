@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorwire_benchmarks.training.systems.base import Place, Trainer
+from tensorwire_benchmarks.systems.base import Place, Trainer
 
 
 class Computation(Trainer):
@@ -21,7 +21,6 @@ class Computation(Trainer):
         """There is none."""
 
     def zero_grad(self) -> None:
-        """Lets go of them."""
         for parameter in self.module.parameters():
             parameter.grad = None
 

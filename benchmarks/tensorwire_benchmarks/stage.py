@@ -9,22 +9,22 @@ the same, and the notes say so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tensorwire.bench import machine
-from tensorwire.bench.harness import laps_of, median, percentile
+from tensorwire.bench.harness import laps_of, median
 from tensorwire.bench.processes import Pair, PairError
 from tensorwire.bench.rows import Comparison, Row, format_seconds
 from tensorwire.parameters import CELL_BYTES, threads_for
 from tensorwire_benchmarks import link
+from tensorwire_benchmarks.bench import Bench, Settings
+from tensorwire_benchmarks.figures import End, Turns, limit_over_wire, turn_ratio
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.training.figures import Turns, limit_over_wire, turn_ratio
-from tensorwire_benchmarks.training.models import Model
-from tensorwire_benchmarks.training.systems import LIMIT, LIMIT_COPIES, System
-from tensorwire_benchmarks.training.team import Team
-from tensorwire_benchmarks.training.traffic import FLOAT_BYTES
+from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.systems import LIMIT, LIMIT_COPIES, System
+from tensorwire_benchmarks.team import Team
+from tensorwire_benchmarks.traffic import FLOAT_BYTES
 
 _CHECK_STEPS = 3
 _SAME = 1e-4  # relative; a wrong learning rate or a sum for a mean is far above it
@@ -32,52 +32,6 @@ _WARM = 1  # steps of each turn that wake its processes up and are not counted
 _LONGEST_SEARCH = 200  # steps that a system may take to find its best settings
 _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What every stage of a bench has in common.
-
-    Attributes:
-        bench: as in rows.
-        systems: those that take part.
-        order: of the turns, by name; the limit beside what is held against it.
-        own: the system that limit and rivals are compared with.
-        case: the name of a case from wire, model and "exchange", "isolated" or "step".
-        steps: per system, None for the model's own number.
-        turns: into how many turns they are cut.
-        server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
-        links: wires that lead from one host to another, with their speed in Mbit/s.
-    """
-
-    bench: str
-    systems: Sequence[System]
-    order: Sequence[str]
-    own: str
-    case: Callable[[str, str, str], str]
-    optimizer: str
-    workers: int
-    steps: int | None
-    turns: int
-    server_threads: int
-    links: Mapping[str, int] = field(default_factory=dict)
-
-
-class End(NamedTuple):
-    """Where a system was after its last turn.
-
-    Attributes:
-        steps: that it trained in all.
-        bits: per worker, a digest of the parameters' bits.
-        hidden_s: per step that was not held, for how long gradients were on their way while
-            backward went on; that of the slowest worker.
-        in_place: as `WorkerEnd` has it, of the worker with the least.
-    """
-
-    steps: int
-    bits: list[str]
-    hidden_s: float
-    in_place: float | None = None
 
 
 @dataclass(slots=True)
@@ -94,19 +48,28 @@ class Stage:
     """Runs by `measure`; then `rows`, `comparisons` and what the attributes have.
 
     Attributes:
+        bench: what it is part of.
+        names: of those that take part, the limit too, in the order of their turns.
         turns: per system that ran.
         ends: per system that ran to its end.
         warnings: one sentence each.
         tell: called with what is being done, never while a turn runs.
     """
 
-    def __init__(self, course: Course, model: Model, wire: str) -> None:
-        self._course = course
+    def __init__(self, bench: Bench, settings: Settings, model: Model, wire: str) -> None:
+        self.bench = bench
+        self._settings = settings
         self._model = model
-        self._traffic = model.traffic(course.workers)
-        self._optimizer = model.optimizer or course.optimizer
+        self._traffic = model.traffic(settings.workers)
+        self._optimizer = model.optimizer or settings.optimizer
         self._wire = wire
-        self._systems = {system.name: system for system in course.systems}
+        known = {system.name: system for system in bench.systems}
+        self._systems = {name: known[name] for name in settings.systems if name in known}
+        self.names = [
+            name
+            for name in bench.names
+            if name in settings.systems and (name == LIMIT or name in self._systems)
+        ]
         self._teams: dict[str, Team] = {}
         self._pair: Pair | None = None
         self._limit = _LimitTurns()
@@ -128,20 +91,17 @@ class Stage:
         if self._pair is not None:
             self._pair.close()
 
-    def _names(self) -> list[str]:
-        return [name for name in self._course.order if name == LIMIT or name in self._systems]
-
     # --- measuring ------------------------------------------------------------------------------
 
     def measure(self) -> None:
         """Starts everything, then lets all take turns; group by group."""
-        megabits = self._course.links.get(self._wire)
+        megabits = self.bench.links.get(self._wire)
         if megabits is None:
             self._measure()
             return
         reason = link.missing(megabits)
         if reason is not None:
-            self._failed.update(dict.fromkeys(self._names(), reason))
+            self._failed.update(dict.fromkeys(self.names, reason))
             return
         with link.two_hosts(megabits) as self._hosts:
             try:
@@ -168,9 +128,9 @@ class Stage:
         room = _OF_MEMORY * free_bytes if free_bytes else float("inf")
         groups: list[list[str]] = []
         left = 0.0
-        for name in self._names():
+        for name in self.names:
             copies = LIMIT_COPIES if name == LIMIT else self._systems[name].copies
-            need = copies * self._model.size_bytes + (self._course.workers + 1) * _PROCESS_BYTES
+            need = copies * self._model.size_bytes + (self._settings.workers + 1) * _PROCESS_BYTES
             if not groups or need > left:
                 groups.append([])
                 left = room
@@ -179,8 +139,8 @@ class Stage:
         return groups
 
     def _take_turns(self, group: Sequence[str]) -> None:
-        steps = self._course.steps or self._model.steps
-        turns = laps_of(steps, self._course.turns)
+        steps = self._settings.steps or self._model.steps
+        turns = laps_of(steps, self._settings.turns)
         for index, count in enumerate(turns):
             self.tell(f"turn {index + 1} of {len(turns)}")
             order = [name for name in group if name in self._teams or name == LIMIT]
@@ -195,15 +155,14 @@ class Stage:
         if reason is not None:
             self._failed[system.name] = reason
             return
-        course = self._course
         try:
             team = Team(
                 system,
                 self._wire,
                 self._model,
-                course.workers,
+                self._settings.workers,
                 self._optimizer,
-                course.server_threads,
+                self._settings.server_threads,
                 hosts=self._hosts,
             )
             self._teams[system.name] = team
@@ -216,7 +175,7 @@ class Stage:
             self._fail(system.name, error)
             return
         self._each_s[system.name] = max(t.end - t.begin for t in times[0])
-        megabits = self._course.links.get(self._wire)
+        megabits = self.bench.links.get(self._wire)
         carries = system.carries if megabits is None else {self._wire: f"TCP, {megabits} Mbit/s"}
         over = f"over {carries[self._wire]}" if system.carries else ""
         needs = f"optimizer {self._optimizer}" if self._model.optimizer and over else ""
@@ -233,26 +192,26 @@ class Stage:
         sums = {name: value for name, value in self._sums.items() if name not in self._failed}
         if sums and max(sums.values()) - min(sums.values()) > _SAME * max(sums.values()):
             self.warnings.append(
-                f"{self._case('exchange')}: after {_CHECK_STEPS} steps the systems have "
+                f"{self.case('exchange')}: after {_CHECK_STEPS} steps the systems have "
                 f"different parameters, sums of magnitudes {sums}"
             )
 
     def _limit_threads(self) -> int:
         """Those that the server uses for so many bytes."""
         cells = -(-FLOAT_BYTES * self._traffic.elements // CELL_BYTES)
-        return threads_for(cells, self._course.server_threads)
+        return threads_for(cells, self._settings.server_threads)
 
     def _start_limit(self) -> None:
         options = {
             "wire": self._wire,
             "traffic": self._traffic,
-            "workers": self._course.workers,
+            "workers": self._settings.workers,
             "threads": self._limit_threads(),
             "optimizer": self._optimizer,
             "hosts": self._hosts,
         }
         try:
-            self._pair = Pair("tensorwire_benchmarks.training.limit", options)
+            self._pair = Pair("tensorwire_benchmarks.limit", options)
         except PairError as error:
             self._fail(LIMIT, error)
 
@@ -296,13 +255,7 @@ class Stage:
         if name not in self._teams:
             return
         try:
-            found = self._teams[name].end()
-            self.ends[name] = End(
-                found[0].steps,
-                [worker.bits for worker in found],
-                max(worker.hidden_s for worker in found),
-                min((w.in_place for w in found if w.in_place is not None), default=None),
-            )
+            self.ends[name] = End.of(self._teams[name].end())
         except PairError as error:
             self._fail(name, error)
             return
@@ -310,17 +263,18 @@ class Stage:
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _case(self, what: str) -> str:
-        return self._course.case(self._wire, self._model.name, what)
+    def case(self, what: str) -> str:
+        """The name of the case of what was measured."""
+        return self.bench.case(self._wire, self._model.name, what)
 
     def rows(self) -> list[Row]:
         """A row per system for the step and both exchanges, failed ones with the reason."""
         found = []
         for what in ("step", "exchange", "isolated"):
-            for name in self._names():
+            for name in self.names:
                 if name != LIMIT and self._takes_part(name, what):
                     found.append(self._row(what, name))
-            if what == "exchange" and LIMIT in self._course.order:
+            if what == "exchange" and LIMIT in self.names:
                 found.append(self._limit_row())
         return found
 
@@ -330,7 +284,7 @@ class Stage:
 
     def empty(self, what: str, name: str) -> Row:
         """A row without figures and with the reason for that, if there is one."""
-        row = Row(self._course.bench, self._case(what), name, self._traffic.up_bytes)
+        row = Row(self.bench.name, self.case(what), name, self._traffic.up_bytes)
         return dataclasses.replace(row, note=self._failed.get(name, "it took no turn"))
 
     def _row(self, what: str, name: str) -> Row:
@@ -339,22 +293,9 @@ class Stage:
         if name in self._failed or turns is None or not turns.step:
             return row
         mine = turns.of(what)
-        samples = [s for turn in mine for s in turn]
-        middle = median(samples)
-        row = dataclasses.replace(
-            row,
-            seconds_median=middle,
-            seconds_p99=percentile(samples, 0.99),
-            operations=len(samples),
-        )
+        row = row.timed([s for turn in mine for s in turn], moves=what != "step")
         if what != "step":
-            ratio = turn_ratio(self._limit.samples, mine)
-            row = dataclasses.replace(
-                row,
-                gb_per_s=self._traffic.up_bytes / middle / 1e9,
-                ratio_to_limit=ratio.median if ratio else None,
-                ratio_interval=ratio.interval if ratio else None,
-            )
+            row = row.beside(turn_ratio(self._limit.samples, mine))
         if what == "isolated":
             return dataclasses.replace(row, note="all gradients are there when it begins")
         steps = max(1, turns.steps_with_cpu)
@@ -390,21 +331,17 @@ class Stage:
                 f"{self._traffic.up_bytes / 1e6:.3g} MB of gradients per worker, indices included, "
                 f"{self._traffic.down_bytes / 1e6:.3g} MB of new values"
             )
-        middle = median(samples)
-        return dataclasses.replace(
-            row,
-            seconds_median=middle,
-            seconds_p99=percentile(samples, 0.99),
-            gb_per_s=self._traffic.up_bytes / middle / 1e9,
+        return row.timed(
+            samples,
+            moves=True,
             cpu_seconds_local=self._limit.cpu_local_s / len(samples),
             cpu_seconds_remote=self._limit.cpu_remote_s / len(samples),
-            operations=len(samples),
             note=note,
         )
 
     def comparisons(self) -> list[Comparison]:
         """Paired ratios of our own system to each rival, for the step and both exchanges."""
-        name = self._course.own
+        name = self.bench.own
         own = self.turns.get(name)
         if own is None or name in self._failed:
             return []
@@ -417,7 +354,7 @@ class Stage:
                 if ratio is not None:
                     found.append(
                         Comparison(
-                            self._case(what), self._traffic.up_bytes, name, rival, ratio.median,
+                            self.case(what), self._traffic.up_bytes, name, rival, ratio.median,
                             ratio.interval, ratio.pairs,
                         )
                     )  # fmt: skip

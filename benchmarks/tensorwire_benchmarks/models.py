@@ -9,56 +9,87 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from tensorwire_benchmarks.training.traffic import FLOAT_BYTES, Traffic
+from tensorwire_benchmarks.traffic import FLOAT_BYTES, Traffic
 
 _BATCHES = 4  # that a worker uses in turn
 
 
-class Model(Protocol):
-    """What a team trains; picklable. Every process makes the same of it."""
+class Model(ABC):
+    """What a team trains; picklable. Every process makes the same of it; all is float32.
+
+    Attributes:
+        name: as in the name of a case.
+        batch: samples per worker and step.
+        steps: measured by default.
+        optimizer: the one that it needs, as in `make_optimizer`; None: whichever is asked for.
+    """
+
+    __slots__ = ()
+    name: str
+    batch: int
+    steps: int
+    optimizer: str | None
 
     @property
-    def name(self) -> str:
-        """As in the name of a case."""
-
-    @property
-    def steps(self) -> int:
-        """Measured by default."""
-
-    @property
-    def optimizer(self) -> str | None:
-        """The one that it needs, as in `make_optimizer`; None: whichever is asked for."""
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Bytes of the parameters; every step gives each of them a gradient."""
 
     @property
     def elements(self) -> int:
-        """Number of parameters; all are float32, and every step gives each of them a gradient."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the parameters."""
+        """Number of parameters."""
+        return self.size_bytes // FLOAT_BYTES
 
     def traffic(self, workers: int) -> Traffic:
-        """What a step of so many workers must move and apply."""
+        """What a step of so many workers must move and apply; here whole gradients."""
+        return Traffic.dense(self.elements, workers)
 
+    @abstractmethod
     def build(self, torch: Any) -> Any:
         """The module, with the same values in every process."""
 
+    @abstractmethod
+    def sample(self, torch: Any, random: Any) -> tuple[Any, Any]:
+        """Inputs and labels of one batch, by this generator."""
+
     def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
         """Inputs and labels that the worker uses in turn; workers have different ones."""
+        random = torch.Generator().manual_seed(1000 + rank)
+        return [self.sample(torch, random) for _ in range(_BATCHES)]
 
     def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
-        """Of the module's output and the labels; a scalar."""
+        """Of the module's output and the labels; a scalar. Here cross entropy."""
+        loss: Callable[[Any, Any], Any] = torch.nn.CrossEntropyLoss()
+        return loss
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """For the settings of a report."""
 
 
+M = TypeVar("M", bound=Model)
+
+
+def named(name: str, models: Sequence[M], called: str = "model") -> M:
+    """The one of that name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for candidate in models:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(each.name for each in models)
+    raise LookupError(f"no {called} {name!r}; known: {known}")
+
+
 @dataclass(frozen=True, slots=True)
-class Network:
+class Network(Model):
     """A float32 network: 3 × 3 convolutions with one pooling, then linear layers, ReLU between.
 
     Attributes:
@@ -76,10 +107,7 @@ class Network:
     widths: tuple[int, ...]
     batch: int
     steps: int
-
-    @property
-    def optimizer(self) -> None:
-        """Any."""
+    optimizer: str | None = None
 
     @property
     def features(self) -> int:
@@ -90,20 +118,12 @@ class Network:
         return self.channels[-1] * (height // 2) * (width // 2)
 
     @property
-    def elements(self) -> int:
-        """Number of parameters."""
-        kernels = itertools.pairwise((self.inputs[0], *self.channels) if self.channels else ())
-        layers = itertools.pairwise((self.features, *self.widths))
-        return sum(9 * a * b + b for a, b in kernels) + sum(a * b + b for a, b in layers)
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of the parameters, and of the gradients of one worker."""
-        return FLOAT_BYTES * self.elements
-
-    def traffic(self, workers: int) -> Traffic:
-        """Whole gradients, whole parameters."""
-        return Traffic.dense(self.elements, workers)
+        kernels = itertools.pairwise((self.inputs[0], *self.channels) if self.channels else ())
+        layers = itertools.pairwise((self.features, *self.widths))
+        elements = sum(9 * a * b + b for a, b in kernels) + sum(a * b + b for a, b in layers)
+        return FLOAT_BYTES * elements
 
     def build(self, torch: Any) -> Any:
         """The module, with the same values in every process."""
@@ -118,21 +138,12 @@ class Network:
             layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
         return torch.nn.Sequential(*layers[:-1])
 
-    def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
-        """Inputs and labels that the worker uses in turn; workers have different ones."""
-        random = torch.Generator().manual_seed(1000 + rank)
-        return [
-            (
-                torch.rand((self.batch, *self.inputs), generator=random),
-                torch.randint(self.widths[-1], (self.batch,), generator=random),
-            )
-            for _ in range(_BATCHES)
-        ]
-
-    def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
-        """Cross entropy."""
-        loss: Callable[[Any, Any], Any] = torch.nn.CrossEntropyLoss()
-        return loss
+    def sample(self, torch: Any, random: Any) -> tuple[Any, Any]:
+        """Random samples, random labels."""
+        return (
+            torch.rand((self.batch, *self.inputs), generator=random),
+            torch.randint(self.widths[-1], (self.batch,), generator=random),
+        )
 
     def describe(self) -> dict[str, Any]:
         """For the settings of a report."""
@@ -145,15 +156,3 @@ MODELS = (
     Network("mlp200", (784,), (), (4096, 4096, 4096, 3072, 1000), batch=32, steps=30),
 )
 """The small net for scikit-learn's digits (150 KiB), and MLPs of 50 and 200 MiB."""
-
-
-def model(name: str) -> Network:
-    """The model of that name.
-
-    Raises:
-        LookupError: there is none.
-    """
-    for candidate in MODELS:
-        if candidate.name == name:
-            return candidate
-    raise LookupError(f"no model {name!r}; known: {', '.join(m.name for m in MODELS)}")

@@ -26,8 +26,8 @@ from tensorwire.bench.harness import median
 from tensorwire.bench.rows import format_size
 from tensorwire.bench.verdicts import EQUAL
 from tensorwire_benchmarks.rivals.grpc_unary import OPTIONS
-from tensorwire_benchmarks.training.systems.base import PLAIN_SGD, Place, Trainer
-from tensorwire_benchmarks.training.systems.grpc_server import (
+from tensorwire_benchmarks.systems.base import PLAIN_SGD, Place, Trainer
+from tensorwire_benchmarks.systems.grpc_server import (
     CONFIGURATION,
     HEADER,
     SERVICE,
@@ -298,7 +298,6 @@ class GrpcTrainer(Trainer):
         self._reset()
 
     def zero_grad(self) -> None:
-        """Lets go of them."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -347,7 +346,6 @@ class GrpcTrainer(Trainer):
             self._outgoing = None
 
     def close(self) -> None:
-        """Ends the stream and the channel."""
         self._stop_stream()
         self._channel.close()
 

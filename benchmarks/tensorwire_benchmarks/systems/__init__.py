@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_PACKAGE = "tensorwire_benchmarks.training.systems"
+_PACKAGE = "tensorwire_benchmarks.systems"
 _TORCH = ("torch", "pip install 'tensorwire[torch]'")
 _OWN_SERVER = "tensorwire.torch.server"
 

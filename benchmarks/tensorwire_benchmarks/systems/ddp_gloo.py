@@ -12,7 +12,7 @@ import importlib
 import os
 from typing import Any
 
-from tensorwire_benchmarks.training.systems.base import Place, Trainer, make_optimizer
+from tensorwire_benchmarks.systems.base import Place, Trainer, make_optimizer
 
 
 class DdpTrainer(Trainer):
@@ -42,11 +42,9 @@ class DdpTrainer(Trainer):
         self._optimizer.step()
 
     def zero_grad(self) -> None:
-        """Lets go of them."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
-        """Ends the process."""
         os._exit(0)  # destroying the group waits for the other ranks; nothing is left to lose
 
 

@@ -5,7 +5,7 @@ The same transport, the same server: what placement gains is the difference to `
 
 from __future__ import annotations
 
-from tensorwire_benchmarks.training.systems.own import OwnTrainer
+from tensorwire_benchmarks.systems.own import OwnTrainer
 
 
 class CopyTrainer(OwnTrainer):

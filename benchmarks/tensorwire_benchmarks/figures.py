@@ -53,6 +53,33 @@ class WorkerEnd(NamedTuple):
     in_place: float | None = None
 
 
+class End(NamedTuple):
+    """Where a system was after its last turn.
+
+    Attributes:
+        steps: that it trained in all.
+        bits: per worker, a digest of the parameters' bits.
+        hidden_s: per step that was not held, for how long gradients were on their way while
+            backward went on; that of the slowest worker.
+        in_place: as `WorkerEnd` has it, of the worker with the least.
+    """
+
+    steps: int
+    bits: list[str]
+    hidden_s: float
+    in_place: float | None = None
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerEnd]) -> End:
+        """That of all workers."""
+        return cls(
+            workers[0].steps,
+            [worker.bits for worker in workers],
+            max(worker.hidden_s for worker in workers),
+            min((w.in_place for w in workers if w.in_place is not None), default=None),
+        )
+
+
 Steps = Sequence[StepTimes]
 
 

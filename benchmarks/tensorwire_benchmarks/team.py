@@ -25,13 +25,13 @@ from typing import IO, Any
 
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import PairError
+from tensorwire_benchmarks.figures import StepTimes, WorkerEnd
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.training.figures import StepTimes, WorkerEnd
-from tensorwire_benchmarks.training.models import Model
-from tensorwire_benchmarks.training.systems import System
-from tensorwire_benchmarks.training.worker import Order, Run
+from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.worker import Order, Run
 
-_BENCHMARKS = str(Path(__file__).resolve().parents[2])
+_BENCHMARKS = str(Path(__file__).resolve().parents[1])
 """Where the processes import this package from."""
 
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
@@ -153,7 +153,7 @@ class Team:
         self._links.append(ours)
         with theirs, self._error_file(f"worker{rank}") as errors:
             command = [
-                sys.executable, "-m", "tensorwire_benchmarks.training.worker", "--rank", str(rank),
+                sys.executable, "-m", "tensorwire_benchmarks.worker", "--rank", str(rank),
                 "--control-fd", str(theirs.fileno()),
                 "--barrier-fds", ",".join(map(str, barrier)),
             ]  # fmt: skip

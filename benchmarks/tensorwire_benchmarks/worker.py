@@ -35,9 +35,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tensorwire.bench.harness import median
-from tensorwire_benchmarks.training.figures import StepTimes, WorkerEnd
-from tensorwire_benchmarks.training.models import Model
-from tensorwire_benchmarks.training.systems.base import Place, Trainer
+from tensorwire_benchmarks.figures import StepTimes, WorkerEnd
+from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.systems.base import Place, Trainer
 
 
 @dataclass(frozen=True, slots=True)

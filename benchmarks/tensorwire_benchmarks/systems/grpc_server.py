@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire_benchmarks.rivals.grpc_unary import OPTIONS
-from tensorwire_benchmarks.training.systems.base import LEARNING_RATE, PLAIN_SGD, make_optimizer
+from tensorwire_benchmarks.systems.base import LEARNING_RATE, PLAIN_SGD, make_optimizer
 
 SERVICE = "tensorwire.bench.ParameterServer"
 HEADER = struct.Struct("<II")

@@ -1,0 +1,292 @@
+"""What tensorwire costs in one process without a server: two ways to train take turns in it.
+
+For `training` a script as it is without tensorwire, and with `tw.init`, `tw.DistributedOptimizer`
+and `job.loader`: the extra time of a step is the median of the differences of neighbouring passes
+over the data. After the first pass both must have the same parameters.
+
+For `placement` gradients in place and with copies:
+
+- the CPU time of a whole step (forward, backward, step, zero_grad). What is left of the difference
+  is what recognising allocations takes, less the copies that it saves;
+- the *first* steps: the time to make the optimizer and to train two steps with it, again and again.
+  In the first allocations are learned, in the second gradients come to their places. The difference
+  is what placement takes to begin: slots are made, allocations logged and looked up, and memory is
+  touched for the first time, which is most of it. `planning` is that looking up alone.
+
+Not measured: starting, evaluation, saving; compiling the allocator where no library is there for
+this torch, once per machine; it was loaded before, and the note of `planning` says how long that
+took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from tensorwire.bench.harness import median, paired_ratio
+from tensorwire.bench.processes import Pair, PairError
+from tensorwire.bench.rows import Row, Verdict, format_seconds
+from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.figures import extra_seconds
+from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.systems import COPY, OWN, PLAN
+from tensorwire_benchmarks.systems.base import make_optimizer
+from tensorwire_benchmarks.verdicts import (
+    OVERHEAD_PAIRS,
+    judge_alone,
+    judge_overhead,
+    judge_planning,
+)
+
+PLAIN = "plain"
+MAX_BYTES = 1 << 20
+"""Scripts are measured with models up to this size: a larger one's step hides what each costs."""
+PASS_STEPS = 20
+FIRST_STEPS = 2
+_PASSES_PER_TURN = 4
+_SAME = 1e-4  # relative; the same kernels in another order
+_ROUNDS = 3
+_WARM = 3
+
+Two = tuple[list[float], list[float]]
+"""Samples of the first way and of the second."""
+
+
+class First(NamedTuple):
+    """How it begins.
+
+    Attributes:
+        seconds: with placement and without, each time.
+        learning: seconds of it for learning which allocations gradients are, by what it tells.
+        load_s: what it took to load the allocator, or to compile it.
+    """
+
+    seconds: Two
+    learning: list[float]
+    load_s: float
+
+
+def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+    """Rows of the script with tensorwire and of the plain one, and what the bar says."""
+    case = bench.case(ALONE, model.name, "step")
+    rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
+    pairs = _PASSES_PER_TURN * settings.turns
+    try:
+        with Pair(__name__, {"model": model, "optimizer": settings.optimizer}) as pair:
+            own, plain = pair.call("digests")
+            if abs(plain - own) > _SAME * plain:
+                raise PairError(f"after one pass the parameters differ: {own}, plain {plain}")
+            walls, cpus = pair.call("passes", pairs, timeout_s=600)
+    except PairError as error:
+        rows = [dataclasses.replace(row, note=str(error)) for row in rows]
+        return rows, [judge_alone(case, None, str(error))]
+    notes = ("no server; job.loader", "torch alone; DataLoader")
+    rows = [
+        row.timed(
+            wall,
+            cpu_seconds_local=sum(cpu) / pairs,
+            operations=len(wall) * PASS_STEPS,
+            note=f"{note}; samples are means of {PASS_STEPS} steps",
+        )
+        for row, wall, cpu, note in zip(rows, walls, cpus, notes, strict=True)
+    ]
+    rows[0] = rows[0].beside(paired_ratio(*reversed(walls)))
+    return rows, [judge_alone(case, extra_seconds(*walls), "")]
+
+
+def beside_copy(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+    """Rows of the steps with placement and without, and what the bars say."""
+    size_bytes = model.traffic(1).up_bytes
+
+    def rows_of(what: str) -> list[Row]:
+        case = bench.case(ALONE, model.name, what)
+        return [Row(bench.name, case, system.name, size_bytes) for system in (PLAN, COPY)]
+
+    step, first, (planning, _) = map(rows_of, ("step", "first", "planning"))
+    label = bench.label(ALONE, model.name)
+    optimizer = model.optimizer or settings.optimizer
+    pairs = settings.steps or OVERHEAD_PAIRS
+    try:
+        with Pair(__name__, {"model": model, "optimizer": optimizer}) as pair:
+            begun: First = pair.call("first", _ROUNDS, timeout_s=300 + 120 * _ROUNDS)
+            walls, cpus = pair.call("steps", pairs, timeout_s=60 + 60 * pairs)
+    except PairError as error:
+        why = str(error)
+        rows = [dataclasses.replace(row, note=why) for row in (*step, *first, planning)]
+        return rows, [judge_overhead(step[0].case, None, why), judge_planning(label, None, why)]
+    note = f"one process, no server; optimizer {optimizer}"
+    begins = f"the optimizer is made and trains {FIRST_STEPS} steps"
+    load = f"part of first; to load the allocator took {format_seconds(begun.load_s)} before"
+    extra_s = median([plan - copy for plan, copy in zip(*begun.seconds, strict=True)])
+    rows = [
+        *(
+            row.timed(wall, cpu_seconds_local=median(cpu), note=note)
+            for row, wall, cpu in zip(step, walls, cpus, strict=True)
+        ),
+        *(row.timed(taken, note=begins) for row, taken in zip(first, begun.seconds, strict=True)),
+        planning.timed(begun.learning, note=load),
+    ]
+    return rows, [
+        judge_overhead(step[0].case, paired_ratio(*cpus)),
+        judge_planning(label, (extra_s, median(begun.learning))),
+    ]
+
+
+class _Script:
+    """A training script, some batches at a time."""
+
+    def __init__(self, network: Any, loss: Any, optimizer: Any) -> None:
+        self._network, self._loss, self._optimizer = network, loss, optimizer
+
+    def train(self, batches: Iterable[Any]) -> None:
+        for inputs, labels in batches:
+            self._loss(self._network(inputs), labels).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def digest(self) -> float:
+        return float(sum(p.detach().double().abs().sum() for p in self._network.parameters()))
+
+
+class Driver:
+    """The process: makes both ways of the model that is asked for."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        for variable in [name for name in os.environ if name.startswith("TENSORWIRE_")]:
+            del os.environ[variable]
+        self._torch: Any = importlib.import_module("torch")
+        self._tw: Any = importlib.import_module("tensorwire.torch")
+        self._torch.set_num_threads(1)
+        self._model: Model = options["model"]
+        self._optimizer: str = options["optimizer"]
+        self._job = self._tw.init(rank=0, world_size=1)
+        self._loss = self._model.loss(self._torch)
+        self._batches = self._model.batches(self._torch, 0)
+        self._scripts: list[_Script] = []
+
+    def _distributed(self, network: Any, placement: str) -> Any:
+        return self._tw.DistributedOptimizer(self._plain(network), network, placement=placement)
+
+    def _plain(self, network: Any) -> Any:
+        return make_optimizer(self._torch, self._optimizer, network.parameters(), fused=False)
+
+    def _script(self, optimizer: Callable[[Any], Any]) -> _Script:
+        network = self._model.build(self._torch)
+        return _Script(network, self._loss, optimizer(network))
+
+    # --- with tensorwire, and plain -------------------------------------------------------------
+
+    def digests(self) -> list[float]:
+        """Both train a pass over the same batches: sums of magnitudes of their parameters."""
+        self._scripts = [
+            self._script(lambda network: self._distributed(network, "plan")),
+            self._script(self._plain),
+        ]
+        for script, loader in zip(self._scripts, self._loaders(shuffle=False), strict=True):
+            script.train(loader)
+        return [script.digest() for script in self._scripts]
+
+    def _loaders(self, shuffle: bool) -> tuple[Any, Any]:
+        data: Any = importlib.import_module("torch.utils.data")
+        random = self._torch.Generator().manual_seed(1000)
+        passes = [self._model.sample(self._torch, random) for _ in range(PASS_STEPS)]
+        samples = data.TensorDataset(*map(self._torch.cat, zip(*passes, strict=True)))
+        size = self._model.batch
+        return (
+            self._job.loader(samples, batch_size=size, shuffle=shuffle),
+            data.DataLoader(samples, batch_size=size, shuffle=shuffle),
+        )
+
+    def passes(self, pairs: int) -> tuple[Two, Two]:
+        """Wall and CPU seconds per step of every pass of each script."""
+        loaders = self._loaders(shuffle=True)
+        walls, cpus = self._alternate(pairs, 1, lambda which, at: loaders[which])
+        per_step = [[seconds / PASS_STEPS for seconds in way] for way in (*walls, *cpus)]
+        return (per_step[0], per_step[1]), (per_step[2], per_step[3])
+
+    # --- with placement, and with copies --------------------------------------------------------
+
+    def first(self, rounds: int) -> First:
+        """Begins again and again, each time with memory that nobody touched.
+
+        A round before them is not counted: all that torch itself does once per process.
+        """
+        begin = time.perf_counter()
+        importlib.import_module("tensorwire.torch.allocator.library").load()
+        load_s = time.perf_counter() - begin
+        network = self._model.build(self._torch)
+        found = First(([], []), [], load_s)
+        for at in range(rounds + 1):
+            for which in _order(at):
+                taken_s, learning_s = self._begin(network, (PLAN, COPY)[which].name)
+                if at > 0:
+                    found.seconds[which].append(taken_s)
+                if at > 0 and which == 0:
+                    found.learning.append(learning_s)
+        return found
+
+    def _begin(self, network: Any, placement: str) -> tuple[float, float]:
+        """Seconds in all, and those for learning."""
+        gc.collect()
+        begin = time.perf_counter()
+        optimizer = self._distributed(network, placement)
+        _Script(network, self._loss, optimizer).train(self._batches[:FIRST_STEPS])
+        taken_s = time.perf_counter() - begin
+        learning_s = self._tw.explain_optimizer(optimizer).planning_s
+        optimizer.close()
+        return taken_s, learning_s
+
+    def steps(self, pairs: int) -> tuple[Two, Two]:
+        """Wall and CPU seconds of each step of each way."""
+        networks = [self._model.build(self._torch) for _ in (PLAN, COPY)]
+        self._scripts = [
+            _Script(network, self._loss, self._distributed(network, system.name))
+            for network, system in zip(networks, (PLAN, COPY), strict=True)
+        ]
+        batches = self._batches
+        return self._alternate(pairs, _WARM, lambda which, at: [batches[at % len(batches)]])
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def _alternate(
+        self, pairs: int, warm: int, batches: Callable[[int, int], Iterable[Any]]
+    ) -> tuple[Two, Two]:
+        """Wall and CPU seconds of every turn of each script, after some that are not counted."""
+        for _ in range(warm):
+            for which, script in enumerate(self._scripts):
+                script.train(batches(which, 0))
+        walls: Two = ([], [])
+        cpus: Two = ([], [])
+        gc.collect()
+        gc.disable()
+        try:
+            for at in range(pairs):
+                for which in _order(at):
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    self._scripts[which].train(batches(which, at))
+                    walls[which].append(time.perf_counter() - wall)
+                    cpus[which].append(time.process_time() - cpu)
+        finally:
+            gc.enable()
+        return walls, cpus
+
+    def close(self) -> None:
+        """Leaves the job."""
+        self._job.close()
+
+
+def _order(at: int) -> tuple[int, int]:
+    return (0, 1) if at % 2 == 0 else (1, 0)
+
+
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """There is nobody else; waits for the end."""
+    del options
+    while link.recv()[0] != "stop":
+        pass

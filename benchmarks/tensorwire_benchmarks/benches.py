@@ -1,0 +1,57 @@
+"""The two benches of training steps: models, wires, systems, bars, each as a table.
+
+`training` asks what a step costs beside the limit and other libraries, `placement` what it gains on
+real models that gradients are produced where they are needed: `plan` does that, `copy` is the same
+transport without that analysis, `computation` the same workers with no exchange. After all its
+turns `copy` must have the very bits of `plan`.
+"""
+
+from __future__ import annotations
+
+from tensorwire_benchmarks import alone, verdicts
+from tensorwire_benchmarks.bench import ALONE, Bench
+from tensorwire_benchmarks.models import MODELS
+from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN, SYSTEMS
+from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
+
+OPTIMIZERS = ("sgd", "adamw")
+
+TRAINING = Bench(
+    name="training",
+    called="models",
+    models=MODELS,
+    quick=MODELS[:2],
+    wires=("shm", "tcp", ALONE),
+    usual=("shm", "tcp", ALONE),
+    systems=SYSTEMS,
+    names=(OWN, LIMIT, *(system.name for system in SYSTEMS if system.name != OWN)),
+    own=OWN,
+    stem="{wire}.{model}",
+    joint=".",
+    whole="",
+    alone=alone.beside_plain,
+    alone_most_bytes=alone.MAX_BYTES,
+    alone_needs=OWN,
+    unmeasured=lambda case: [verdicts.judge_alone(case, None, "it did not run")],
+    judge=verdicts.judge_training,
+)
+
+PLACEMENT = Bench(
+    name="placement",
+    called="workloads",
+    models=WORKLOADS,
+    quick=(workload("fcn5"), workload("lstm")),
+    wires=("shm", "tcp", ALONE, "1gbit"),
+    usual=("shm", "tcp", ALONE),
+    systems=(PLAN, COPY, COMPUTATION, GRPC),
+    names=(PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name),
+    own=PLAN.name,
+    stem="{model}/{wire}",
+    joint="/",
+    whole="exchange",
+    alone=alone.beside_copy,
+    judge=verdicts.judge_placement,
+    judge_ends=verdicts.judge_ends,
+    parts=True,
+    links={"1gbit": 1000},
+)

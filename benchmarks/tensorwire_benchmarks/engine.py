@@ -1,0 +1,106 @@
+"""The engine of the benches whose cases are training steps; what they differ in is a `Bench`.
+
+Measured, on one host, per model and wire, with two workers in lockstep, reduction and optimizer
+included: the *isolated* exchange, whole and by itself: all gradients were produced and nothing has
+left when its clock starts, the slowest worker may read the updated parameters when it ends; the
+*exchange* of a step as it comes, from the last gradient that any worker produced, so without what a
+system did during backward; the whole *step*; of some benches what it is made of (`parts`). How
+systems take turns is in `stage`. On the wire `alone`: what a script costs that runs in one process.
+
+Not measured: real networks, accelerators, more workers than cores allow, accuracy. Images and
+sequences are small, so computation is a smaller part of a step than in practice. That the systems
+compute the same is checked once, after their first steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tensorwire.bench import machine
+from tensorwire.bench.rows import Report, Verdict
+from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.parts import rows_of
+from tensorwire_benchmarks.stage import Stage
+
+Progress = Callable[[int, int, str], None]
+"""Called with the stages done, their number and a label, never while a turn runs."""
+
+
+def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> Report:
+    """Runs a bench. Ctrl-C ends it early with the rows so far (`settings["interrupted"]`).
+
+    Raises:
+        UnavailableError: torch is not installed, and a model needs it to know its size.
+    """
+    report = Report(bench.name, about := machine.describe(), settings=_describe(bench, settings))
+    report.settings["warnings"] = machine.warnings_about(about)
+    stages = [
+        (model, wire)
+        for model in settings.models
+        for wire in settings.wires
+        if wire != ALONE or _small(bench, model)
+    ]
+    tell = progress or (lambda done, total, label: None)
+    others: list[Verdict] = []  # that rows and comparisons do not tell
+    measured = set()
+    try:
+        for done, (model, wire) in enumerate(stages):
+            label = bench.label(wire, model.name)
+            if wire != ALONE:
+                stage = Stage(bench, settings, model, wire)
+                stage.tell = partial(_tell, tell, done, len(stages), label)
+                others += _measure(stage, report)
+                continue
+            tell(done, len(stages), label)
+            if not bench.alone_needs or bench.alone_needs in settings.systems:
+                rows, verdicts = bench.alone(bench, model, settings)
+                report.rows += rows
+                others += verdicts
+                measured.add(model.name)
+    except KeyboardInterrupt:
+        report.settings["interrupted"] = True
+    report.settings["load_average_after"] = machine.load_average()
+    names = [model.name for model in settings.models]
+    report.verdicts = [*bench.judge(report, names), *others]
+    for model in settings.models:
+        if model.name not in measured and _small(bench, model):
+            report.verdicts += bench.unmeasured(bench.case(ALONE, model.name, "step"))
+    tell(len(stages), len(stages), "done")
+    return report
+
+
+def _small(bench: Bench, model: Model) -> bool:
+    return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
+
+
+def _measure(stage: Stage, report: Report) -> list[Verdict]:
+    """The verdicts that the ends of a stage tell; the report gets the rest, whatever happens."""
+    try:
+        stage.measure()
+    finally:
+        stage.close()
+        report.rows += stage.rows()
+        if stage.bench.parts:
+            report.rows += rows_of(stage)
+        report.comparisons += stage.comparisons()
+        report.settings["warnings"] += stage.warnings
+    return stage.bench.judge_ends(stage.case("exchange"), stage.ends)
+
+
+def _tell(progress: Progress, done: int, total: int, label: str, what: str) -> None:
+    progress(done, total, f"{label} {what}")
+
+
+def _describe(bench: Bench, settings: Settings) -> dict[str, object]:
+    return {
+        bench.called: [model.describe() for model in settings.models],
+        "wires": list(settings.wires),
+        "systems": list(settings.systems),
+        "optimizer": settings.optimizer,
+        "workers": settings.workers,
+        "steps": settings.steps,
+        "turns": settings.turns,
+        "interrupted": False,
+    }

@@ -1,0 +1,56 @@
+"""How a step divides into computation and communication.
+
+    forward, backward   of workers that only compute, beside each other
+    exposed             what a step takes longer than such a worker's: paired by turns
+    hidden              for how long gradients were on their way while backward went on, by what the
+                        system itself tells; it costs no time but where it slows backward down,
+                        and that is exposed
+
+Copying in the thread that runs backward is exposed: backward waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from tensorwire.bench.harness import median
+from tensorwire.bench.rows import Row
+from tensorwire_benchmarks.figures import extra_seconds
+from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.systems import COMPUTATION
+
+PARTS = ("forward", "backward", "hidden", "exposed")
+
+
+def rows_of(stage: Stage) -> Iterator[Row]:
+    """The rows of a stage's parts; of systems without figures none."""
+    computation = stage.turns[COMPUTATION.name] if COMPUTATION.name in stage.ends else None
+    if computation is not None:
+        for part, turns in (("forward", computation.forward), ("backward", computation.backward)):
+            row, samples = stage.empty(part, COMPUTATION.name), [s for turn in turns for s in turn]
+            yield row.timed(samples, note="of the slowest worker")
+    for name in stage.names:
+        if name == COMPUTATION.name or name not in stage.ends:
+            continue
+        end = stage.ends[name]
+        note = "the mean of all steps that were not held, of the slowest worker, by what it tells"
+        yield dataclasses.replace(
+            stage.empty("hidden", name),
+            seconds_median=end.hidden_s,
+            operations=end.steps,
+            note=note,
+        )
+        if computation is None:
+            continue
+        own = stage.turns[name].step
+        extra = extra_seconds(list(map(median, own)), list(map(median, computation.step)))
+        note = "the median of the differences of turns"
+        if extra.interval is not None:
+            note += f"; 95 % interval {extra.interval[0]:.3g} to {extra.interval[1]:.3g} s"
+        yield dataclasses.replace(
+            stage.empty("exposed", name),
+            seconds_median=extra.seconds,
+            operations=sum(map(len, own)),
+            note=note,
+        )

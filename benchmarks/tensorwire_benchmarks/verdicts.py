@@ -1,0 +1,242 @@
+"""The bars of the benches of training steps, as tables, and how far the figures are from them.
+
+A bar that was not measured is said to be so; it never counts as met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tensorwire.bench.harness import Ratio
+from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
+from tensorwire.bench.verdicts import Figure, by_limit, ratio
+from tensorwire_benchmarks.figures import End, Extra
+from tensorwire_benchmarks.systems import COMPUTATION, COPY, LIMIT, OWN, PLAN
+
+TRAINING_BARS = (
+    ("shm.{}.exchange", LIMIT, 2.0),
+    ("shm.{}.exchange", "ddp-gloo", 3.0),
+    ("tcp.{}.isolated", "grpc", 4.0),
+    ("tcp.{}.exchange", "grpc", 4.0),
+)
+"""Case, beside whom, and the bar: at most so many times the limit, or so many times as fast."""
+
+COMMUNICATION_BOUND = ("alexnet", "vgg16", "fcn5")
+"""By the paper's computation and wire times."""
+EXPOSED = "exposed"
+PLACEMENT_BARS = (
+    ("{}/shm", LIMIT, 1.5, False),
+    ("{}/shm/isolated", LIMIT, 1.5, False),
+    # By all clocks: who sends during backward has little left to do behind it.
+    ("{}/shm/isolated", "grpc", 15.0, True),
+    ("{}/shm/exposed", "grpc", 15.0, True),
+    ("{}/shm", "grpc", 15.0, True),
+    ("{}/tcp/isolated", "grpc", 4.0, False),
+    ("{}/tcp/exposed", "grpc", 4.0, False),
+    ("{}/tcp", "grpc", 4.0, False),
+)
+"""The same, and whether the bar is one of those models alone."""
+COPY_BAR = 1.5
+LINK_BAR = 0.95
+ALONE_BAR_US = 200.0
+BITS_STEPS = 20
+IN_PLACE_BAR = 99.0
+OVERHEAD_BAR = 1.02
+OVERHEAD_PAIRS = 30
+PLANNING_BAR_S = 10.0
+_MOST = 100.0  # a ratio of differences; what is beyond it is noise
+_LINK_NAME = " exchange of a raw socket, both ways at once"
+
+
+def judge_training(report: Report, models: Sequence[str]) -> list[Verdict]:
+    """All verdicts that rows and comparisons tell, model by model."""
+    return [
+        _beside(report, case.format(name), OWN, beside, bar)
+        for name in models
+        for case, beside, bar in TRAINING_BARS
+    ]
+
+
+def judge_placement(report: Report, workloads: Sequence[str]) -> list[Verdict]:
+    """All verdicts that rows and comparisons tell, workload by workload."""
+    found = []
+    linked = "1gbit" in report.settings.get("wires", ())
+    for name in workloads:
+        for case, beside, bar, bound in PLACEMENT_BARS:
+            if name in COMMUNICATION_BOUND or not bound:
+                found.append(_beside(report, case.format(name), PLAN.name, beside, bar))
+        found += _of_copy(report, f"{name}/shm")
+        if linked:
+            found.append(_of_link(report, f"{name}/1gbit"))
+    if not linked:
+        missing = "it needs --wire 1gbit"
+        found.append(Verdict.of(f"1gbit{_LINK_NAME}", ">=", LINK_BAR, "", None, None, missing))
+    return found
+
+
+# --- what rows and comparisons tell -------------------------------------------------------------
+
+
+def _beside(report: Report, case: str, own: str, beside: str, bar: float) -> Verdict:
+    if case.endswith(f"/{EXPOSED}"):
+        return _exposed(report, case, beside, bar)
+    if beside == LIMIT:
+        name = f"{case} by the limit of an exchange"
+        value, interval = _found(report, case, own, by_limit)
+        return Verdict.of(
+            name, "<=", bar, "x", value, interval, _missing(report, case, own, beside, value)
+        )
+    paired = (
+        (item.ratio, item.interval)
+        for item in report.comparisons
+        if (item.case, item.system, item.rival) == (case, own, beside)
+    )
+    value, interval = next(paired, (None, None))
+    return Verdict.of(
+        f"{case} against {beside}", ">=", bar, "x as fast", value, interval,
+        _missing(report, case, own, beside, value),
+    )  # fmt: skip
+
+
+def _row(report: Report, case: str, system: str) -> Row | None:
+    return next((r for r in report.rows if (r.case, r.system) == (case, system)), None)
+
+
+def _found(
+    report: Report, case: str, system: str, figure: Callable[[Row], Figure | None]
+) -> tuple[float | None, tuple[float, float] | None]:
+    row = _row(report, case, system)
+    found = None if row is None else figure(row)
+    return found or (None, None)
+
+
+def _seconds(report: Report, case: str, system: str) -> float | None:
+    row = _row(report, case, system)
+    return None if row is None else row.seconds_median
+
+
+def _missing(report: Report, case: str, own: str, beside: str, value: float | None) -> str:
+    """Why these systems have no figures in a case; nothing where they have."""
+    if value is not None:
+        return ""
+    notes = [
+        f"{row.system}: {row.note}"
+        for row in report.rows
+        if row.case == case and row.system in (own, beside) and not row.measured
+    ]
+    return "; ".join(notes) or f"{own} and {beside} did not both run in {case}"
+
+
+def _exposed(report: Report, case: str, rival: str, bar: float) -> Verdict:
+    """What a step takes longer than computation alone."""
+    name = f"{case.removesuffix(f'/{EXPOSED}')} exposed communication, against {rival}"
+    plan_s, rival_s = (_seconds(report, case, system) for system in (PLAN.name, rival))
+    value, detail = None, ""
+    if plan_s is None or rival_s is None:
+        detail = f"plan, {rival} and computation did not all run"
+    elif rival_s <= 0:
+        detail = f"{rival}'s step is no longer than its computation"
+    elif rival_s >= _MOST * plan_s:
+        value, detail = _MOST, f"{_MOST:g} or more"
+    else:
+        value = rival_s / plan_s
+    return Verdict.of(name, ">=", bar, "x as fast", value, None, detail)
+
+
+def _of_copy(report: Report, case: str) -> list[Verdict]:
+    """Where communication dominates: in the paper, or it takes more of copy's step here."""
+    exposed = _exposed(report, f"{case}/{EXPOSED}", COPY.name, COPY_BAR)
+    copy_s = _seconds(report, f"{case}/{EXPOSED}", COPY.name)
+    computation = _seconds(report, f"{case}/step", COMPUTATION.name)
+    if exposed.measured is None or copy_s is None or computation is None:
+        return [exposed]
+    if copy_s <= computation and case.partition("/")[0] not in COMMUNICATION_BOUND:
+        why = "computation takes more of copy's step than communication does"
+        return [Verdict.of(exposed.name, ">=", COPY_BAR, "x as fast", None, None, why)]
+    paired = (f"{case}/isolated", case)
+    return [exposed, *(_beside(report, c, PLAN.name, COPY.name, COPY_BAR) for c in paired)]
+
+
+def _of_link(report: Report, case: str) -> Verdict:
+    """What both ways of a raw socket take at once, by the exchange's time."""
+    value, interval = _found(report, case, PLAN.name, ratio)
+    missing = _missing(report, case, PLAN.name, LIMIT, value)
+    return Verdict.of(f"{case}{_LINK_NAME}", ">=", LINK_BAR, "", value, interval, missing)
+
+
+# --- what the ends of systems tell --------------------------------------------------------------
+
+
+def judge_ends(case: str, ends: Mapping[str, End]) -> list[Verdict]:
+    """The verdicts on bits and on gradients in place."""
+    return [judge_bits(case, ends), judge_in_place(case, ends)]
+
+
+def judge_bits(case: str, ends: Mapping[str, End]) -> Verdict:
+    """Whether `plan` and `copy` had the same bits after the same number of steps, and how many."""
+    plan, copy = (ends.get(system.name) for system in (PLAN, COPY))
+    steps, detail = None, ""
+    if plan is None or copy is None:
+        detail = "plan and copy did not both run to their end"
+    elif plan.steps != copy.steps:
+        detail = f"they took {plan.steps} and {copy.steps} steps"
+    elif len({*plan.bits, *copy.bits}) == 1:
+        steps = float(plan.steps)
+    else:
+        steps, detail = 0.0, f"they differ after {plan.steps} steps"
+    name = f"{case} bits of plan and copy"
+    return Verdict.of(name, ">=", BITS_STEPS, "equal steps", steps, None, detail)
+
+
+def judge_in_place(case: str, ends: Mapping[str, End]) -> Verdict:
+    """How much of its dense gradients `plan` produced in place, in its last step."""
+    end = ends.get(PLAN.name)
+    percent, why = None, "plan did not run to its end"
+    if end is not None:
+        why = "no gradient of plan has a place" if end.in_place is None else ""
+        percent = None if end.in_place is None else 100 * end.in_place
+    name = f"{case} gradient bytes in place"
+    return Verdict.of(name, ">=", IN_PLACE_BAR, "%", percent, None, why)
+
+
+# --- what one process tells ---------------------------------------------------------------------
+
+
+def judge_alone(case: str, extra: Extra | None, reason: str) -> Verdict:
+    """What a step costs more than without tensorwire; `reason` where it was not measured."""
+    value = interval = None
+    if extra is not None:
+        value = 1e6 * extra.seconds
+        if extra.interval is not None:
+            interval = (1e6 * extra.interval[0], 1e6 * extra.interval[1])
+    name = f"{case}, extra to plain torch"
+    return Verdict.of(name, "<=", ALONE_BAR_US, "µs per step", value, interval, reason)
+
+
+def judge_overhead(case: str, found: Ratio | None, reason: str = "") -> Verdict:
+    """CPU time of steps with placement by those without; few pairs say nothing about 2 %.
+
+    `reason`: why there is none, as below.
+    """
+    value = interval = None
+    if found is not None and found.pairs < OVERHEAD_PAIRS:
+        counts = f"it counts from {OVERHEAD_PAIRS} on"
+        reason = f"{found.median:.3g} x after {found.pairs} pairs; {counts}"
+    elif found is not None:
+        value, interval = found.median, found.interval
+    name = f"{case} CPU seconds, against copy"
+    return Verdict.of(name, "<=", OVERHEAD_BAR, "x", value, interval, reason)
+
+
+def judge_planning(case: str, taken: tuple[float, float] | None, reason: str = "") -> Verdict:
+    """What the first steps took longer with placement, and the part that is learning, in seconds.
+
+    Copies that are saved can outweigh the rest: at least the learning counts.
+    """
+    worst_s = None
+    if taken is not None:
+        extra_s, learning_s = taken
+        worst_s = max(extra_s, learning_s)
+        extra = f"{format_seconds(abs(extra_s))} {'more' if extra_s > 0 else 'less'} than copy"
+        reason = f"to begin takes {extra}; learning allocations {format_seconds(learning_s)}"
+    return Verdict.of(f"{case} trace and plan", "<=", PLANNING_BAR_S, "s", worst_s, None, reason)
