@@ -1,6 +1,6 @@
 """A raw TCP socket between the two processes of a doctor: what the network itself allows.
 
-Blocking C loops (`tensorwire._core.drivers`) on a connected stream with TCP_NODELAY and the
+Blocking C loops (`tensorwire._core.bench_loops`) on a connected stream with TCP_NODELAY and the
 kernel's own buffers; one fresh connection per mode and size. The server listens on a free port for
 one connection that knows the token, which travels by tensorwire.
 """
@@ -26,7 +26,7 @@ _TOKEN_BYTES = 16
 _PATIENCE_S = 10
 _STRANGERS = 8
 
-_drivers: Any = _core.drivers
+_loops: Any = _core.bench_loops
 
 
 def _tune(stream: socket.socket) -> None:
@@ -66,9 +66,9 @@ class RawServer:
     @staticmethod
     def _serve(listener: socket.socket, token: bytes, mode: str, size_bytes: int) -> None:
         loop = {
-            "send": _drivers.serve_sink,
-            "fetch": _drivers.serve_source,
-            "echo": _drivers.serve_echo,
+            "send": _loops.serve_sink,
+            "fetch": _loops.serve_source,
+            "echo": _loops.serve_echo,
         }[mode]
         # A client that goes away, or never comes, ends it.
         with contextlib.suppress(OSError), listener:
@@ -112,9 +112,9 @@ class RawClient:
     ) -> None:
         self._memory = memory
         self._loop = {
-            "send": _drivers.socket_send,
-            "fetch": _drivers.socket_fetch,
-            "echo": _drivers.socket_ping_pong,
+            "send": _loops.socket_send,
+            "fetch": _loops.socket_fetch,
+            "echo": _loops.socket_ping_pong,
         }[mode]
         proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)

@@ -3,7 +3,7 @@
 Measured: blocking send and receive of a connected stream with TCP_NODELAY and the kernel's own
 buffer sizing. The sender's clock stops at a one-byte acknowledgement (send), at the last byte of
 the answer (fetch), or at the last byte of the echo (echo). One fresh connection per mode and size,
-so no byte of framing is part of the figure. The loops are `tensorwire._core.drivers`.
+so no byte of framing is part of the figure. The loops are `tensorwire._core.bench_loops`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def free_port() -> int:
 class Server:
     """The target's side: serves one connection at a time in a thread of its own."""
 
-    def __init__(self, drivers: Any) -> None:
+    def __init__(self, loops: Any) -> None:
         self._loops = {
-            "send": drivers.serve_sink,
-            "fetch": drivers.serve_source,
-            "echo": drivers.serve_echo,
+            "send": loops.serve_sink,
+            "fetch": loops.serve_source,
+            "echo": loops.serve_echo,
         }
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
@@ -77,16 +77,16 @@ class Client:
     """The driver's side: one connection for one mode and size."""
 
     def __init__(
-        self, drivers: Any, port: int, mode: str, address: int, size_bytes: int,
+        self, loops: Any, port: int, mode: str, address: int, size_bytes: int,
         host: str = LOOPBACK,
     ) -> None:  # fmt: skip
         self._stream = socket.create_connection((host, port), timeout=10)
         self._stream.settimeout(None)
         self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop = {
-            "send": drivers.socket_send,
-            "fetch": drivers.socket_fetch,
-            "echo": drivers.socket_ping_pong,
+            "send": loops.socket_send,
+            "fetch": loops.socket_fetch,
+            "echo": loops.socket_ping_pong,
         }[mode]
         self._address = address
         self._size_bytes = size_bytes

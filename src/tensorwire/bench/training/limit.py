@@ -2,13 +2,13 @@
 
 A C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory, reads
 the gradients of all workers, parameters and state once and writes parameters and state once
-(`drivers.exchange_limit`). Of parameters with sparse gradients these are the rows that the batches
-look up (`Traffic`), and they lie one behind the other here: to find them in their tables costs a
-server more. On tcp also the carrying: a raw C socket that takes the gradients of each worker in and
-the parameters of each worker out, of sparse ones rows with their indices, one worker after the
-other as one thread would serve them. The kernel places all threads, as it does for the systems:
-ends of the socket on cores of their own were slower here at every size. A system that sends during
-backward has less to carry after the last gradient and may come below it.
+(`bench_loops.exchange_limit`). Of parameters with sparse gradients these are the rows that the
+batches look up (`Traffic`), and they lie one behind the other here: to find them in their tables
+costs a server more. On tcp also the carrying: a raw C socket that takes the gradients of each
+worker in and the parameters of each worker out, of sparse ones rows with their indices, one worker
+after the other as one thread would serve them. The kernel places all threads, as it does for the
+systems: ends of the socket on cores of their own were slower here at every size. A system that
+sends during backward has less to carry after the last gradient and may come below it.
 
 Between two hosts (`bench.link`) both ways are carried at the same time, on a socket each: such a
 link is full duplex, and cores do not bound it.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorwire._core import drivers
+from tensorwire._core import bench_loops
 from tensorwire.bench.link import Hosts
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.rivals.base import serve_messages
@@ -105,7 +105,7 @@ class Driver:
         ):
             self._link.send(("listen", mode, size_bytes, host))
             port = int(self._link.recv())
-            self._clients.append(Client(drivers, port, mode, address, size_bytes, host))
+            self._clients.append(Client(bench_loops, port, mode, address, size_bytes, host))
 
     def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
         """`count` samples, and the CPU time of this process and of the other end for all of them.
@@ -139,7 +139,7 @@ class Driver:
                     [address + at for address in addresses]
                     for addresses in (self._memory.addresses[:1], self._states, self._gradients)
                 )
-                seconds += drivers.exchange_limit(
+                seconds += bench_loops.exchange_limit(
                     parameters[0], states, mine[:gradients], elements, self._threads, 1
                 )[0]
                 at += FLOAT_BYTES * elements
@@ -166,7 +166,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     servers: list[Server] = []
 
     def listen(mode: str, size_bytes: int, host: str) -> int:
-        servers.append(Server(drivers))
+        servers.append(Server(bench_loops))
         return servers[-1].listen(mode, memory.addresses[0], size_bytes, host)
 
     serve_messages(link, {"listen": listen})
