@@ -164,7 +164,8 @@ void bind_buffers(nb::module_& m) {
           [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
             new (self) Buffer{address, size_bytes, writable, std::move(owner)};
           },
-          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a);
+          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a)
+      .def_ro("size_bytes", &Buffer::size);
   m.def(
       "same_bytes",
       [](nb::handle one, nb::handle other) {

@@ -1,6 +1,7 @@
 // The Node.
 #include "bindings.h"
 
+#include "spin.h"
 #include "text.h"
 
 namespace tensorwire {
@@ -112,7 +113,7 @@ void bind_node(nb::module_& m) {
              put("sleeps", n.progress()->counters().sleeps);
              put("rounds", n.progress()->counters().rounds);
              put("handovers", n.progress()->counters().handovers);
-             put("spin_bound_ns", static_cast<uint64_t>(Progress::spin_bound_ns()));
+             put("spin_bound_ns", static_cast<uint64_t>(spin_bound_ns()));
              return result;
            })
       .def("close", [](Node& n) {

@@ -11,8 +11,8 @@ namespace {
 constexpr uint64_t kKeepGilShmBytes = 1 << 20;
 constexpr uint64_t kKeepGilBytes = 64 << 10;
 
-RemoteRegionPtr answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
-                       std::optional<double> timeout_s) {
+std::shared_ptr<RemoteRegion> answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
+                                     std::optional<double> timeout_s) {
   try {
     if (!wait_patiently([&](Deadline d) { return asked->transfer->wait(d); }, timeout_s)) {
       time_out(std::string(what) + ": no answer from peer '" + peer->name() + "'", *timeout_s);
@@ -21,11 +21,7 @@ RemoteRegionPtr answer(const PeerPtr& peer, const AskedPtr& asked, const char* w
     peer->abandon(asked);
     throw;
   }
-  return peer->finish(asked);
-}
-
-std::shared_ptr<RemoteRegion> mutable_(RemoteRegionPtr region) {
-  return std::const_pointer_cast<RemoteRegion>(std::move(region));
+  return std::const_pointer_cast<RemoteRegion>(peer->finish(asked));
 }
 
 using MaybeWord = std::optional<std::shared_ptr<RemoteRegion>>;
@@ -67,6 +63,8 @@ PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remot
 }
 
 using Objects = nb::typed<nb::sequence, nb::object>;
+using Remotes = std::vector<std::shared_ptr<RemoteRegion>>;
+using Offsets = std::vector<uint64_t>;
 
 struct PieceList {
   std::vector<Local> locals;
@@ -74,9 +72,8 @@ struct PieceList {
   uint64_t bytes = 0;
 };
 
-PieceList piece_list(const Objects& objects,
-                     const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-                     const std::vector<uint64_t>& offsets, bool writable) {
+PieceList piece_list(const Objects& objects, const Remotes& remotes, const Offsets& offsets,
+                     bool writable) {
   PieceList list;
   size_t count = nb::len(objects);
   if (count != remotes.size() || count != offsets.size()) {
@@ -94,10 +91,9 @@ PieceList piece_list(const Objects& objects,
   return list;
 }
 
-PyTransfer transfer_many(Peer& peer, const Objects& objects,
-                         const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-                         const std::vector<uint64_t>& offsets, const SignalTo& signal,
-                         uint64_t inline_limit, bool is_write) {
+PyTransfer transfer_many(Peer& peer, const Objects& objects, const Remotes& remotes,
+                         const Offsets& offsets, const SignalTo& signal, uint64_t inline_limit,
+                         bool is_write) {
   PieceList list = piece_list(objects, remotes, offsets, !is_write);
   auto transfer = start_transfer(peer, list.bytes, [&] {
     return is_write ? peer.write(list.pieces, signal, inline_limit)
@@ -154,21 +150,21 @@ void bind_peer(nb::module_& m) {
           "allocate",
           [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
              std::optional<double> timeout_s) {
-            return mutable_(
-                answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate", timeout_s));
+            return answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
+                          timeout_s);
           },
           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
       .def(
           "lookup",
           [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
-            return mutable_(answer(p, p->ask_lookup(name), "region", timeout_s));
+            return answer(p, p->ask_lookup(name), "region", timeout_s);
           },
           "name"_a, "timeout_s"_a.none())
       .def(
           "attach",
           [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
              bool copied) {
-            return mutable_(answer(p, p->ask_attach(id, generation, copied), "region", timeout_s));
+            return answer(p, p->ask_attach(id, generation, copied), "region", timeout_s);
           },
           "id"_a, "generation"_a, "timeout_s"_a.none(), "copied"_a = false)
       .def(
@@ -179,10 +175,8 @@ void bind_peer(nb::module_& m) {
           "remote"_a, "timeout_s"_a.none())
       .def(
           "write",
-          [](Peer& p, const Objects& locals,
-             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-             const std::vector<uint64_t>& offsets, const MaybeWord& word, uint64_t word_offset,
-             uint64_t value, uint64_t inline_limit) {
+          [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
             return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
                                  inline_limit, true);
           },
@@ -190,9 +184,8 @@ void bind_peer(nb::module_& m) {
           "value"_a = 0, "inline_limit"_a = 0)
       .def(
           "read",
-          [](Peer& p, const Objects& locals,
-             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-             const std::vector<uint64_t>& offsets, uint64_t inline_limit) {
+          [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
+             uint64_t inline_limit) {
             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
           },
           "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
@@ -234,9 +227,8 @@ void bind_peer(nb::module_& m) {
           "remote"_a, "offset"_a, "value"_a)
       .def(
           "prepare",
-          [](const PeerPtr& p, bool write, const Objects& locals,
-             const std::vector<std::shared_ptr<RemoteRegion>>& remotes,
-             const std::vector<uint64_t>& offsets) {
+          [](const PeerPtr& p, bool write, const Objects& locals, const Remotes& remotes,
+             const Offsets& offsets) {
             PieceList list = piece_list(locals, remotes, offsets, !write);
             std::vector<Prepared::Item> items;
             for (size_t i = 0; i < list.pieces.size(); ++i) {
