@@ -33,7 +33,7 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable work;
   std::deque<std::function<void()>> jobs;
-  std::list<Clock::time_point> started;  // of the jobs that run, the oldest first
+  std::list<Clock::time_point> started;  // when the running jobs began, the oldest first
   size_t idle = 0, threads = 0;
 };
 

@@ -13,11 +13,12 @@
 namespace tensorwire {
 namespace {
 
-constexpr unsigned kInFlight = 64;   // that the system keeps room for
+constexpr unsigned kInFlight = 64;   // raises that the system keeps room for
 constexpr unsigned kTakeEvery = 16;  // raises, before what they completed is taken away
 constexpr int kTries = 3;
 
-// Never destroyed, and another one in a forked child, where the lock may be held for ever.
+// Has the raiser of this process and is never destroyed. A forked child gets one of its own, since
+// the lock in its copy may be held for ever.
 struct Holder {
   const uint32_t epoch = fork::epoch();
   std::mutex mutex;

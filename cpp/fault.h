@@ -1,41 +1,30 @@
-// A planned fault: the n-th operation at the seam fails, vanishes, is late, or the peer is cut off.
-// For tests of what stands above the seam; costs one relaxed load per operation when unused.
+// Planned faults: the n-th operation at the seam fails, vanishes, is late, or the peer is cut off.
+// For tests of what stands above the seam.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "error.h"
+#include "transport.h"
 
 namespace tensorwire {
 
 class FaultPlan {
  public:
-  enum class Action { kNone, kFail, kDrop, kDelay, kCut };
+  enum class Action { kFail, kDrop, kDelay, kCut };
 
-  FaultPlan(uint64_t nth, const std::string& action, double delay_s) : delay_s(delay_s), nth_(nth) {
-    if (action == "fail") {
-      action_ = Action::kFail;
-    } else if (action == "drop") {
-      action_ = Action::kDrop;
-    } else if (action == "delay") {
-      action_ = Action::kDelay;
-    } else if (action == "cut") {
-      action_ = Action::kCut;
-    } else {
-      throw Error(Code::kInvalid,
-                  "a fault's action is 'fail', 'drop', 'delay' or 'cut', not '" + action + "'");
-    }
-    if (nth == 0) throw Error(Code::kInvalid, "operations are counted from 1");
-  }
+  // Throws kInvalid for an unknown action and for nth == 0.
+  FaultPlan(uint64_t nth, const std::string& action, double delay_s);
 
-  // Counts one operation; what shall become of it.
-  Action next() {
-    if (count_.fetch_add(1) + 1 != nth_) return Action::kNone;
-    hit_ = true;
-    return action_;
-  }
+  // Counts one operation; what shall become of it, if anything.
+  std::optional<Action> next();
   uint64_t count() const { return count_; }
   bool hit() const { return hit_; }
 
@@ -43,9 +32,46 @@ class FaultPlan {
 
  private:
   const uint64_t nth_;
-  Action action_ = Action::kNone;
+  Action action_;
   std::atomic<uint64_t> count_{0};
   std::atomic<bool> hit_{false};
+};
+
+// A Channel around a peer's own, which lets a plan act on each operation first. A peer that has no
+// plan does not go through one.
+class FaultyChannel : public Channel {
+ public:
+  // Whoever holds `channel` holds its peer as well. cut loses that peer, in the driving thread.
+  FaultyChannel(std::shared_ptr<FaultPlan> plan, std::weak_ptr<Channel> channel,
+                std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
+                std::function<void(Status)> cut)
+      : plan_(std::move(plan)),
+        channel_(std::move(channel)),
+        progress_(std::move(progress)),
+        counters_(std::move(counters)),
+        cut_(std::move(cut)) {}
+
+  // Runs an operation of so many bytes, or does what the plan makes of it; also for operations that
+  // do not go through the channel.
+  TransferPtr run(uint64_t bytes, const std::function<TransferPtr()>& operation);
+
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
+                    uint64_t inline_limit) override;
+  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
+  TransferPtr signal(const SignalTo& signal) override;
+  TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
+  void shutdown(const Status& status) override;  // ends what was dropped, and nothing else
+
+ private:
+  const std::shared_ptr<FaultPlan> plan_;
+  const std::weak_ptr<Channel> channel_;
+  const std::shared_ptr<Progress> progress_;
+  const std::shared_ptr<Transfer::Counters> counters_;
+  const std::function<void(Status)> cut_;
+
+  std::mutex mutex_;
+  std::vector<TransferPtr> dropped_;
+  Status down_;  // not ok() after shutdown()
 };
 
 }  // namespace tensorwire

@@ -71,7 +71,7 @@ std::string remote_host(int socket) {
   return host;
 }
 
-// Of these options too, but younger than many headers: Linux 6.15.
+// This option of Linux 6.15 is younger than many headers.
 #ifndef TCP_RTO_MAX_MS
 #define TCP_RTO_MAX_MS 44
 #endif

@@ -71,7 +71,7 @@ class Listener : public std::enable_shared_from_this<Listener> {
   Descriptor tcp_;
   // Driving thread only.
   bool closed_ = false, timing_ = false;
-  size_t proven_ = 0;                               // of the strangers
+  size_t proven_ = 0;                               // strangers that have proved the secret
   std::list<std::shared_ptr<Stranger>> strangers_;  // oldest first
 };
 

@@ -27,7 +27,7 @@ bool has_word(std::string_view list, std::string_view word) {
   return false;
 }
 
-// Of a line of /proc/self/mountinfo: "36 35 98:0 /inside /where options [optional] - type device
+// Reads a line of /proc/self/mountinfo: "36 35 98:0 /inside /where options [optional] - type device
 // options of the filesystem".
 std::optional<Hierarchy> hierarchy_of(const std::string& line, bool version_2) {
   std::istringstream words(line);

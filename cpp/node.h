@@ -27,8 +27,8 @@ struct NodeOptions {
   uint16_t port = 0;  // 0 = any free one
   Secret secret;      // empty = none
   uint32_t transports = kShmBit | kTcpBit;
-  // rdma is taken up where it can be had; otherwise no_rdma() says why not. Asked for among
-  // `transports`, it is an error not to have it.
+  // rdma is taken up where it can be had. Asked for among `transports`, it is an error not to have
+  // it.
   bool try_rdma = false;
   std::string rdma_device;  // which NIC and port, see usable_ports(); "" = any active one
   uint64_t quota_bytes = uint64_t{4} << 30;
@@ -48,14 +48,11 @@ class Node : public std::enable_shared_from_this<Node> {
   Node& operator=(const Node&) = delete;
 
   const std::string& name() const { return options_.name; }
-  const std::string& host() const { return options_.host; }
   uint16_t port() const { return port_; }
   uint64_t incarnation() const { return incarnation_; }
   bool closed() const { return closed_ || epoch_ != fork::epoch(); }
   const std::shared_ptr<Progress>& progress() const { return fabric_.progress; }
   const Traffic& traffic() const { return *fabric_.traffic; }
-  uint32_t transports() const { return options_.transports; }
-  const std::string& no_rdma() const { return no_rdma_; }
   const Transfer::Counters& transfers() const { return *fabric_.counters; }
 
   // Throws kClosed unless this process made the Node and has not closed it.
@@ -70,13 +67,13 @@ class Node : public std::enable_shared_from_this<Node> {
   void free(const std::shared_ptr<Region>& region);
 
   // Connects, proves the secret and chooses the path: shm if the peer proves to be on this host,
-  // else tcp. require names the only path that will do, "" any. interrupted is called when a signal
-  // arrives and may throw.
+  // else rdma if both sides offer it and their NICs reach each other, else tcp. require names the
+  // only path that will do, "" any. interrupted is called when a signal arrives and may throw.
   PeerPtr connect(const std::string& host, uint16_t port, Deadline deadline,
                   const std::string& require, const Interrupted& interrupted);
   // The next peer that connected to us; null if the deadline passed (or a signal came).
   PeerPtr accept(Deadline deadline);
-  // Those that are connected and ready for use.
+  // The peers that are connected and ready for use.
   std::vector<PeerPtr> peers() const;
 
   // Waits until the word at offset is >= value. False if the deadline passed (or a signal came).
@@ -99,7 +96,7 @@ class Node : public std::enable_shared_from_this<Node> {
   PeerPtr connect_once(const std::string& host, uint16_t port, Deadline deadline, uint32_t require,
                        const Refused& refused, const Interrupted& interrupted, uint32_t& transport);
   void start_rdma();
-  std::vector<PeerPtr> all_peers() const;  // also those that are not ready yet
+  std::vector<PeerPtr> all_peers() const;  // whether they are ready or not
   void forget(Peer& peer);
   void free_here(const std::shared_ptr<Region>& region);  // driving thread
 
@@ -107,7 +104,6 @@ class Node : public std::enable_shared_from_this<Node> {
   const uint32_t epoch_;
   const uint64_t incarnation_;
   uint16_t port_ = 0;
-  std::string no_rdma_;
   Fabric fabric_;
   std::unique_ptr<RegionTable> regions_;
   std::shared_ptr<Listener> listener_;

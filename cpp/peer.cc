@@ -1,8 +1,6 @@
 #include "peer.h"
 
-#include <sys/epoll.h>
-
-#include <cerrno>
+#include <algorithm>
 #include <cstdio>
 
 #include "text.h"
@@ -10,7 +8,7 @@
 namespace tensorwire {
 namespace {
 
-// Of an honest peer there are only the questions of its first round trip.
+// An honest peer sends only the questions of its first round trip this early.
 constexpr size_t kMaxEarlyFrames = 1024;
 
 }  // namespace
@@ -29,7 +27,9 @@ Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32
       transport_(transport),
       epoch_(fork::epoch()),
       service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.limits,
-               fabric_.shareable, id, fabric_.free_region) {}
+               fabric_.shareable, id, fabric_.free_region),
+      questions_(fabric_.progress, fabric_.counters, fabric_.mappings, next_id_, transport_,
+                 remote_.incarnation) {}
 
 Peer::~Peer() = default;
 
@@ -43,6 +43,7 @@ void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptor
       fabric_.progress, std::move(socket), *this,
       [this](Status status) { lose(std::move(status)); }, shared_from_this());
   service_.attach(stream_);
+  questions_.attach(stream_);
   if (transport_ == kShmBit) {
     start_shm(std::move(descriptors));
   } else if (transport_ == kRdmaBit) {
@@ -115,21 +116,11 @@ void Peer::check(std::span<const Piece> pieces, bool write) const {
 
 void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
   check_region(region);
-  if (offset % sizeof(uint64_t) != 0 || !region.contains(offset, sizeof(uint64_t))) {
-    throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
-                                    std::to_string(offset) + " of " + std::to_string(region.size) +
-                                    " bytes is not");
-  }
+  tensorwire::check_word(offset, region.size);
   if (!region.access.write) {
     throw Error(Code::kPermission,
                 "the region '" + region.name + "' of " + describe() + " was granted read-only");
   }
-}
-
-TransferPtr Peer::finished(const Status& status, uint64_t bytes) {
-  auto transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, bytes);
-  transfer->complete(status.code, status.message);
-  return transfer;
 }
 
 // ---- one-sided operations
@@ -139,51 +130,25 @@ TransferPtr Peer::write(std::span<const Piece> pieces, const SignalTo& signal,
   check_alive();
   check(pieces, true);
   if (signal.region != nullptr) check_word(*signal.region, signal.offset);
-  if (!faulty()) return channel_->write(pieces, signal, inline_limit);
-  std::vector<Piece> kept(pieces.begin(), pieces.end());
-  std::vector<RemoteRegionPtr> regions;
-  for (const Piece& piece : pieces) regions.push_back(piece.remote->shared_from_this());
-  if (signal.region != nullptr) regions.push_back(signal.region->shared_from_this());
-  uint64_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.length;
-  return guarded(bytes, [this, self = shared_from_this(), kept, regions, signal, inline_limit] {
-    return channel_->write(kept, signal, inline_limit);
-  });
+  return channel().write(pieces, signal, inline_limit);
 }
 
 TransferPtr Peer::read(std::span<const Piece> pieces, uint64_t inline_limit) {
   check_alive();
   check(pieces, false);
-  if (!faulty()) return channel_->read(pieces, inline_limit);
-  std::vector<Piece> kept(pieces.begin(), pieces.end());
-  std::vector<RemoteRegionPtr> regions;
-  for (const Piece& piece : pieces) regions.push_back(piece.remote->shared_from_this());
-  uint64_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.length;
-  return guarded(bytes, [this, self = shared_from_this(), kept, regions, inline_limit] {
-    return channel_->read(kept, inline_limit);
-  });
+  return channel().read(pieces, inline_limit);
 }
 
 TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> after) {
   check_alive();
   check_word(*signal.region, signal.offset);
-  auto issue = [this, self = shared_from_this(), signal,
-                region = signal.region->shared_from_this()] { return channel_->signal(signal); };
-  auto start = [this, issue] { return faulty() ? guarded(0, issue) : issue(); };
   for (const auto& transfer : after) {
     if (transfer->progress() != fabric_.progress) {
       throw Error(Code::kInvalid, "after= takes transfers of the same Node; wait for others first");
     }
   }
-  bool all_done = true;
-  for (const auto& transfer : after) all_done = all_done && transfer->done();
-  if (all_done) {
-    for (const auto& transfer : after) {
-      if (!transfer->status().ok()) return finished(transfer->status());
-    }
-    return start();
-  }
+  auto placed = [](const TransferPtr& one) { return one->done() && one->status().ok(); };
+  if (std::all_of(after.begin(), after.end(), placed)) return channel().signal(signal);
   // The word is raised when the last of them is placed; if one fails, it is not raised at all.
   struct Waiting {
     std::atomic<size_t> left;
@@ -195,7 +160,8 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
   waiting->after.assign(after.begin(), after.end());
   waiting->outer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
   auto progress = fabric_.progress;
-  auto one_less = [waiting, start, progress] {
+  auto one_less = [self = shared_from_this(), signal, region = signal.region->shared_from_this(),
+                   waiting, progress] {
     if (waiting->left.fetch_sub(1) != 1) return;
     auto list = std::move(waiting->after);  // ends the cycle through their then()
     for (const auto& transfer : list) {
@@ -204,7 +170,7 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
       progress->notify();
       return;
     }
-    auto inner = start();
+    auto inner = self->channel().signal(signal);
     inner->then([inner = inner.get(), outer = waiting->outer, progress] {
       outer->complete(inner->status().code, inner->status().message, inner->value());
       progress->notify();
@@ -221,59 +187,19 @@ TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_
     throw Error(Code::kPermission, "fetch_add tells the old value, and the region '" + region.name +
                                        "' of " + describe() + " was granted without read access");
   }
-  if (!faulty()) return channel_->fetch_add(region, offset, value);
-  return guarded(0, [this, self = shared_from_this(), kept = region.shared_from_this(), offset,
-                     value] { return channel_->fetch_add(*kept, offset, value); });
+  return channel().fetch_add(region, offset, value);
 }
 
 // ---- regions of the peer
 
-AskedPtr Peer::ask(Header header, std::string_view body, bool wants_region, bool leases,
-                   bool wants_copied) {
+AskedPtr Peer::ask(const Header& header, std::string_view body, Asked::Wants wants) {
   check_alive();
-  auto asked = std::make_shared<Asked>();
-  asked->wants_region = wants_region;
-  asked->wants_copied = wants_copied;
-  asked->leases = leases;
-  asked->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
-  header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
-  header.length = body.size();
-  auto send = [this, self = shared_from_this(), asked, header, text = std::string(body)] {
-    {
-      std::lock_guard lock(mutex_);
-      if (!lost_) {
-        asked_.emplace(header.transfer, asked);
-      } else {
-        asked->transfer->complete(lost_status_.code, lost_status_.message);
-        return asked->transfer;
-      }
-    }
-    stream_->send(header, text);
-    return asked->transfer;
+  auto asked = std::make_shared<Asked>(wants);
+  auto send = [self = shared_from_this(), asked, header, text = std::string(body)] {
+    return self->questions_.send(asked, header, text);
   };
-  if (!faulty()) {
-    send();
-    return asked;
-  }
-  // The fault may give another transfer; the question ends as that one does.
-  auto transfer = guarded(0, send);
-  if (transfer != asked->transfer) {
-    auto outer = std::make_shared<Asked>();
-    outer->wants_region = wants_region;
-    outer->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
-    transfer->then([outer, asked, inner = transfer.get(), progress = fabric_.progress] {
-      outer->region = asked->region;
-      outer->transfer->complete(inner->status().code, inner->status().message);
-      progress->notify();
-    });
-    if (!asked->transfer->done()) {
-      // Never sent, or not yet: only a delayed one completes the inner transfer by itself.
-      transfer->then([asked] {
-        if (!asked->transfer->done()) asked->transfer->complete(Code::kUnavailable, "never sent");
-      });
-    }
-    return outer;
-  }
+  FaultyChannel* faulty = faulty_.load(std::memory_order_acquire);
+  asked->transfer = faulty == nullptr ? send() : faulty->run(0, send);
   return asked;
 }
 
@@ -284,7 +210,7 @@ AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access acces
   header.type = FrameType::kAllocate;
   header.total = size;
   header.flags = (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
-  return ask(header, name, true, true);
+  return ask(header, name, {.lease = true});
 }
 
 AskedPtr Peer::ask_lookup(const std::string& name) {
@@ -293,7 +219,7 @@ AskedPtr Peer::ask_lookup(const std::string& name) {
   check_region_name(name);
   Header header;
   header.type = FrameType::kLookup;
-  return ask(header, name, true);
+  return ask(header, name, {});
 }
 
 AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation, bool copied) {
@@ -301,16 +227,12 @@ AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation, bool copied) {
   header.type = FrameType::kLookup;
   header.region = id;
   header.generation = generation;
-  return ask(header, {}, true, false, copied);
+  return ask(header, {}, {.copied = copied});
 }
 
 AskedPtr Peer::ask_free(const RemoteRegion& region) {
   check_region(region);
-  Header header;
-  header.type = FrameType::kFree;
-  header.region = region.id;
-  header.generation = region.generation;
-  return ask(header, {}, false);
+  return ask(Questions::to_free(region), {}, {.region = false});
 }
 
 RemoteRegionPtr Peer::finish(const AskedPtr& asked) const {
@@ -318,99 +240,6 @@ RemoteRegionPtr Peer::finish(const AskedPtr& asked) const {
   if (status.ok()) return asked->region;
   bool ours = status.code == Code::kPeerLost || status.code == Code::kClosed;
   throw Error(status.code, ours ? status.message : describe() + ": " + status.message);
-}
-
-void Peer::abandon(const AskedPtr& asked) {
-  {
-    std::lock_guard lock(mutex_);
-    asked->abandoned = true;
-    if (!asked->granted) return;  // granted() gives it back when it comes
-  }
-  if (asked->leases && asked->region) give_back(*asked->region);
-}
-
-void Peer::give_back(const RemoteRegion& region) {
-  Header header;
-  header.type = FrameType::kFree;
-  header.region = region.id;
-  header.generation = region.generation;
-  header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
-  auto nobody = std::make_shared<Asked>();
-  nobody->wants_region = false;
-  nobody->transfer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
-  {
-    std::lock_guard lock(mutex_);
-    if (lost_) {
-      nobody->transfer->complete();
-      return;
-    }
-    asked_.emplace(header.transfer, nobody);
-  }
-  stream_->send(header);
-}
-
-bool Peer::granted(const Header& header, std::string_view body, Passed passed) {
-  AskedPtr asked;
-  {
-    std::lock_guard lock(mutex_);
-    auto found = asked_.find(header.transfer);
-    if (found == asked_.end()) return false;
-    asked = found->second;
-    asked_.erase(found);
-  }
-  Status status{static_cast<Code>(header.status),
-                presentable(body) ? std::string(body) : "(unprintable)"};
-  bool well_formed = true;
-  if (header.type == FrameType::kGrant && status.ok()) {
-    auto region = std::make_shared<RemoteRegion>();
-    region->id = header.region;
-    region->generation = header.generation;
-    region->size = header.total;
-    region->incarnation = remote_.incarnation;
-    region->access = {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
-    region->name = body;
-    status.message.clear();
-    if (shm_ && (region->access.read || region->access.write)) {
-      auto found = known_.find(region->generation);
-      auto known = found == known_.end() ? nullptr : found->second.lock();
-      if (known && known->id == region->id && known->size == region->size &&
-          known->access.write == region->access.write) {
-        region->mapping = known->mapping;  // one mapping, however often it is looked up
-        if (asked->wants_copied) status = passed.status;
-      } else {
-        region->mapping = std::move(passed.mapping);
-        status = passed.status;
-        if (region->mapping) fabric_.mappings->add(region->mapping);
-      }
-      // Out of address space or descriptors is our trouble; anything else is a lie.
-      well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
-      region->copied = std::move(passed.copied);
-      if (status.ok()) known_[region->generation] = region;
-      std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
-    }
-    if (rdma_ && (region->access.read || region->access.write)) {
-      bool told = key_header_.transfer == header.transfer && !key_.empty() &&
-                  key_header_.generation == header.generation;
-      region->key = told ? rdma_->unpack(key_header_, key_) : nullptr;
-      if (!region->key) well_formed = false;
-      key_.clear();
-    }
-    if (header.total == 0 || header.generation == 0 || !presentable(body)) well_formed = false;
-    bool unwanted;
-    {
-      std::lock_guard lock(mutex_);
-      if (status.ok()) asked->region = region;
-      asked->granted = true;
-      unwanted = asked->abandoned;
-    }
-    // Also if it cannot be mapped here: nobody else knows of it.
-    if (well_formed && asked->leases && (!status.ok() || unwanted)) {
-      give_back(*region);
-    }
-  }
-  asked->transfer->complete(status.code, std::move(status.message));
-  fabric_.progress->changed();
-  return well_formed;
 }
 
 // ---- frames
@@ -596,12 +425,13 @@ void Peer::start_rdma() {
   rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.progress, fabric_.counters,
                                         fabric_.traffic, next_id_, std::move(events));
   channel_ = rdma_;
+  exposures_.attach(fabric_.rdma, stream_);
   service_.attach(
       [weak](const Header& header, std::string_view body) {
         if (auto self = weak.lock()) self->rdma_->send(header, body);
       },
       [weak](const Header& request, const std::shared_ptr<Region>& region) {
-        if (auto self = weak.lock()) self->expose(request, region);
+        if (auto self = weak.lock()) self->exposures_.expose(request, region);
       });
 }
 
@@ -609,60 +439,44 @@ bool Peer::attached_rdma(const Header& header, std::string_view body) {
   return !ready_ && rdma_->attach(header.value, body, accepting_);
 }
 
-void Peer::expose(const Header& request, const std::shared_ptr<Region>& region) {
-  auto exposed = fabric_.rdma->expose(*region);
-  if (exposed->key.size() > kMaxBodyBytes) {
-    throw Error(Code::kUnavailable, "the key of registered memory has " +
-                                        std::to_string(exposed->key.size()) +
-                                        " bytes; let UCX use fewer devices (UCX_NET_DEVICES)");
-  }
-  Header header;
-  header.type = FrameType::kKey;
-  header.transfer = request.transfer;
-  header.region = region->id;
-  header.generation = region->generation;
-  header.value = exposed->address;
-  header.length = exposed->key.size();
-  stream_->send(header, exposed->key, false);
-  std::lock_guard lock(mutex_);
-  exposed_[region->generation] = std::move(exposed);
-}
-
 void Peer::revoke(const Region& region) {
   service_.revoke(region);
-  if (!rdma_) return;
-  {
-    std::lock_guard lock(mutex_);
-    if (lost_ || !exposed_.contains(region.generation)) return;
-    if (!revoking_.insert(region.generation).second) return;
-  }
-  Header header;
-  header.type = FrameType::kRevoke;
-  header.region = region.id;
-  header.generation = region.generation;
-  stream_->send(header);
+  exposures_.revoke(region);
 }
 
-bool Peer::revoking(uint64_t generation) const {
-  std::lock_guard lock(mutex_);
-  return revoking_.contains(generation);
-}
-
-// Of a region here, by a peer that has nothing under way to it any more; or of a region there.
+// The peer has nothing under way to a region of ours any more, or it has freed one of its own.
 bool Peer::revoked(const Header& header) {
   if (!rdma_) return false;
-  if (header.flags & kLast) {
-    std::shared_ptr<Exposed> gone;  // unregistered without the lock
-    std::lock_guard lock(mutex_);
-    if (revoking_.erase(header.generation) == 0) return false;
-    auto found = exposed_.find(header.generation);
-    gone = std::move(found->second);
-    exposed_.erase(found);
-    fabric_.progress->changed();
+  if ((header.flags & kLast) == 0) {
+    rdma_->revoke(header.region, header.generation);
     return true;
   }
-  rdma_->revoke(header.region, header.generation);
+  if (!exposures_.revoked(header)) return false;
+  fabric_.progress->changed();
   return true;
+}
+
+bool Peer::granted(const Header& header, std::string_view body) {
+  auto asked = questions_.find(header.transfer);
+  if (!asked || !asked->wants.region) return false;
+  bool memory = header.status == 0 && (header.flags & (kReadable | kWritable)) != 0;
+  Granted given;
+  if (memory && rdma_) {
+    bool told = key_header_.transfer == header.transfer && !key_.empty() &&
+                key_header_.generation == header.generation;
+    if (told) given.key = rdma_->unpack(key_header_, key_);
+    key_.clear();
+  }
+  if (!memory || !shm_) return questions_.answered(header, body, std::move(given));
+  auto examine = [header, copied = asked->wants.copied](const DescriptorMessage& message,
+                                                        Passed& passed) {
+    if (message.count() != 1) throw Error(Code::kInvalid, "one descriptor was expected");
+    passed.mapping = message.map(0, header.total, (header.flags & kWritable) != 0);
+    if (copied) passed.copied = message.map_private(0, passed.mapping);
+  };
+  return receive_memory(header, examine, [this, header, name = std::string(body)](Passed& passed) {
+    return questions_.answered(header, name, std::move(passed));
+  });
 }
 
 bool Peer::control(const Header& header, std::string_view body) {
@@ -670,37 +484,13 @@ bool Peer::control(const Header& header, std::string_view body) {
   bool may_come = header.type == FrameType::kAttach || header.type == FrameType::kGoodbye;
   if (shm_ && !ready_ && !may_come) return wait_for_memory(header, body);
   switch (header.type) {
-    case FrameType::kDone: {
-      bool mine;
-      {
-        std::lock_guard lock(mutex_);
-        auto found = asked_.find(header.transfer);
-        mine = found != asked_.end();
-        if (mine && found->second->wants_region) return false;
+    case FrameType::kDone:
+      if (auto asked = questions_.find(header.transfer)) {
+        return !asked->wants.region && questions_.answered(header, body, {});
       }
-      if (mine) return granted(header, body, {});
       return tcp_ ? tcp_->done(header, body) : rdma_ && rdma_->done(header, body);
-    }
-    case FrameType::kGrant: {
-      bool copied;
-      {
-        std::lock_guard lock(mutex_);
-        auto found = asked_.find(header.transfer);
-        if (found == asked_.end() || !found->second->wants_region) return false;
-        copied = found->second->wants_copied;
-      }
-      bool memory = header.status == 0 && (header.flags & (kReadable | kWritable)) != 0;
-      if (!shm_ || !memory) return granted(header, body, {});
-      auto examine = [header, copied](const DescriptorMessage& message, Passed& passed) {
-        if (message.count() != 1) throw Error(Code::kInvalid, "one descriptor was expected");
-        passed.mapping = message.map(0, header.total, (header.flags & kWritable) != 0);
-        if (copied) passed.copied = message.map_private(0, passed.mapping);
-      };
-      return receive_memory(header, examine,
-                            [this, header, name = std::string(body)](Passed& passed) {
-                              return granted(header, name, std::move(passed));
-                            });
-    }
+    case FrameType::kGrant:
+      return granted(header, body);
     case FrameType::kAttach:
       return rdma_ ? attached_rdma(header, body) : shm_ && attached_shm(header, body);
     case FrameType::kKey:
@@ -723,8 +513,7 @@ bool Peer::control(const Header& header, std::string_view body) {
 
 void Peer::lose(Status status, std::string_view goodbye) {
   auto self = shared_from_this();
-  std::unordered_map<uint64_t, AskedPtr> asked;
-  std::vector<TransferPtr> dropped;
+  std::vector<std::shared_ptr<FaultyChannel>> faults;
   {
     std::lock_guard lock(mutex_);
     if (lost_) return;
@@ -732,9 +521,8 @@ void Peer::lose(Status status, std::string_view goodbye) {
         (status.code == Code::kPeerLost ? "lost " : "") + describe() + ": " + status.message;
     lost_status_ = status;
     channel_->refuse(status);
+    faults = faults_;
     lost_.store(true, std::memory_order_release);
-    asked.swap(asked_);
-    dropped.swap(dropped_);
   }
   if (!goodbye.empty()) {
     Header header;
@@ -750,15 +538,9 @@ void Peer::lose(Status status, std::string_view goodbye) {
   doorbell_.reset();
   service_.close();
   channel_->shutdown(status);
-  {
-    // No endpoint, so nobody reaches this memory any more.
-    std::unordered_map<uint64_t, std::shared_ptr<Exposed>> exposed;
-    std::lock_guard lock(mutex_);
-    exposed.swap(exposed_);
-    revoking_.clear();
-  }
-  for (auto& [id, question] : asked) question->transfer->complete(status.code, status.message);
-  for (auto& transfer : dropped) transfer->complete(status.code, status.message);
+  for (const auto& faulty : faults) faulty->shutdown(status);
+  exposures_.close();
+  questions_.close(status);
   if (on_lost_) on_lost_(*this);
   fabric_.progress->changed();
 }
@@ -767,56 +549,17 @@ void Peer::lose(Status status, std::string_view goodbye) {
 
 void Peer::inject(std::shared_ptr<FaultPlan> plan) {
   std::lock_guard lock(mutex_);
-  has_plan_ = plan != nullptr;
-  plan_ = std::move(plan);
-}
-
-TransferPtr Peer::guarded(uint64_t bytes, const std::function<TransferPtr()>& operation) {
-  std::shared_ptr<FaultPlan> plan;
-  {
-    std::lock_guard lock(mutex_);
-    plan = plan_;
-  }
-  auto action = plan ? plan->next() : FaultPlan::Action::kNone;
-  auto pending = [&] {
-    return std::make_shared<Transfer>(fabric_.progress, fabric_.counters, bytes);
+  faulty_ = nullptr;
+  if (!plan) return;
+  // Whoever holds this pointer to the channel holds the peer.
+  std::shared_ptr<Channel> channel(shared_from_this(), channel_.get());
+  auto cut = [weak = weak_from_this()](Status status) {
+    if (auto self = weak.lock()) self->lose(std::move(status));
   };
-  switch (action) {
-    case FaultPlan::Action::kNone:
-      return operation();
-    case FaultPlan::Action::kFail:
-      return finished({Code::kUnavailable, "an injected fault: this operation failed"}, bytes);
-    case FaultPlan::Action::kCut:
-      fabric_.progress->post([self = shared_from_this()] {
-        self->lose({Code::kPeerLost, "an injected fault: the connection was cut"});
-        return false;
-      });
-      [[fallthrough]];
-    case FaultPlan::Action::kDrop: {
-      auto transfer = pending();
-      std::lock_guard lock(mutex_);
-      if (lost_) {
-        transfer->complete(lost_status_.code, lost_status_.message);
-      } else {
-        dropped_.push_back(transfer);
-      }
-      return transfer;
-    }
-    case FaultPlan::Action::kDelay: {
-      auto outer = pending();
-      bool taken =
-          fabric_.progress->after(plan->delay_s, [outer, operation, progress = fabric_.progress] {
-            auto inner = operation();
-            inner->then([inner = inner.get(), outer, progress] {
-              outer->complete(inner->status().code, inner->status().message, inner->value());
-              progress->notify();
-            });
-          });
-      if (!taken) outer->complete(Code::kClosed, "the Node is closed");
-      return outer;
-    }
-  }
-  return operation();
+  faults_.push_back(std::make_shared<FaultyChannel>(std::move(plan), channel, fabric_.progress,
+                                                    fabric_.counters, cut));
+  if (lost_) faults_.back()->shutdown(lost_status_);
+  faulty_ = faults_.back().get();
 }
 
 }  // namespace tensorwire

@@ -9,12 +9,13 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "descriptors.h"
+#include "exposures.h"
 #include "fault.h"
 #include "handshake.h"
+#include "questions.h"
 #include "rdma.h"
 #include "service.h"
 #include "shm.h"
@@ -33,7 +34,7 @@ struct Fabric {
   std::shared_ptr<Traffic> traffic;
   std::shared_ptr<Transfer::Counters> counters;
   RegionTable* regions = nullptr;
-  std::shared_ptr<Mappings> mappings;  // those of peers' regions too
+  std::shared_ptr<Mappings> mappings;  // of regions here and at peers
   Service::Limits limits;
   bool shareable = false;
   uint64_t incarnation = 0;
@@ -41,18 +42,6 @@ struct Fabric {
   std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
-
-// A question to the peer that is answered with a region.
-struct Asked {
-  TransferPtr transfer;
-  RemoteRegionPtr region;  // valid when the transfer is done well
-  bool wants_region = true;
-  bool wants_copied = false;  // also a private mapping, where memory is shared
-  bool leases = false;        // the region is ours to give back
-  bool granted = false;       // the Peer's lock
-  bool abandoned = false;     // the Peer's lock
-};
-using AskedPtr = std::shared_ptr<Asked>;
 
 class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
  public:
@@ -87,7 +76,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   AskedPtr ask_free(const RemoteRegion& region);
   RemoteRegionPtr finish(const AskedPtr& asked) const;
   // Nobody waits any more: a region that still comes is given back.
-  void abandon(const AskedPtr& asked);
+  void abandon(const AskedPtr& asked) { questions_.abandon(asked); }
 
   // One-sided operations. Throws kInvalid, kPermission or kStaleHandle for what can be seen here;
   // everything else is told by the transfer.
@@ -98,6 +87,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void check(std::span<const Piece> pieces, bool write) const;
   void check_word(const RemoteRegion& region, uint64_t offset) const;
 
+  // Lets a plan act on operations and questions; null ends that.
   void inject(std::shared_ptr<FaultPlan> plan);
 
   // Driving thread only. Idempotent; the first status stays. The goodbye, if any, tells the other
@@ -105,7 +95,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void lose(Status status, std::string_view goodbye = {});
   void revoke(const Region& region);
   // The peer may still have writes under way to the memory of a region that was freed. Any thread.
-  bool revoking(uint64_t generation) const;
+  bool revoking(uint64_t generation) const { return exposures_.revoking(generation); }
 
   // FrameSink, driving thread.
   bool begin_payload(const Header& header, std::byte** target) override;
@@ -116,17 +106,12 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string describe() const;
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
-  AskedPtr ask(Header header, std::string_view body, bool wants_region, bool leases = false,
-               bool wants_copied = false);
+  AskedPtr ask(const Header& header, std::string_view body, Asked::Wants wants);
   // What came with a frame on the socket for descriptors.
-  struct Passed {
-    Status status;
-    std::shared_ptr<Mapping> mapping;
-    std::shared_ptr<PrivateMapping> copied;
+  struct Passed : Granted {
     Descriptor doorbell;
   };
-  bool granted(const Header& header, std::string_view body, Passed passed);
-  void give_back(const RemoteRegion& region);
+  bool granted(const Header& header, std::string_view body);
   void start_shm(std::shared_ptr<DescriptorSocket> descriptors);
   void offer_memory();
   // Has the message that belongs to this frame examined, and goes on with it in the driving thread;
@@ -139,12 +124,12 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   bool attached_rdma(const Header& header, std::string_view body);
   void became_ready();
   void start_rdma();
-  void expose(const Header& request, const std::shared_ptr<Region>& region);
   bool revoked(const Header& header);
-  TransferPtr finished(const Status& status, uint64_t bytes = 0);
-  // Runs the operation, or what the fault plan makes of it.
-  TransferPtr guarded(uint64_t bytes, const std::function<TransferPtr()>& operation);
-  bool faulty() const { return has_plan_.load(std::memory_order_relaxed); }
+  // Where operations go: to the channel, unless a plan of faults is followed.
+  Channel& channel() const {
+    FaultyChannel* faulty = faulty_.load(std::memory_order_acquire);
+    return faulty == nullptr ? *channel_ : *faulty;
+  }
 
   const Fabric fabric_;
   const uint64_t id_;
@@ -162,26 +147,22 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::shared_ptr<RdmaChannel> rdma_;
   std::shared_ptr<Channel> channel_;
   Service service_;
+  Questions questions_;
+  Exposures exposures_;  // rdma
   std::function<void(Peer&)> on_ready_, on_lost_;
-  // By generation. Driving thread only.
-  std::unordered_map<uint64_t, std::weak_ptr<const RemoteRegion>> known_;
   struct Early {
     Header header;
     std::string body;
   };
   std::vector<Early> early_;  // shm: what came before ready(), in order
-  Header key_header_;         // of the kGrant that follows it
+  Header key_header_;         // the last kKey, which belongs to the kGrant behind it
   std::string key_;
   std::atomic<bool> ready_{false}, lost_{false};
 
   mutable std::mutex mutex_;
   Status lost_status_;
-  std::unordered_map<uint64_t, AskedPtr> asked_;
-  std::vector<TransferPtr> dropped_;
-  std::unordered_map<uint64_t, std::shared_ptr<Exposed>> exposed_;  // by generation
-  std::set<uint64_t> revoking_;                                     // of them, freed here
-  std::shared_ptr<FaultPlan> plan_;
-  std::atomic<bool> has_plan_{false};
+  std::vector<std::shared_ptr<FaultyChannel>> faults_;  // one for each plan that ever was
+  std::atomic<FaultyChannel*> faulty_{nullptr};         // of the plan that is followed
 };
 
 using PeerPtr = std::shared_ptr<Peer>;

@@ -20,7 +20,7 @@ size_t page_bytes() {
   return size;
 }
 
-// Of an entry of /proc/PID/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+// Bits of an entry of /proc/PID/pagemap (Documentation/admin-guide/mm/pagemap.rst).
 constexpr uint64_t kPresent = uint64_t{1} << 63, kSwapped = uint64_t{1} << 62;
 constexpr uint64_t kFileOrShared = uint64_t{1} << 61;
 

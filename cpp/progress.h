@@ -119,9 +119,9 @@ class Progress {
 
   // A condition may have become true: makes every waiter look again, rings notifiers. Any thread.
   void notify();
-  // The same, once, at the end of the present round. Driving thread only.
+  // Does what notify() does once, at the end of the present round. Driving thread only.
   void changed() { changed_ = true; }
-  // The same, by a peer that rang. Driving thread only.
+  // A peer rang: counts it, and does what changed() does. Driving thread only.
   void rang();
   // Work was queued that only a driver can finish. Any thread.
   void attention();
@@ -131,17 +131,11 @@ class Progress {
   // While set, a signal that reaches a thread in wait() ends the wait as a timeout does, so that
   // an interpreter can run its handlers.
   static void set_interruptible(bool value) { interruptible_ = value; }
-  static bool interrupted() { return interrupted_; }
 
   void add(std::shared_ptr<Notifier> notifier);
   void remove(const std::shared_ptr<Notifier>& notifier);
   void arm(Notifier& notifier);
   void disarm(Notifier& notifier);
-
-  // How long a waiter polls before it sleeps: the cost of being woken, measured once per process;
-  // 0 on one core or when more threads want to run than there are cores. With a Poller eight times
-  // as long, also on one core.
-  static int64_t spin_bound_ns(bool polled = false);
 
   struct Counters {
     std::atomic<uint64_t> rings{0}, sleeps{0}, rounds{0}, handovers{0};
@@ -153,7 +147,6 @@ class Progress {
   using ReadyFunction = bool (*)(const void*);
 
   bool wait_slow(ReadyFunction ready, const void* argument, Deadline deadline);
-  bool spin(ReadyFunction ready, const void* argument);
   bool try_drive(Driver who);
   void release_drive();
   void drive_once(int timeout_ms);
@@ -169,7 +162,7 @@ class Progress {
 
   std::shared_ptr<Mapping> page_mapping_;
   NodePage* page_ = nullptr;
-  // With handlers_mutex_, kick_mutex_; the driver reads without.
+  // Written under handlers_mutex_ and kick_mutex_; the driver reads them without.
   Descriptor epoll_, kick_;  // kick_ is an eventfd of this process alone
   std::mutex kick_mutex_;
   uint32_t epoch_ = 0;

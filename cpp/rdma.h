@@ -57,7 +57,6 @@ class RdmaChannel : public Channel,
   // The owner freed the region; on_idle follows when nothing is in flight.
   void revoke(uint32_t region, uint64_t generation);
 
-  const char* transport() const override { return "rdma"; }
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
                     uint64_t inline_limit) override;
   TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;

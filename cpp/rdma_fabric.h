@@ -60,7 +60,7 @@ inline constexpr unsigned kRdmaFrameMessage = 1;  // UCX's id of such messages; 
 struct RdmaMessage {
   Header header;
   std::string body;
-  ucx::Endpoint from;  // of the first message of a connection
+  ucx::Endpoint from;  // told by the first message of a connection
 };
 
 struct RdmaWork;  // the user's: a call of several requests
@@ -123,7 +123,7 @@ class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric
   std::shared_ptr<RemoteKey> unpack(RdmaLink& link, const Header& header, std::string_view bytes);
   // Takes note of what a callback saw; the user is told by the driving thread.
   void note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work);
-  // Those of one user that it was not told of yet: it will not be.
+  // Takes the finished works of one user that it was not told of yet; nobody tells it of them.
   std::vector<std::shared_ptr<RdmaWork>> take_finished(const RdmaUser& user);
 
  private:

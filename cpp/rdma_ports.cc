@@ -33,7 +33,7 @@ std::string first_line(const fs::path& file) {
   return line;
 }
 
-// Of every interface that is up; IPv4 first, then IPv6 that another host can use.
+// The addresses of every interface that is up: IPv4 first, then IPv6 that another host can use.
 std::multimap<std::string, std::string> interface_addresses() {
   std::multimap<std::string, std::string> v4, v6;
   ifaddrs* all = nullptr;

@@ -28,6 +28,13 @@ void check_region_name(const std::string& name) {
   }
 }
 
+void check_word(uint64_t offset, uint64_t size) {
+  if (offset % 8 == 0 && offset <= size && size - offset >= 8) return;
+  throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
+                                  std::to_string(offset) + " of " + std::to_string(size) +
+                                  " bytes is not");
+}
+
 namespace {
 
 // Below that no limit is looked up: nobody could work with so little.

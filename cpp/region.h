@@ -19,6 +19,8 @@ inline constexpr size_t kMaxNameBytes = 255;
 // Throws kInvalid if no region can have this name: it is too long, or peers could not show it. ""
 // is no name.
 void check_region_name(const std::string& name);
+// Throws kInvalid unless a region of so many bytes has a word at this offset.
+void check_word(uint64_t offset, uint64_t size);
 
 // What peers may do with a region.
 struct Access {

@@ -33,8 +33,9 @@ struct Lookup {
   Resolved result;
 };
 
-// Those under way, by name. Never destroyed: a thread may outlive every static destructor. A forked
-// child, which has none of the threads and perhaps the lock held, gets a new one.
+// Look-ups that are under way, by name. Never destroyed: a thread may outlive every static
+// destructor. A forked child, which has none of the threads and perhaps the lock held, gets a new
+// one.
 struct Lookups {
   const uint32_t epoch = fork::epoch();
   std::mutex mutex;

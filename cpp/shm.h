@@ -24,7 +24,6 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   // can be written. Throws kInvalid if the page is not what it should be.
   void attach(std::shared_ptr<Mapping> page, Descriptor doorbell, uint64_t incarnation);
 
-  const char* transport() const override { return "shm"; }
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
                     uint64_t inline_limit) override;
   TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;

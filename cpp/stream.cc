@@ -12,11 +12,11 @@
 namespace tensorwire {
 namespace {
 
-constexpr size_t kMaxSegments = 32;             // in one system call
-constexpr uint64_t kInlineBudget = 4u << 20;    // bytes that a caller pushes itself
-constexpr uint64_t kRoundBudget = 8u << 20;     // bytes per direction and round of the driver
-constexpr uint64_t kFillBytes = 4u << 20;       // generated ahead of the socket
-constexpr uint64_t kTurnBytes = 2u << 20;       // of a large transfer, before it is another's turn
+constexpr size_t kMaxSegments = 32;           // in one system call
+constexpr uint64_t kInlineBudget = 4u << 20;  // bytes that a caller pushes itself
+constexpr uint64_t kRoundBudget = 8u << 20;   // bytes per direction and round of the driver
+constexpr uint64_t kFillBytes = 4u << 20;     // generated ahead of the socket
+constexpr uint64_t kTurnBytes = 2u << 20;  // sent of a large transfer before it is another's turn
 constexpr uint64_t kReadCostBytes = 512 << 10;  // what a read counts at least: many small frames
 // While so much payload is missing, the kernel wakes us for batches only: of kWakeBytes, or for all
 // of a full chunk. There one wake-up costs more than copying while the rest arrives would save.

@@ -11,7 +11,7 @@ namespace {
 // Frames that wait for an answer; more are held back here, so that the peer's queue of answers is
 // bounded by a constant that it can enforce.
 constexpr size_t kWindow = 512;
-constexpr size_t kSmallWindow = 64;  // of these, that large transfers leave to small ones
+constexpr size_t kSmallWindow = 64;  // of the window, left to small transfers by large ones
 // Writes up to this size are copied into their frames, which overtake larger transfers.
 constexpr uint64_t kSmallBytes = 16 << 10;
 constexpr size_t kSmallParts = 4;
@@ -34,7 +34,7 @@ struct TcpChannel::Request : FrameSource {
     uint64_t offset;  // in the region
     uint64_t length;
     uint64_t start;         // in the byte stream of the transfer
-    uint64_t received = 0;  // of a read: they come in order, each once
+    uint64_t received = 0;  // bytes of a read, which come in order and once
     bool answered = false;
   };
 

@@ -22,7 +22,6 @@ class TcpChannel : public Channel {
              std::atomic<uint64_t>& next_id);
   ~TcpChannel() override;
 
-  const char* transport() const override { return "tcp"; }
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
                     uint64_t inline_limit) override;
   TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
@@ -55,8 +54,8 @@ class TcpChannel : public Channel {
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, RequestPtr> pending_;
-  std::deque<RequestPtr> waiting_;  // for the window
-  std::deque<RequestPtr> small_;    // likewise, and ahead of those
+  std::deque<RequestPtr> waiting_;  // large ones that wait for the window
+  std::deque<RequestPtr> small_;    // small ones that wait for the window; they go first
   size_t open_ = 0;                 // frames that the peer will answer
   bool issuing_ = false;
   bool down_ = false;

@@ -27,18 +27,18 @@
 
 namespace tensorwire {
 
-struct RemoteKey;  // rdma.h
+struct RemoteKey;  // rdma_fabric.h
 
 // A region of a peer, as this Node may use it.
 struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
   uint32_t id = 0;
   uint64_t generation = 0;
   uint64_t size = 0;
-  uint64_t incarnation = 0;  // of the peer
+  uint64_t incarnation = 0;  // the peer's
   Access access;
   std::string name;
   std::shared_ptr<Mapping> mapping;        // on one host: its memory
-  std::shared_ptr<PrivateMapping> copied;  // the same copy-on-write, if that was asked for
+  std::shared_ptr<PrivateMapping> copied;  // this memory copy-on-write, if that was asked for
   std::shared_ptr<RemoteKey> key;          // on rdma: what reaches it
 
   bool contains(uint64_t offset, uint64_t length) const {
@@ -66,7 +66,6 @@ struct SignalTo {
 class Channel {
  public:
   virtual ~Channel() = default;
-  virtual const char* transport() const = 0;
 
   // inline_limit: bytes that may be copied by the calling thread; 0 = any number.
   virtual TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,

@@ -212,7 +212,7 @@ struct Library {
   void (*ucp_request_free)(void*);
 
   std::string version;  // "1.13.1"
-  std::string path;     // of the loaded file
+  std::string path;     // where the loaded library lies
 
   std::string text(Status status) const { return ucs_status_string(status); }
 };

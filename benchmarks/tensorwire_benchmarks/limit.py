@@ -2,13 +2,13 @@
 
 A C loop on as many threads as tensorwire's server uses, in mapped and touched shared memory, reads
 the gradients of all workers, parameters and state once and writes parameters and state once
-(`drivers.exchange_limit`). Of parameters with sparse gradients these are the rows that the batches
-look up (`Traffic`), and they lie one behind the other here: to find them in their tables costs a
-server more. On tcp also the carrying: a raw C socket that takes the gradients of each worker in and
-the parameters of each worker out, of sparse ones rows with their indices, one worker after the
-other as one thread would serve them. The kernel places all threads, as it does for the systems:
-ends of the socket on cores of their own were slower here at every size. A system that sends during
-backward has less to carry after the last gradient and may come below it.
+(`bench_loops.exchange_limit`). Of parameters with sparse gradients these are the rows that the
+batches look up (`Traffic`), and they lie one behind the other here: to find them in their tables
+costs a server more. On tcp also the carrying: a raw C socket that takes the gradients of each
+worker in and the parameters of each worker out, of sparse ones rows with their indices, one worker
+after the other as one thread would serve them. The kernel places all threads, as it does for the
+systems: ends of the socket on cores of their own were slower here at every size. A system that
+sends during backward has less to carry after the last gradient and may come below it.
 
 Between two hosts (`link`) both ways are carried at the same time, on a socket each: such a
 link is full duplex, and cores do not bound it.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire._core import drivers
+from tensorwire._core import bench_loops
 from tensorwire.bench.machine import process_cpu_seconds
 from tensorwire.bench.processes import serve_messages
 from tensorwire.bench.raw_socket import LOOPBACK, RawClient, RawServer
@@ -123,7 +123,7 @@ class Driver:
             if elements:
                 first, *others = (array.ctypes.data + at for array in self._arrays)
                 states, mine = others[: -self._workers], others[-self._workers :]
-                seconds += drivers.exchange_limit(
+                seconds += bench_loops.exchange_limit(
                     first, states, mine[:gradients], elements, self._threads, 1
                 )[0]
                 at += FLOAT_BYTES * elements

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from actor import MIB, Actor, serve
 
-from tensorwire._core import drivers
+from tensorwire._core import bench_loops
 from tensorwire.testing import Channel
 
 DEPTH = 16
@@ -22,14 +22,14 @@ class Measurer(Actor):
         """Of one write of 1 MiB, DEPTH of them under way at a time."""
         local = np.ones(MIB, np.uint8)
         core, remote = self._link._core, self._remote._core
-        total = drivers.write_pipelined(core, local.ctypes.data, MIB, remote, 0, WRITES, DEPTH)
+        total = bench_loops.write_pipelined(core, local.ctypes.data, MIB, remote, 0, WRITES, DEPTH)
         return total / WRITES
 
     def latency_seconds(self) -> float:
         """Of one completed write of 8 bytes."""
         local = np.ones(8, np.uint8)
         core, remote = self._link._core, self._remote._core
-        samples = drivers.write_complete(core, local.ctypes.data, 8, remote, 0, SMALL, 1)
+        samples = bench_loops.write_complete(core, local.ctypes.data, 8, remote, 0, SMALL, 1)
         return statistics.median(samples)
 
     def python_seconds(self) -> float:

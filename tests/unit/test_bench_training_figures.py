@@ -24,7 +24,7 @@ from tensorwire_benchmarks.report import draw_training
 from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire_benchmarks.verdicts import judge_alone, judge_training
 
-drivers = _core.drivers
+bench_loops = _core.bench_loops
 
 
 def at(begin: float, ready: float, readable: float, end: float) -> StepTimes:
@@ -135,7 +135,7 @@ def address(array: np.ndarray) -> int:
 def test_the_limit_computes_what_it_says(
     elements: int, threads: int, workers: int, states: int
 ) -> None:
-    rate, momentum, beta1, beta2, epsilon, decay = drivers.exchange_limit_constants()
+    rate, momentum, beta1, beta2, epsilon, decay = bench_loops.exchange_limit_constants()
     random = np.random.default_rng(elements)
 
     def some() -> np.ndarray:
@@ -158,7 +158,7 @@ def test_the_limit_computes_what_it_says(
             kept[1] = beta2 * kept[1] + (1 - beta2) * mean**2
             expected = expected * (1 - rate * decay) - rate * kept[0] / (np.sqrt(kept[1]) + epsilon)
 
-    seconds = drivers.exchange_limit(
+    seconds = bench_loops.exchange_limit(
         address(parameters), [address(s) for s in state], [address(g) for g in gradients],
         elements, threads, 3,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def test_the_limit_refuses_what_it_cannot_do(
     states: list[int], gradients: list[int], threads: int
 ) -> None:
     with pytest.raises((TensorwireError, ValueError), match="exchange_limit"):
-        drivers.exchange_limit(8, states, gradients, 1, threads, 1)
+        bench_loops.exchange_limit(8, states, gradients, 1, threads, 1)
 
 
 # --- the gRPC server's arithmetic ---------------------------------------------------------------

@@ -8,8 +8,18 @@ from typing import Annotated, Any, Final, overload
 import numpy
 from numpy.typing import NDArray
 
-from tensorwire._core import drivers as drivers
+from tensorwire._core import bench_loops as bench_loops
 
+
+class Buffer:
+    def __init__(self, address: int, size_bytes: int, writable: bool, owner: object) -> None: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+def same_bytes(one: object, other: object) -> bool: ...
+
+def checksum(local: object) -> int: ...
 
 class Transfer:
     """
@@ -57,6 +67,21 @@ class Transfer:
 
     def __await__(self) -> Generator[Any, None, None]: ...
 
+class Notifier:
+    @overload
+    def __init__(self, node: Node) -> None: ...
+
+    @overload
+    def __init__(self, transfer: Transfer) -> None: ...
+
+    def fileno(self) -> int: ...
+
+    def arm(self) -> None: ...
+
+    def disarm(self) -> None: ...
+
+    def drain(self) -> None: ...
+
 class PrivateMapping:
     @property
     def size_bytes(self) -> int: ...
@@ -72,10 +97,6 @@ class LocalMemory:
     def __init__(self, size_bytes: int) -> None: ...
 
     def map_private(self) -> PrivateMapping: ...
-
-def same_bytes(one: object, other: object) -> bool: ...
-
-def checksum(local: object) -> int: ...
 
 class View:
     pass
@@ -144,12 +165,6 @@ class RemoteRegion:
 
     @property
     def readable(self) -> bool: ...
-
-class Buffer:
-    def __init__(self, address: int, size_bytes: int, writable: bool, owner: object) -> None: ...
-
-    @property
-    def size_bytes(self) -> int: ...
 
 class Prepared:
     @property
@@ -224,32 +239,11 @@ class Peer:
 
     def inject(self, plan: FaultPlan | None) -> None: ...
 
-class Notifier:
-    @overload
-    def __init__(self, node: Node) -> None: ...
-
-    @overload
-    def __init__(self, transfer: Transfer) -> None: ...
-
-    def fileno(self) -> int: ...
-
-    def arm(self) -> None: ...
-
-    def disarm(self) -> None: ...
-
-    def drain(self) -> None: ...
-
 class Node:
     def __init__(self, name: str, host: str, port: int, secret: bytes, transports: Sequence[str], try_rdma: bool, rdma_device: str, quota_bytes: int, max_peers: int, handshake_timeout_s: float, peer_timeout_s: float) -> None: ...
 
     @property
-    def no_rdma(self) -> str: ...
-
-    @property
     def name(self) -> str: ...
-
-    @property
-    def host(self) -> str: ...
 
     @property
     def port(self) -> int: ...
@@ -262,8 +256,6 @@ class Node:
 
     @property
     def progress_id(self) -> int: ...
-
-    def check_open(self) -> None: ...
 
     def allocate(self, size_bytes: int, name: str, writable: bool, readable: bool, mappable: bool = False) -> Region: ...
 
@@ -307,9 +299,3 @@ def memory_limit(root: str = '') -> tuple[int, str]:
     """
     How many bytes of memory this process may have, and what sets that limit.
     """
-
-def fork_epoch() -> int:
-    """Grows by one in each forked child."""
-
-def hmac_sha256(key: bytes, text: bytes) -> bytes:
-    """The handshake's HMAC, for tests against a known good one."""

@@ -42,7 +42,7 @@ Runner = Callable[[int, int], Samples]
 """Runs `count` samples of `batch` operations each."""
 
 # Any: the loops also take what _native finds behind the public objects.
-_drivers: Any = _core.drivers
+_loops: Any = _core.bench_loops
 
 
 def batch_of(case: str) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Driver:
         call = target.read if read else target.write
 
         def native(count: int, batch: int) -> Samples:
-            loop = _drivers.read_complete if read else _drivers.write_complete
+            loop = _loops.read_complete if read else _loops.write_complete
             samples: Samples = loop(peer, near, size_bytes, far, 0, count, batch)
             return samples
 
@@ -134,9 +134,9 @@ class Driver:
             CPP: native,
         }
         if self._wire == "shm":
-            mapped = _drivers.mapped_address(far)
+            mapped = _loops.mapped_address(far)
             to, origin = (near, mapped) if read else (mapped, near)
-            runners["memcpy"] = lambda count, batch: _drivers.copy_memory(
+            runners["memcpy"] = lambda count, batch: _loops.copy_memory(
                 to, origin, size_bytes, count, batch
             )
         elif case == "round_trip":
@@ -158,7 +158,7 @@ class Driver:
         native_list = _native(prepared)
 
         def native(count: int, batch: int) -> Samples:
-            samples: Samples = _drivers.start_complete(native_list, chosen, count, batch)
+            samples: Samples = _loops.start_complete(native_list, chosen, count, batch)
             return samples
 
         runners: dict[str, Runner] = {
@@ -166,8 +166,8 @@ class Driver:
             CPP: native,
         }
         if self._wire == "shm":
-            near, mapped = self._array.ctypes.data, _drivers.mapped_address(_native(self._remote))
-            runners["memcpy"] = lambda count, batch: _drivers.copy_pieces(
+            near, mapped = self._array.ctypes.data, _loops.mapped_address(_native(self._remote))
+            runners["memcpy"] = lambda count, batch: _loops.copy_pieces(
                 mapped, near, piece, stride, pieces, count, batch
             )
         else:
@@ -208,7 +208,7 @@ class Driver:
     def _ping_native(self, count: int, pause_s: float) -> Samples:
         extra = 0 if pause_s else _UNTIMED_PINGS
         first = self._next_signals(CPP, count + extra)
-        samples: Samples = _drivers.signal_ping(
+        samples: Samples = _loops.signal_ping(
             _native(self._node), _native(self._words), 0, _native(self._peer),
             _native(self._remote_words), 0, first, count + extra, pause_s, _WAIT_S,
         )  # fmt: skip
@@ -220,7 +220,7 @@ class Driver:
         native_peer, native_words = _native(peer), _native(self._remote_words)
 
         def native(count: int, batch: int) -> Samples:
-            samples: Samples = _drivers.fetch_add_complete(
+            samples: Samples = _loops.fetch_add_complete(
                 native_peer, native_words, 64, count, batch
             )
             return samples
@@ -300,7 +300,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     def pong(system: str, first: int, count: int) -> bool:
         mine, theirs = state["words"].word(0), state["theirs"].word(0)
         if system == CPP:
-            _drivers.signal_pong(
+            _loops.signal_pong(
                 _native(state["node"]), _native(state["words"]), 0, _native(state["peer"]),
                 _native(state["theirs"]), 0, first, count, _WAIT_S,
             )  # fmt: skip

@@ -1,8 +1,8 @@
 """A raw TCP socket between two processes: what the network itself allows, and the limit of tcp.
 
-Measured: blocking C loops (`tensorwire._core.drivers`) on a connected stream with TCP_NODELAY and
-the kernel's own buffer sizing. The sender's clock stops at a one-byte acknowledgement (send), at
-the last byte of the answer (fetch), or at the last byte of the echo (echo). One fresh connection
+Measured: blocking C loops (`tensorwire._core.bench_loops`) on a connected stream with TCP_NODELAY
+and the kernel's own buffer sizing. The sender's clock stops at a one-byte acknowledgement (send),
+at the last byte of the answer (fetch), or at the last byte of the echo (echo). One fresh connection
 per mode and size, so no byte of framing is part of the figure. The server listens on a free port
 for one connection that knows the token, which travels by another way.
 """
@@ -30,16 +30,16 @@ _TOKEN_BYTES = 16
 _PATIENCE_S = 10
 _STRANGERS = 8
 
-_drivers: Any = _core.drivers
+_loops: Any = _core.bench_loops
 _SERVED = {
-    "send": _drivers.serve_sink,
-    "fetch": _drivers.serve_source,
-    "echo": _drivers.serve_echo,
+    "send": _loops.serve_sink,
+    "fetch": _loops.serve_source,
+    "echo": _loops.serve_echo,
 }
 _RUN = {
-    "send": _drivers.socket_send,
-    "fetch": _drivers.socket_fetch,
-    "echo": _drivers.socket_ping_pong,
+    "send": _loops.socket_send,
+    "fetch": _loops.socket_fetch,
+    "echo": _loops.socket_ping_pong,
 }
 
 

@@ -44,7 +44,7 @@ _PATIENCE_S = 30.0
 _BLOCK_S = 2e-3
 _MAX_BLOCK, _MAX_ROUNDS = 200, 200
 
-_drivers: Any = _core.drivers
+_loops: Any = _core.bench_loops
 
 Run = Callable[[int], Sequence[float]]
 Progress = Callable[[int, str], None]
@@ -237,12 +237,12 @@ class Session:
         """The limit beside a case, or None and the reason if there should be one."""
         kind = LIMITS.get(self.transport)
         if kind == MEMCPY and case.action != "signal" and case.size_bytes >= LARGE_BYTES:
-            mapped = _drivers.mapped_address(remote._core)
+            mapped = _loops.mapped_address(remote._core)
             ends = (mapped, near.ctypes.data)
             target, source = ends if case.action == "write" else ends[::-1]
 
             def copy(count: int) -> Sequence[float]:
-                samples: Sequence[float] = _drivers.copy_memory(
+                samples: Sequence[float] = _loops.copy_memory(
                     target, source, case.size_bytes, count, 1
                 )
                 return samples

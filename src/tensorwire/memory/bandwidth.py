@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorwire._core import drivers
+from tensorwire._core import bench_loops
 
 from .devices import interface, rdma_ports
 from .handle import split_address
@@ -27,7 +27,7 @@ _PROBE_BYTES = 8 << 20
 def memory_gb_per_s() -> float:
     """Speed of one memcpy of 8 MiB in this process, measured once (some milliseconds)."""
     source, target = np.ones(_PROBE_BYTES, np.uint8), np.ones(_PROBE_BYTES, np.uint8)
-    seconds = drivers.copy_memory(target.ctypes.data, source.ctypes.data, _PROBE_BYTES, 5, 1)
+    seconds = bench_loops.copy_memory(target.ctypes.data, source.ctypes.data, _PROBE_BYTES, 5, 1)
     return _PROBE_BYTES / statistics.median(seconds) / 1e9
 
 

@@ -1,4 +1,4 @@
-#include "drivers.h"
+#include "bench_loops.h"
 
 #include <sys/socket.h>
 #if defined(__x86_64__)
@@ -21,7 +21,7 @@
 #include "prepared.h"
 #include "transfer.h"
 
-namespace tensorwire::drivers {
+namespace tensorwire::bench_loops {
 namespace {
 
 // Runs `operation` repeats x batch times and returns the mean of each batch in seconds.
@@ -397,4 +397,4 @@ void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& 
   }
 }
 
-}  // namespace tensorwire::drivers
+}  // namespace tensorwire::bench_loops

@@ -1,4 +1,5 @@
-// Tight measuring loops for `tensorwire bench`, exposed to Python as `tensorwire._core.drivers`.
+// Tight measuring loops for `tensorwire bench`, exposed to Python as
+// `tensorwire._core.bench_loops`.
 //
 // They answer what the C++ core costs without Python around it, and what the machine itself allows
 // (memcpy, a raw TCP socket). No policy, no printing, no Python; pinning and process set-up are the
@@ -20,7 +21,7 @@ class Prepared;
 struct Region;
 struct RemoteRegion;
 
-namespace drivers {
+namespace bench_loops {
 
 using Samples = std::vector<double>;
 
@@ -108,5 +109,5 @@ void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& 
                  const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
                  std::size_t rounds, double timeout_s);
 
-}  // namespace drivers
+}  // namespace bench_loops
 }  // namespace tensorwire

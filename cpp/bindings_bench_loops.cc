@@ -1,0 +1,50 @@
+// The measuring loops, as the submodule `bench_loops`.
+#include "bindings.h"
+
+#include "bench_loops.h"
+
+namespace tensorwire {
+
+void bind_bench_loops(nb::module_& m) {
+  using namespace bench_loops;
+  using Release = nb::call_guard<WithoutGil>;
+  nb::module_ d = m.def_submodule("bench_loops", "Measuring loops in C++, for tensorwire bench.");
+  d.def("copy_memory", &copy_memory, "target"_a, "source"_a, "size_bytes"_a, "repeats"_a, "batch"_a,
+        Release());
+  d.def("copy_pieces", &copy_pieces, "target"_a, "source"_a, "piece_bytes"_a, "stride_bytes"_a,
+        "pieces"_a, "repeats"_a, "batch"_a, Release());
+  d.def("mapped_address", &mapped_address, "remote"_a);
+  d.def("socket_ping_pong", &socket_ping_pong, "descriptor"_a, "buffer"_a, "size_bytes"_a,
+        "repeats"_a, "batch"_a, Release());
+  d.def("socket_send", &socket_send, "descriptor"_a, "buffer"_a, "size_bytes"_a, "repeats"_a,
+        "batch"_a, Release());
+  d.def("socket_fetch", &socket_fetch, "descriptor"_a, "buffer"_a, "size_bytes"_a, "repeats"_a,
+        "batch"_a, Release());
+  d.def("serve_echo", &serve_echo, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("serve_sink", &serve_sink, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("serve_source", &serve_source, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("exchange_limit", &exchange_limit, "parameters"_a, "states"_a, "gradients"_a, "elements"_a,
+        "threads"_a, "repeats"_a, Release());
+  d.def("exchange_limit_constants", &exchange_limit_constants);
+  d.def("write_complete", &write_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
+        "offset"_a, "repeats"_a, "batch"_a, Release());
+  d.def("write_pipelined", &write_pipelined, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
+        "offset"_a, "count"_a, "depth"_a, Release());
+  d.def("read_complete", &read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
+        "offset"_a, "repeats"_a, "batch"_a, Release());
+  d.def(
+      "start_complete",
+      [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
+        WithoutGil release;
+        return start_complete(*p.prepared, indices, repeats, batch);
+      },
+      "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);
+  d.def("fetch_add_complete", &fetch_add_complete, "peer"_a, "remote"_a, "offset"_a, "repeats"_a,
+        "batch"_a, Release());
+  d.def("signal_ping", &signal_ping, "node"_a, "mine"_a, "my_offset"_a, "peer"_a, "theirs"_a,
+        "their_offset"_a, "first"_a, "rounds"_a, "pause_s"_a, "timeout_s"_a, Release());
+  d.def("signal_pong", &signal_pong, "node"_a, "mine"_a, "my_offset"_a, "peer"_a, "theirs"_a,
+        "their_offset"_a, "first"_a, "rounds"_a, "timeout_s"_a, Release());
+}
+
+}  // namespace tensorwire

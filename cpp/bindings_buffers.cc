@@ -1,0 +1,188 @@
+// The local memory of transfers: buffers of Python objects, and what keeps them until the end.
+#include "bindings.h"
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+#include "private_mapping.h"
+
+namespace tensorwire {
+namespace {
+
+// Objects whose transfers ended on a thread without the GIL; dropped by the next call that has it.
+struct Graveyard {
+  std::mutex mutex;
+  std::vector<Py_buffer*> views;
+  std::vector<PyObject*> objects;
+  std::atomic<bool> occupied{false};
+  std::atomic<bool> asked{false};
+};
+
+Graveyard& graveyard() {
+  static auto* instance = new Graveyard;  // outlives the interpreter
+  return *instance;
+}
+
+template <class T>
+void inter(std::vector<T*> Graveyard::* list, T* dead) {
+  Graveyard& g = graveyard();
+  {
+    std::lock_guard lock(g.mutex);
+    (g.*list).push_back(dead);
+    g.occupied = true;
+  }
+  // Nobody may call for a long time: let the main thread do it when it gets round to it.
+  if (!g.asked.exchange(true)) {
+    auto bury = [](void*) {
+      graveyard().asked = false;
+      bury_the_dead();
+      return 0;
+    };
+    if (Py_AddPendingCall(bury, nullptr) != 0) g.asked = false;
+  }
+}
+
+void release_view(void* view) { inter(&Graveyard::views, static_cast<Py_buffer*>(view)); }
+
+// An 'O' in the format (PEP 3118) outside the names of fields, which stand between colons.
+bool holds_objects(const char* format) {
+  bool in_name = false;
+  for (; format != nullptr && *format != 0; ++format) {
+    if (*format == ':') in_name = !in_name;
+    if (*format == 'O' && !in_name) return true;
+  }
+  return false;
+}
+
+// numpy exports no dtype that struct has no letter for (datetime64, also in a structure), though
+// its items are bytes like others: the same array as items without a meaning. Else nothing.
+nb::object as_plain_items(nb::handle object) {
+  nb::object dtype = nb::getattr(object, "dtype", nb::none());
+  nb::object has_object = nb::getattr(dtype, "hasobject", nb::none());
+  if (!has_object.is(nb::bool_(false))) return {};
+  nb::object items = nb::str("V{}").attr("format")(dtype.attr("itemsize"));
+  return object.attr("view")(items);
+}
+
+Error read_only() {
+  return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
+}
+
+[[noreturn]] void explain(nb::handle object, bool writable) {
+  if (!PyObject_CheckBuffer(object.ptr())) {
+    throw Error(Code::kType, std::string("expected an array, tensor, bytes-like object or Region, "
+                                         "not ") +
+                                 Py_TYPE(object.ptr())->tp_name);
+  }
+  Py_buffer any;
+  if (PyObject_GetBuffer(object.ptr(), &any, PyBUF_STRIDED_RO | PyBUF_FORMAT) == 0) {
+    bool contiguous = PyBuffer_IsContiguous(&any, 'C') != 0, read_only_view = any.readonly != 0;
+    PyBuffer_Release(&any);
+    if (!contiguous) {
+      throw Error(Code::kInvalid,
+                  "the array is not contiguous in memory; pass numpy.ascontiguousarray(array) or "
+                  "tensor.contiguous()");
+    }
+    if (writable && read_only_view) throw read_only();
+  }
+  PyErr_Clear();
+  throw Error(Code::kType, std::string("cannot get at the memory of a ") +
+                               Py_TYPE(object.ptr())->tp_name +
+                               "; if it is an array, use a numeric dtype");
+}
+
+}  // namespace
+
+void bury_the_dead() {
+  Graveyard& g = graveyard();
+  if (!g.occupied.load(std::memory_order_acquire)) return;
+  std::vector<Py_buffer*> views;
+  std::vector<PyObject*> objects;
+  {
+    std::lock_guard lock(g.mutex);
+    views.swap(g.views);
+    objects.swap(g.objects);
+    g.occupied = false;
+  }
+  for (auto* view : views) {
+    PyBuffer_Release(view);
+    delete view;
+  }
+  for (auto* object : objects) Py_DECREF(object);
+}
+
+void release_object(void* object) { inter(&Graveyard::objects, static_cast<PyObject*>(object)); }
+
+Local::Local(nb::handle object, bool writable) {
+  Buffer* buffer = nullptr;
+  if (nb::try_cast(object, buffer, false) && buffer != nullptr) {
+    if (writable && !buffer->writable) throw read_only();
+    data_ = reinterpret_cast<std::byte*>(buffer->address);
+    size_ = buffer->size;
+    owner_ = nb::borrow(object);
+    return;
+  }
+  int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+    // An object's own __buffer__ may be Python code: what interrupts it is no matter of buffers.
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
+    PyErr_Clear();
+    owner_ = as_plain_items(object);
+    if (!owner_.is_valid() || PyObject_GetBuffer(owner_.ptr(), &view_, flags) != 0) {
+      PyErr_Clear();
+      explain(owner_.is_valid() ? owner_ : object, writable);
+    }
+  }
+  if (holds_objects(view_.format)) {
+    PyBuffer_Release(&view_);
+    throw Error(Code::kType, "arrays of Python objects cannot be transferred; use a numeric dtype");
+  }
+  has_view_ = true;
+  data_ = static_cast<std::byte*>(view_.buf);
+  size_ = static_cast<uint64_t>(view_.len);
+}
+
+void Local::keep_until_done(Transfer& transfer) {
+  if (has_view_) {
+    auto* view = new Py_buffer(view_);
+    if (transfer.hold({view, release_view})) {
+      has_view_ = false;
+    } else {
+      delete view;
+    }
+  } else if (owner_.is_valid()) {
+    Py_INCREF(owner_.ptr());
+    if (!transfer.hold({owner_.ptr(), release_object})) Py_DECREF(owner_.ptr());
+  }
+}
+
+void bind_buffers(nb::module_& m) {
+  nb::class_<Buffer>(m, "Buffer")
+      .def(
+          "__init__",
+          [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
+            new (self) Buffer{address, size_bytes, writable, std::move(owner)};
+          },
+          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a)
+      .def_ro("size_bytes", &Buffer::size);
+  m.def(
+      "same_bytes",
+      [](nb::handle one, nb::handle other) {
+        Local first(one, false), second(other, false);
+        WithoutGil release;
+        return first.size() == second.size() &&
+               std::memcmp(first.data(), second.data(), first.size()) == 0;
+      },
+      "one"_a, "other"_a);
+  m.def(
+      "checksum",
+      [](nb::handle local) {
+        Local bytes(local, false);
+        WithoutGil release;
+        return checksum({bytes.data(), bytes.size()});
+      },
+      "local"_a);
+}
+
+}  // namespace tensorwire

@@ -1,0 +1,250 @@
+// Peers: how transfers start, prepared lists, and questions that are waited for.
+#include "bindings.h"
+
+#include <span>
+
+namespace tensorwire {
+namespace {
+
+// Up to these sizes a transfer does not hold up other threads long enough to be worth letting go of
+// the GIL and taking it back: one memcpy on shm, a system call on the others.
+constexpr uint64_t kKeepGilShmBytes = 1 << 20;
+constexpr uint64_t kKeepGilBytes = 64 << 10;
+
+std::shared_ptr<RemoteRegion> answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
+                                     std::optional<double> timeout_s) {
+  try {
+    if (!wait_patiently([&](Deadline d) { return asked->transfer->wait(d); }, timeout_s)) {
+      time_out(std::string(what) + ": no answer from peer '" + peer->name() + "'", *timeout_s);
+    }
+  } catch (...) {
+    peer->abandon(asked);
+    throw;
+  }
+  return std::const_pointer_cast<RemoteRegion>(peer->finish(asked));
+}
+
+using MaybeWord = std::optional<std::shared_ptr<RemoteRegion>>;
+
+SignalTo signal_to(const MaybeWord& word, uint64_t offset, uint64_t value) {
+  return {word ? word->get() : nullptr, offset, value};
+}
+
+PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
+  if (!transfer->done()) {
+    for (Local& local : locals) local.keep_until_done(*transfer);
+  }
+  return {std::move(transfer)};
+}
+
+template <class Start>
+TransferPtr start_transfer(const Peer& peer, uint64_t bytes, const Start& start) {
+  bury_the_dead();
+  if (bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
+  WithoutGil release;
+  return start();
+}
+
+PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remote, uint64_t offset,
+                        uint64_t limit, const SignalTo& signal, uint64_t inline_limit,
+                        bool is_write) {
+  Local local(object, !is_write);
+  if (local.size() > limit) {
+    throw Error(Code::kInvalid, "the local memory has " + std::to_string(local.size()) +
+                                    " bytes, the target only " + std::to_string(limit) +
+                                    "; slice one of them");
+  }
+  Piece piece{local.data(), &remote, offset, local.size()};
+  auto transfer = start_transfer(peer, local.size(), [&] {
+    return is_write ? peer.write({&piece, 1}, signal, inline_limit)
+                    : peer.read({&piece, 1}, inline_limit);
+  });
+  return hand_over(std::move(transfer), {&local, 1});
+}
+
+using Objects = nb::typed<nb::sequence, nb::object>;
+using Remotes = std::vector<std::shared_ptr<RemoteRegion>>;
+using Offsets = std::vector<uint64_t>;
+
+struct PieceList {
+  std::vector<Local> locals;
+  std::vector<Piece> pieces;
+  uint64_t bytes = 0;
+};
+
+PieceList piece_list(const Objects& objects, const Remotes& remotes, const Offsets& offsets,
+                     bool writable) {
+  PieceList list;
+  size_t count = nb::len(objects);
+  if (count != remotes.size() || count != offsets.size()) {
+    throw Error(Code::kInvalid, "there are " + std::to_string(count) + " local and " +
+                                    std::to_string(remotes.size()) + " remote pieces");
+  }
+  list.locals.reserve(count);
+  for (nb::handle object : objects) {
+    Local& local = list.locals.emplace_back(object, writable);
+    size_t i = list.pieces.size();
+    if (!remotes[i]) throw Error(Code::kType, "a remote piece is a RemoteRegion, not None");
+    list.pieces.push_back({local.data(), remotes[i].get(), offsets[i], local.size()});
+    list.bytes += local.size();
+  }
+  return list;
+}
+
+PyTransfer transfer_many(Peer& peer, const Objects& objects, const Remotes& remotes,
+                         const Offsets& offsets, const SignalTo& signal, uint64_t inline_limit,
+                         bool is_write) {
+  PieceList list = piece_list(objects, remotes, offsets, !is_write);
+  auto transfer = start_transfer(peer, list.bytes, [&] {
+    return is_write ? peer.write(list.pieces, signal, inline_limit)
+                    : peer.read(list.pieces, inline_limit);
+  });
+  return hand_over(std::move(transfer), list.locals);
+}
+
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+}  // namespace
+
+void bind_peer(nb::module_& m) {
+  nb::class_<PyPrepared>(m, "Prepared")
+      .def_prop_ro("size", [](const PyPrepared& p) { return p.prepared->size(); })
+      .def_prop_ro("bytes", [](const PyPrepared& p) { return p.prepared->bytes(); })
+      .def_prop_ro("runs", [](const PyPrepared& p) { return p.prepared->runs(); })
+      .def(
+          "start",
+          [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
+             uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+            auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
+            SignalTo signal = signal_to(word, word_offset, value);
+            auto transfer = start_transfer(*prepared.peer(), prepared.bytes(), [&] {
+              return indices
+                         ? prepared.start({indices->data(), indices->size()}, signal, inline_limit)
+                         : prepared.start(signal, inline_limit);
+            });
+            if (!transfer->done()) {
+              Py_INCREF(self.ptr());
+              if (!transfer->hold({self.ptr(), release_object})) Py_DECREF(self.ptr());
+            }
+            return PyTransfer{std::move(transfer)};
+          },
+          "indices"_a.none() = nb::none(), "word"_a.none() = nb::none(), "word_offset"_a = 0,
+          "value"_a = 0, "inline_limit"_a = 0);
+
+  nb::class_<FaultPlan>(m, "FaultPlan")
+      .def(nb::init<uint64_t, const std::string&, double>(), "nth"_a, "action"_a, "delay_s"_a = 0.0)
+      .def_prop_ro("count", &FaultPlan::count)
+      .def_prop_ro("hit", &FaultPlan::hit);
+
+  nb::class_<Peer>(m, "Peer")
+      .def_prop_ro("name", &Peer::name)
+      .def_prop_ro("address", &Peer::address)
+      .def_prop_ro("incarnation", &Peer::incarnation)
+      .def_prop_ro("pid", &Peer::pid)
+      .def_prop_ro("transport", &Peer::transport)
+      .def_prop_ro("reason", &Peer::reason)
+      .def_prop_ro("wire", &Peer::wire)
+      .def_prop_ro("lost", &Peer::lost)
+      .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
+      .def(
+          "allocate",
+          [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
+             std::optional<double> timeout_s) {
+            return answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
+                          timeout_s);
+          },
+          "size_bytes"_a, "name"_a, "timeout_s"_a.none())
+      .def(
+          "lookup",
+          [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
+            return answer(p, p->ask_lookup(name), "region", timeout_s);
+          },
+          "name"_a, "timeout_s"_a.none())
+      .def(
+          "attach",
+          [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
+             bool copied) {
+            return answer(p, p->ask_attach(id, generation, copied), "region", timeout_s);
+          },
+          "id"_a, "generation"_a, "timeout_s"_a.none(), "copied"_a = false)
+      .def(
+          "free",
+          [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
+            answer(p, p->ask_free(remote), "free", timeout_s);
+          },
+          "remote"_a, "timeout_s"_a.none())
+      .def(
+          "write",
+          [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+            return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
+                                 inline_limit, true);
+          },
+          "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none() = nb::none(), "word_offset"_a = 0,
+          "value"_a = 0, "inline_limit"_a = 0)
+      .def(
+          "read",
+          [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
+             uint64_t inline_limit) {
+            return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
+          },
+          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
+      .def(
+          "write_one",
+          [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+            return transfer_one(p, local, remote, offset, limit,
+                                signal_to(word, word_offset, value), inline_limit, true);
+          },
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none() = nb::none(),
+          "word_offset"_a = 0, "value"_a = 0, "inline_limit"_a = 0)
+      .def(
+          "read_one",
+          [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
+             uint64_t inline_limit) {
+            return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
+          },
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a = 0)
+      .def(
+          "signal",
+          [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,
+             const std::vector<PyTransfer*>& after) {
+            bury_the_dead();
+            std::vector<TransferPtr> transfers;
+            for (auto* t : after) {
+              if (t == nullptr) throw Error(Code::kType, "after= takes transfers, not None");
+              transfers.push_back(t->transfer);
+            }
+            return PyTransfer{p.signal({&word, word_offset, value}, transfers)};
+          },
+          "word"_a, "word_offset"_a, "value"_a, "after"_a)
+      .def(
+          "fetch_add",
+          [](Peer& p, const RemoteRegion& remote, uint64_t offset, int64_t value) {
+            bury_the_dead();
+            return PyTransfer{p.fetch_add(remote, offset, static_cast<uint64_t>(value))};
+          },
+          "remote"_a, "offset"_a, "value"_a)
+      .def(
+          "prepare",
+          [](const PeerPtr& p, bool write, const Objects& locals, const Remotes& remotes,
+             const Offsets& offsets) {
+            PieceList list = piece_list(locals, remotes, offsets, !write);
+            std::vector<Prepared::Item> items;
+            for (size_t i = 0; i < list.pieces.size(); ++i) {
+              items.push_back(
+                  {list.pieces[i].local, remotes[i], offsets[i], list.pieces[i].length});
+            }
+            return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
+                                  std::move(list.locals));
+          },
+          "write"_a, "locals"_a, "remotes"_a, "offsets"_a)
+      .def(
+          "inject",
+          [](Peer& p, std::optional<std::shared_ptr<FaultPlan>> plan) {
+            p.inject(plan ? *plan : nullptr);
+          },
+          "plan"_a.none());
+}
+
+}  // namespace tensorwire

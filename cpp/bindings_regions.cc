@@ -1,0 +1,154 @@
+// Regions here and at peers, and Python's views of their memory.
+#include "bindings.h"
+
+#include "private_mapping.h"
+#include "word.h"
+
+namespace tensorwire {
+namespace {
+
+constexpr const char* kGone =
+    "the Node is closed and its memory given back; only arrays and views from before stay";
+
+// Memory of this process alone that can be mapped twice; no Node is needed for it.
+struct LocalMemory {
+  std::shared_ptr<Mapping> mapping;
+};
+
+std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapping) {
+  check_not_forked(*mapping);
+  if (mapping->descriptor() < 0) {
+    throw Error(Code::kUnavailable,
+                "the region's memory cannot be mapped again: this Node shares none");
+  }
+  return std::make_shared<PrivateMapping>(mapping, mapping->descriptor());
+}
+
+// Whatever shows memory of a region refers to one of these: it keeps the memory, also when the Node
+// is closed. (numpy refers to the exporter of a memoryview and not to its buffer, so that counting
+// exports would not do.)
+struct View {
+  View(std::shared_ptr<Mapping> of, uint64_t size, bool writable)
+      : mapping(std::move(of)), size(size), writable(writable) {
+    if (!mapping) throw Error(Code::kUnavailable, "the region has no memory in this process");
+    check_not_forked(*mapping);
+    if (!mapping->add_view()) throw Error(Code::kClosed, kGone);
+  }
+  ~View() { mapping->drop_view(); }
+  View(const View&) = delete;
+
+  const std::shared_ptr<Mapping> mapping;
+  const uint64_t size;
+  const bool writable;
+};
+
+// What a class shows as a buffer; usable unless it belongs to the process that this was forked
+// from.
+struct Shown {
+  bool usable;
+  std::byte* data;
+  size_t size;
+  bool read_only = false;
+};
+
+Shown shown(const View& v) { return {v.mapping->usable(), v.mapping->data(), v.size, !v.writable}; }
+Shown shown(const PrivateMapping& p) { return {p.usable(), p.data(), p.size()}; }
+Shown shown(const LocalMemory& l) {
+  return {l.mapping->usable(), l.mapping->data(), l.mapping->size()};
+}
+
+template <class T>
+nb::type_slots exporter() {
+  getbufferproc get = [](PyObject* object, Py_buffer* buffer, int flags) {
+    Shown memory = shown(*nb::inst_ptr<T>(nb::handle(object)));
+    buffer->obj = nullptr;
+    if (!memory.usable) {
+      set_error(Code::kClosed, kForked);
+      return -1;
+    }
+    return PyBuffer_FillInfo(buffer, object, memory.data, static_cast<Py_ssize_t>(memory.size),
+                             memory.read_only, flags);
+  };
+  static PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get)}, {0, nullptr}};
+  return nb::type_slots(slots);
+}
+
+}  // namespace
+
+void bind_regions(nb::module_& m) {
+  nb::class_<PrivateMapping>(m, "PrivateMapping", exporter<PrivateMapping>())
+      .def_prop_ro("size_bytes", &PrivateMapping::size)
+      .def_prop_ro_static("told_by_kernel",
+                          [](nb::handle) { return PrivateMapping::told_by_kernel(); })
+      .def(
+          "written",
+          [](PrivateMapping& p, bool compare) {
+            check_not_forked(p.shared());
+            return p.written(compare);
+          },
+          "compare"_a)
+      .def("revert", [](PrivateMapping& p) {
+        check_not_forked(p.shared());
+        p.revert();
+      });
+  nb::class_<LocalMemory>(m, "LocalMemory", exporter<LocalMemory>())
+      .def(
+          "__init__",
+          [](LocalMemory* self, uint64_t size_bytes) {
+            new (self) LocalMemory{Mapping::create(size_bytes, true, true)};
+          },
+          "size_bytes"_a)
+      .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
+  nb::class_<View>(m, "View", exporter<View>());
+  nb::class_<Region>(m, "Region")
+      .def("view", [](const Region& r) { return new View(r.mapping, r.size, true); })
+      .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
+      .def_prop_ro("name", [](const Region& r) { return r.name; })
+      .def_prop_ro("id", [](const Region& r) { return r.id; })
+      .def_prop_ro("generation", [](const Region& r) { return r.generation; })
+      .def_prop_ro("writable", [](const Region& r) { return r.access.write; })
+      .def_prop_ro("readable", [](const Region& r) { return r.access.read; })
+      .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
+      .def_prop_ro("address", [](const Region& r) { return reinterpret_cast<uint64_t>(r.data()); })
+      .def("discard",
+           [](const Region& r) {
+             check_not_forked(*r.mapping);
+             r.mapping->discard();
+           })
+      .def("map_private", [](const Region& r) { return map_private(r.mapping); })
+      .def(
+          "load_word",
+          [](const Region& r, uint64_t offset) {
+            if (offset % 8 != 0 || !r.contains(offset, 8)) {
+              throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
+            }
+            check_not_forked(*r.mapping);
+            uint64_t value = word_at(r.data() + offset).load(std::memory_order_acquire);
+            if (r.mapping->gone()) throw Error(Code::kClosed, kGone);
+            return value;
+          },
+          "offset"_a)
+      .def(
+          "reaches",  // for event loops: throws nothing but in a forked child
+          [](const Region& r, uint64_t offset, uint64_t value) {
+            check_not_forked(*r.mapping);
+            bool high = r.contains(offset, 8) &&
+                        word_at(r.data() + offset).load(std::memory_order_acquire) >= value;
+            return high || r.mapping->gone();
+          },
+          "offset"_a, "value"_a);
+  nb::class_<RemoteRegion>(m, "RemoteRegion")
+      .def("view",
+           [](const RemoteRegion& r) { return new View(r.mapping, r.size, r.access.write); })
+      .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
+      .def_prop_ro("copied", [](const RemoteRegion& r) { return r.copied; })
+      .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
+      .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
+      .def_prop_ro("id", [](const RemoteRegion& r) { return r.id; })
+      .def_prop_ro("generation", [](const RemoteRegion& r) { return r.generation; })
+      .def_prop_ro("incarnation", [](const RemoteRegion& r) { return r.incarnation; })
+      .def_prop_ro("writable", [](const RemoteRegion& r) { return r.access.write; })
+      .def_prop_ro("readable", [](const RemoteRegion& r) { return r.access.read; });
+}
+
+}  // namespace tensorwire

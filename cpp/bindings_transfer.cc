@@ -1,0 +1,131 @@
+// What Python waits for: transfers, and the notifiers of event loops.
+#include "bindings.h"
+
+namespace tensorwire {
+
+void run_signal_handlers() {
+  if (::gettid() != ::getpid()) return;
+  nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+[[noreturn]] void time_out(const std::string& what, double timeout_s) {
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%g", timeout_s);
+  throw Error(Code::kTimeout, what + " within " + seconds + " s");
+}
+
+namespace {
+
+void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s, uint32_t epoch) {
+  if (!transfer->done()) {
+    if (epoch != fork::epoch()) {
+      throw Error(Code::kClosed,
+                  "the transfer belongs to the process that this one was forked from");
+    }
+    if (!wait_patiently([&](Deadline d) { return transfer->wait(d); }, timeout_s)) {
+      time_out("the transfer did not complete (it goes on; only the waiting stopped)", *timeout_s);
+    }
+  }
+  bury_the_dead();
+  if (!transfer->status().ok()) throw Error(transfer->status());
+}
+
+// Tells an event loop of completions and doorbells of one Node.
+struct PyNotifier {
+  explicit PyNotifier(std::shared_ptr<Progress> of)
+      : progress(std::move(of)), notifier(std::make_shared<Notifier>()) {
+    progress->add(notifier);
+  }
+  PyNotifier(const PyNotifier&) = delete;
+  ~PyNotifier() {
+    if (progress->page_mapping()->usable()) progress->remove(notifier);
+  }
+
+  std::shared_ptr<Progress> progress;
+  std::shared_ptr<Notifier> notifier;
+};
+
+}  // namespace
+
+void bind_transfer(nb::module_& m) {
+  nb::class_<PyTransfer>(
+      m, "Transfer",
+      "One operation or one batch in flight; `await` it or `wait`.\n\n"
+      "It completes exactly once: placed in the target's memory, or failed. That tells nothing "
+      "about whether the target is awake or has looked. Until then it keeps the local memory "
+      "alive, which must not be changed (a source) or used (a destination). Dropping the object "
+      "does not stop the transfer. Any thread may use it.")
+      .def(
+          "done", [](const PyTransfer& t) { return t.transfer->done(); },
+          "True when it is complete, well or not. Never blocks.")
+      .def(
+          "wait",
+          [](const PyTransfer& t, std::optional<double> timeout_s) {
+            wait_transfer(t.transfer, timeout_s, t.epoch);
+          },
+          "timeout_s"_a = nb::none(),
+          "Waits until it is complete; may be called again, with the same outcome.\n\n"
+          "Args:\n"
+          "    timeout_s: None waits for ever, 0 only looks.\n\n"
+          "Raises:\n"
+          "    TimeoutError: it is not complete yet. Only the waiting has ended: the transfer "
+          "goes\n"
+          "        on, and its memory must stay as it is.\n"
+          "    PeerLostError: the peer or the link was lost; any part of the bytes may be placed.\n"
+          "    ClosedError: the Peer or Node was closed on this side, or this is a forked child.\n"
+          "    StaleHandleError: the region was freed; nothing was placed in other memory.\n"
+          "    PermissionError, ValueError: the owner of the memory refused.")
+      .def_prop_ro(
+          "progress_id", [](const PyTransfer& t) { return progress_id(t.transfer->progress()); },
+          "Equals that of its Node.")
+      .def_prop_ro(
+          "bytes", [](const PyTransfer& t) { return t.transfer->bytes; }, "Payload bytes.")
+      .def_prop_ro(
+          "value",
+          [](const PyTransfer& t) {
+            if (!t.transfer->done())
+              throw Error(Code::kBusy, "the transfer is not done yet; wait() for it first");
+            return t.transfer->value();
+          },
+          "What the word held before a fetch_add, when that is complete (else BusyError).")
+      .def_prop_ro(
+          "code",
+          [](const PyTransfer& t) {
+            return t.transfer->done() ? static_cast<int>(t.transfer->status().code) : 0;
+          },
+          "The error code of a failed transfer, 0 while pending or done well.")
+      .def(
+          "__await__",
+          [](nb::handle self) {
+            return nb::module_::import_("tensorwire.memory.aio")
+                .attr("wait_transfer")(self)
+                .attr("__await__")();
+          },
+          nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"));
+
+  nb::class_<PyNotifier>(m, "Notifier")
+      .def(
+          "__init__",
+          [](PyNotifier* self, const Node& node) { new (self) PyNotifier(node.progress()); },
+          "node"_a)
+      .def(
+          "__init__",
+          [](PyNotifier* self, const PyTransfer& t) {
+            new (self) PyNotifier(t.transfer->progress());
+          },
+          "transfer"_a)
+      .def("fileno", [](const PyNotifier& n) { return n.notifier->descriptor(); })
+      .def("arm",
+           [](PyNotifier& n) {
+             check_not_forked(*n.progress->page_mapping());
+             n.progress->arm(*n.notifier);
+           })
+      .def("disarm",
+           [](PyNotifier& n) {
+             if (n.progress->page_mapping()->usable()) n.progress->disarm(*n.notifier);
+           })
+      .def("drain", [](PyNotifier& n) { n.notifier->drain(); });
+}
+
+}  // namespace tensorwire

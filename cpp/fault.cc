@@ -1,0 +1,123 @@
+#include "fault.h"
+
+#include <map>
+
+namespace tensorwire {
+namespace {
+
+// The arguments of an operation that may start after its caller has returned.
+struct Kept {
+  Kept(std::span<const Piece> all, const SignalTo& to)
+      : pieces(all.begin(), all.end()), signal(to) {
+    for (const Piece& piece : pieces) {
+      regions.push_back(piece.remote->shared_from_this());
+      bytes += piece.length;
+    }
+    if (to.region != nullptr) regions.push_back(to.region->shared_from_this());
+  }
+
+  std::vector<Piece> pieces;
+  SignalTo signal;
+  std::vector<RemoteRegionPtr> regions;
+  uint64_t bytes = 0;
+};
+
+}  // namespace
+
+FaultPlan::FaultPlan(uint64_t nth, const std::string& action, double delay_s)
+    : delay_s(delay_s), nth_(nth) {
+  static const std::map<std::string, Action> actions{{"fail", Action::kFail},
+                                                     {"drop", Action::kDrop},
+                                                     {"delay", Action::kDelay},
+                                                     {"cut", Action::kCut}};
+  auto found = actions.find(action);
+  if (found == actions.end()) {
+    throw Error(Code::kInvalid,
+                "a fault's action is 'fail', 'drop', 'delay' or 'cut', not '" + action + "'");
+  }
+  if (nth == 0) throw Error(Code::kInvalid, "operations are counted from 1");
+  action_ = found->second;
+}
+
+std::optional<FaultPlan::Action> FaultPlan::next() {
+  if (count_.fetch_add(1) + 1 != nth_) return std::nullopt;
+  hit_ = true;
+  return action_;
+}
+
+TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()>& operation) {
+  auto action = plan_->next();
+  if (!action) return operation();
+  auto transfer = std::make_shared<Transfer>(progress_, counters_, bytes);
+  switch (*action) {
+    case FaultPlan::Action::kFail:
+      transfer->complete(Code::kUnavailable, "an injected fault: this operation failed");
+      break;
+    case FaultPlan::Action::kCut:
+      progress_->post([cut = cut_] {
+        cut({Code::kPeerLost, "an injected fault: the connection was cut"});
+        return false;
+      });
+      [[fallthrough]];
+    case FaultPlan::Action::kDrop: {
+      std::lock_guard lock(mutex_);
+      if (down_.ok()) {
+        dropped_.push_back(transfer);
+      } else {
+        transfer->complete(down_.code, down_.message);
+      }
+      break;
+    }
+    case FaultPlan::Action::kDelay: {
+      bool taken = progress_->after(plan_->delay_s, [transfer, operation, progress = progress_] {
+        auto inner = operation();
+        inner->then([inner = inner.get(), transfer, progress] {
+          transfer->complete(inner->status().code, inner->status().message, inner->value());
+          progress->notify();
+        });
+      });
+      if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
+      break;
+    }
+  }
+  return transfer;
+}
+
+TransferPtr FaultyChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
+                                 uint64_t inline_limit) {
+  Kept kept(pieces, signal);
+  return run(kept.bytes, [kept, channel = channel_.lock(), inline_limit] {
+    return channel->write(kept.pieces, kept.signal, inline_limit);
+  });
+}
+
+TransferPtr FaultyChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
+  Kept kept(pieces, {});
+  return run(kept.bytes, [kept, channel = channel_.lock(), inline_limit] {
+    return channel->read(kept.pieces, inline_limit);
+  });
+}
+
+TransferPtr FaultyChannel::signal(const SignalTo& signal) {
+  return run(0, [kept = Kept({}, signal), channel = channel_.lock()] {
+    return channel->signal(kept.signal);
+  });
+}
+
+TransferPtr FaultyChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
+  return run(0, [kept = Kept({}, {&region, offset, value}), channel = channel_.lock()] {
+    return channel->fetch_add(*kept.signal.region, kept.signal.offset, kept.signal.value);
+  });
+}
+
+void FaultyChannel::shutdown(const Status& status) {
+  std::vector<TransferPtr> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    down_ = status;
+    dropped.swap(dropped_);
+  }
+  for (auto& transfer : dropped) transfer->complete(status.code, status.message);
+}
+
+}  // namespace tensorwire
