@@ -83,7 +83,7 @@ class Team:
                 environment["TENSORWIRE_TRANSPORTS"] = "shm,tcp"
             self._start_workers(workers, _for_workers(environment, system, workers, address))
             orders = [
-                Order(system.module, model, rank, workers, optimizer, self._folder.name, address)
+                Order(system.trainer, model, rank, workers, optimizer, self._folder.name, address)
                 for rank in range(workers)
             ]
             self._call("start", orders, start_timeout_s)

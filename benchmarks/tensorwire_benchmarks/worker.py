@@ -44,7 +44,7 @@ from tensorwire_benchmarks.systems.base import Place, Trainer
 class Order:
     """What a worker is to be."""
 
-    module: str
+    trainer: str
     model: Model
     rank: int
     workers: int
@@ -107,7 +107,8 @@ class Worker:
         place = Place(
             torch, order.rank, order.workers, order.optimizer, order.folder, order.server, barrier
         )
-        self._trainer: Trainer = importlib.import_module(order.module).trainer(place, network)
+        module, _, name = order.trainer.partition(":")
+        self._trainer: Trainer = getattr(importlib.import_module(module), name)(place, network)
         self._loss = order.model.loss(torch)
         self._batches = order.model.batches(torch, order.rank)
         self._at = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tensorwire.cli import info as info_module
 from tensorwire.cli import main
 from tensorwire.doctor import advice, facts
+from tensorwire.doctor import inventory as info_module
 from tensorwire.memory.devices import RdmaPort
 
 LIBRARY = "tensorwire.torch.allocator.library"

@@ -69,30 +69,18 @@ class Driver(RivalDriver):
 
     def _ways(self, case: str, size_bytes: int) -> list[tuple[str, Operation]]:
         """The ways to move this many bytes: one call, or chunks in concurrent calls or a stream."""
-        cuts = [chunk for chunk in _CHUNKS if chunk < size_bytes and size_bytes > 1 << 18]
-        if case == "write":
-            whole = bytes(size_bytes)
-            ways: list[tuple[str, Operation]] = [("one call", lambda: self._put(whole))]
-            for chunk in cuts:
+        put = case == "write"
+        call = self._put if put else self._get
+        whole = bytes(size_bytes) if put else _asking(size_bytes)
+        ways: list[tuple[str, Operation]] = [("one call", lambda: call(whole))]
+        for chunk in _CHUNKS if size_bytes > 1 << 18 else ():
+            if chunk < size_bytes:
                 parts = _parts(size_bytes, chunk)
-                ways.append((f"{format_size(chunk)} calls", self._all_put(parts)))
-                ways.append((f"{format_size(chunk)} stream", self._streamed(parts)))
-            return ways
-        request = size_bytes.to_bytes(8, "little")
-        ways = [("one call", lambda: self._get(request))]
-        for chunk in cuts:
-            requests = [len(part).to_bytes(8, "little") for part in _parts(size_bytes, chunk)]
-            ways.append((f"{format_size(chunk)} calls", self._all_got(requests)))
+                sent = parts if put else [_asking(len(part)) for part in parts]
+                ways.append((f"{format_size(chunk)} calls", _concurrent(call, sent)))
+                if put:
+                    ways.append((f"{format_size(chunk)} stream", _streamed(self._stream_put, sent)))
         return ways
-
-    def _all_put(self, parts: list[bytes]) -> Operation:
-        return _concurrent(self._put, parts)
-
-    def _all_got(self, requests: list[bytes]) -> Operation:
-        return _concurrent(self._get, requests)
-
-    def _streamed(self, parts: list[bytes]) -> Operation:
-        return lambda: self._stream_put(iter(parts))
 
     def close(self) -> None:
         self._channel.close()
@@ -102,6 +90,15 @@ def _parts(size_bytes: int, chunk_bytes: int) -> list[bytes]:
     full, rest = divmod(size_bytes, chunk_bytes)
     chunk = bytes(chunk_bytes)
     return [chunk] * full + ([bytes(rest)] if rest else [])
+
+
+def _asking(size_bytes: int) -> bytes:
+    """The request for so many bytes."""
+    return size_bytes.to_bytes(8, "little")
+
+
+def _streamed(call: Any, parts: list[bytes]) -> Operation:
+    return lambda: call(iter(parts))
 
 
 def _concurrent(call: Any, requests: list[bytes]) -> Operation:

@@ -1,6 +1,6 @@
 """The systems that train, and whether they can run here.
 
-One file per system with a `trainer(place, module)`; nothing here imports torch or gRPC. `SYSTEMS`
+Each has a Trainer, in a file of its own; nothing here imports torch or gRPC. `SYSTEMS`
 are those that `bench training` compares.
 """
 
@@ -22,7 +22,7 @@ class System:
 
     Attributes:
         name: as in rows and on the command line.
-        module: the file with its `trainer`.
+        trainer: its Trainer, "module:class".
         needs: import names, each with what to do when it is missing.
         server: module to run as its server, None without one.
         carries: per wire, for the note: what its bytes really travel over.
@@ -33,7 +33,7 @@ class System:
     """
 
     name: str
-    module: str
+    trainer: str
     needs: tuple[tuple[str, str], ...]
     server: str | None
     carries: Mapping[str, str]
@@ -77,35 +77,36 @@ LIMIT_COPIES = 6
 """As `System.copies`: both ends of the raw socket."""
 
 
-def _own(name: str, module: str, copies: int) -> System:
+def _own(name: str, trainer: str = "OwnTrainer") -> System:
     return System(
         name,
-        f"{_PACKAGE}.{module}",
+        f"{_PACKAGE}.own:{trainer}",
         (_TORCH, ("tensorwire.torch", "it comes with tensorwire")),
         _OWN_SERVER,
         {"shm": "shared memory", "tcp": "loopback TCP"},
-        copies,
+        copies=10,
     )
 
 
 GRPC = System(
     "grpc",
-    f"{_PACKAGE}.grpc_worker",
+    f"{_PACKAGE}.grpc_worker:GrpcTrainer",
     (_TORCH, ("grpc", "pip install grpcio")),
     f"{_PACKAGE}.grpc_server",
     {"shm": "a unix socket", "tcp": "loopback TCP"},
     copies=28,
 )
-PLAN = _own("plan", "own", copies=10)
-COPY = _own("copy", "own_copy", copies=10)
-COMPUTATION = System("computation", f"{_PACKAGE}.computation", (_TORCH,), None, {}, 5, False, False)
+PLAN, COPY = _own("plan"), _own("copy", "CopyTrainer")
+COMPUTATION = System(
+    "computation", f"{_PACKAGE}.base:Computation", (_TORCH,), None, {}, 5, False, False
+)
 """Forward and backward of the workers, beside each other and with no exchange."""
 
 SYSTEMS: tuple[System, ...] = (
-    _own(OWN, "own", copies=10),
+    _own(OWN),
     System(
         "ddp-gloo",
-        f"{_PACKAGE}.ddp_gloo",
+        f"{_PACKAGE}.ddp_gloo:DdpTrainer",
         (_TORCH,),
         None,
         {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},

@@ -86,6 +86,24 @@ class Trainer(ABC):
         """Ends the worker's part; the process ends right after it."""
 
 
+class Computation(Trainer):
+    """A worker that only computes: forward and backward as beside any system, and then nothing.
+
+    What a step of another system takes longer is its communication. Parameters stay as they are.
+    """
+
+    def __init__(self, place: Place, module: Any) -> None:
+        del place
+        self.module = module
+
+    def exchange(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
 def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
     """The optimizer of torch itself, with the same constants for every system.
 

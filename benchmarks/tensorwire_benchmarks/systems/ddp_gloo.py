@@ -46,6 +46,3 @@ class DdpTrainer(Trainer):
 
     def close(self) -> None:
         os._exit(0)  # destroying the group waits for the other ranks; nothing is left to lose
-
-
-trainer = DdpTrainer

@@ -348,6 +348,3 @@ class GrpcTrainer(Trainer):
     def close(self) -> None:
         self._stop_stream()
         self._channel.close()
-
-
-trainer = GrpcTrainer

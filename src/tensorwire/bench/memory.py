@@ -14,6 +14,7 @@ another; ratios do, mostly.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,31 +114,31 @@ class Settings:
 
 def plan(settings: Settings) -> list[Case]:
     """The cases of a run, in order."""
-    cores = sorted(os.sched_getaffinity(0))
+    first, *others = sorted(os.sched_getaffinity(0))
+    two: Pins | None = ((first,), (others[0],)) if others else None
+    actions = {
+        "write": [("write", size) for size in settings.sizes],
+        "read": [("read", size) for size in settings.sizes],
+        "batch": [
+            (f"{batch}{way}", math.prod(batch_of(batch)))
+            for batch in BATCHES
+            for way in ("", "_by_index")
+        ],
+        "signal": [("signal_awake", 8), ("signal_asleep", 8)],
+        "fetch_add": [("fetch_add", 8)],
+        "round_trip": [],
+        "waiting": [("waiting", 0)],
+    }
     found = []
     for wire in settings.wires:
         pins = _halves() if wire == "tcp" else None
-        if "write" in settings.cases:
-            found += [Case(wire, f"{wire}.write", "write", n, pins) for n in settings.sizes]
-        if "read" in settings.cases:
-            found += [Case(wire, f"{wire}.read", "read", n, pins) for n in settings.sizes]
-        if "batch" in settings.cases:
-            for batch in BATCHES:
-                pieces, piece = batch_of(batch)
-                for action in (batch, f"{batch}_by_index"):
-                    found.append(Case(wire, f"{wire}.{action}", action, pieces * piece, pins))
-        if "signal" in settings.cases:
-            for action in ("signal_awake", "signal_asleep"):
-                found.append(Case(wire, f"{wire}.{action}", action, 8, pins))
-        if "fetch_add" in settings.cases:
-            found.append(Case(wire, f"{wire}.fetch_add", "fetch_add", 8, pins))
-        if "round_trip" in settings.cases and wire == "tcp":
-            name, one = f"{wire}.round_trip", (cores[0],)
-            found.append(Case(wire, f"{name}.one_core", "round_trip", 8, (one, one)))
-            two = (one, (cores[1],)) if len(cores) > 1 else None
-            found.append(Case(wire, f"{name}.two_cores", "round_trip", 8, two))
-        if "waiting" in settings.cases:
-            found.append(Case(wire, f"{wire}.waiting", "waiting", 0))
+        for case in (case for case in CASES if case in settings.cases):
+            for action, size_bytes in actions[case]:
+                placed = pins if case != "waiting" else None
+                found.append(Case(wire, f"{wire}.{action}", action, size_bytes, placed))
+            if case == "round_trip" and wire == "tcp":
+                for on, placed in (("one_core", ((first,), (first,))), ("two_cores", two)):
+                    found.append(Case(wire, f"{wire}.{case}.{on}", case, 8, placed))
     return found
 
 
@@ -256,9 +257,9 @@ class _Wire:
     def _ours(self) -> list[str]:
         return [name for name in (PYTHON, CPP) if name in self._settings.systems]
 
-    def _fail(self, taken: _Taken, name: str, pair: str, error: PairError) -> None:
-        taken.failed[name] = str(error)
-        if self._pairs[pair].closed:
+    def _fail(self, taken: _Taken, names: Sequence[str], pair: str, error: PairError) -> None:
+        taken.failed |= dict.fromkeys(names, str(error))
+        if pair in self._pairs and self._pairs[pair].closed:
             self._missing[pair] = f"its processes ended: {error}"
             del self._pairs[pair]
 
@@ -272,9 +273,7 @@ class _Wire:
             self._pin("device", case)
             able = device.call("prepare", case.action, case.size_bytes)
         except PairError as error:
-            for name in self._ours():
-                taken.failed[name] = str(error)
-            self._fail(taken, PYTHON, "device", error)
+            self._fail(taken, self._ours() or [PYTHON], "device", error)
             return [], None
         limit = LIMITS[self._wire] if LIMITS[self._wire] in able else None
         if limit is not None and limit not in self._settings.systems and not self._ours():
@@ -297,7 +296,7 @@ class _Wire:
                 )
                 ready.append(rival.name)
             except PairError as error:
-                self._fail(taken, rival.name, rival.name, error)
+                self._fail(taken, [rival.name], rival.name, error)
         return ready
 
     def _take(
@@ -313,9 +312,7 @@ class _Wire:
                 each[name] = self._pairs[pair].call("warm", name, self._settings.warm_s)
             except (PairError, KeyError) as error:
                 reason = error if isinstance(error, PairError) else PairError(self._missing[pair])
-                taken.failed[name] = str(reason)
-                if pair in self._pairs:
-                    self._fail(taken, name, pair, reason)
+                self._fail(taken, [name], pair, reason)
         counts = {name: 10 if pause_s else budget.count(seconds) for name, seconds in each.items()}
         ours = [name for name in ours if name in each]
         limit = limit if limit in each else None
@@ -343,9 +340,7 @@ class _Wire:
                 "lap", systems, limit, counts, rounds, timeout_s=timeout_s
             )
         except PairError as error:
-            for name in systems:
-                taken.failed[name] = str(error)
-            self._fail(taken, systems[0], "device", error)
+            self._fail(taken, systems, "device", error)
             return
         for name, series in lap.items():
             taken.series.setdefault(name, Series()).blocks += series.blocks
@@ -359,7 +354,7 @@ class _Wire:
         try:
             block: Block = self._pairs[name].call("block", name, count, timeout_s=timeout_s)
         except PairError as error:
-            self._fail(taken, name, name, error)
+            self._fail(taken, [name], name, error)
             return
         taken.series.setdefault(name, Series()).blocks.append(block)
         taken.lap_medians.setdefault(name, []).append(block.median)
