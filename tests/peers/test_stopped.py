@@ -102,7 +102,7 @@ def test_tcp_waits_for_the_target() -> None:
 
 def test_questions_wait(transport: str) -> None:
     """Whoever gives up waiting for an allocation does not leave it there."""
-    with frozen(transport) as (_, peer, member, target):
+    with frozen(transport) as (node, peer, member, target):
         target.allocate("r", 64, "rw", "named")
         member.stop()
         with pytest.raises(TimeoutError, match="frozen"):
@@ -110,7 +110,7 @@ def test_questions_wait(transport: str) -> None:
         with pytest.raises(TimeoutError, match="frozen"):
             peer.region("named", timeout_s=PENDING_S)
         with pytest.raises(TimeoutError):
-            peer._node.connect(peer.address, timeout_s=PENDING_S)
+            node.connect(peer.address, timeout_s=PENDING_S)
         assert not peer.lost
         member.cont()
         peer.region("named").write(b"fine").wait(PATIENCE_S)
