@@ -36,7 +36,8 @@ def test_a_stopped_node_is_harm() -> None:
     ended = trials("--seed", "1", "--trials", "1", "--only", "StopsTheVictim")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "HARMED" in ended.stdout
-    assert "hangs, for 1." in ended.stdout
+    # Who notices first tells it: by a call that hangs, or by how long its worst one took.
+    assert "hangs, for 1." in ended.stdout or "worst 1.5" in ended.stdout
     assert "1 trials, 1 harmed somebody" in ended.stdout
 
 

@@ -38,7 +38,7 @@ if len(sys.argv) > 2:  # a file that lets it go on
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.01)
     # As on a host that was started anew, where the worker of before holds no claim to its rank.
-    tw.job.bootstrap.hold_claim = lambda *_: None
+    tw.job.discovery.hold_claim = lambda *_: None
 job = tw.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(30, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
