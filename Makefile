@@ -3,7 +3,7 @@
 #
 #   make test ARGS='-k signal'      more arguments for pytest, the benchmark or the example
 #   make PYTHON=python3.12 test     another interpreter (3.11 or newer)
-#   make JOBS=2 test                files of tests by turns in so many processes, as in CI
+#   make JOBS=1 test                tests in so many processes; default: one per core
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 #   make TORCH=2.14.0 test-torch    another torch than the second one of CI
 #   make SEED=7 TRIALS=200 test-hostile     these trials; SEED=7 TRIAL=31 repeats one of them
@@ -13,13 +13,14 @@ PYTHON ?= python3
 TORCH ?= 2.14.1
 WERROR ?= OFF
 RUNS ?= 10000000
-JOBS ?= 1
+JOBS ?= $(shell nproc)
 SEED ?=
 TRIALS ?= 20
 TRIAL ?=
 ARGS ?=
 
 VENV := .venv
+PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 export PYTHON
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -33,7 +34,7 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-torch test-engines test-rdma test-hostile bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rest test-all test-torch test-engines test-rdma test-hostile bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
@@ -48,9 +49,18 @@ train: build $(VENV)/.with-torch $(VENV)/.with-examples ## train a network on di
 	tensorwire run --workers 2 --servers 1 examples/digits_cnn.py \
 	  --report build/report.json --checkpoint build/digits.pt $(ARGS)
 
-test: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench ## run the Python tests
+test: test-needs ## run the tests that one waits for: the first case of each, but slow ones
+	pytest --part everyday $(PARALLEL) $(ARGS)
+
+test-rest: test-needs ## run the Python tests that `make test` leaves out
+	pytest --part rest $(PARALLEL) $(ARGS)
+
+test-all: test-needs ## run all Python tests that need no emulated machine and no engine
+	pytest $(PARALLEL) $(ARGS)
+
+.PHONY: test-needs
+test-needs: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench
 	@$(NEED) ?ip ?tc
-	pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(ARGS)
 
 test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
 	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \
@@ -167,8 +177,14 @@ $(VENV)/torch-%/.installed: | $(VENV)/bin/python
 	TMPDIR=$(CURDIR)/$(@D) pip install -qq --no-cache-dir --no-compile --target $(@D) torch==$*
 	@touch $@
 
-# Python sources need no step: the install is editable. The build folder makes C++ incremental.
-$(VENV)/.built: $(CPP) CMakeLists.txt pyproject.toml $(VENV)/.with-dev
+# The install is editable: Python sources need a step only when there are others than before. The
+# build folder makes C++ incremental.
+build/python-files: FORCE
+	@mkdir -p $(@D)
+	@find src -name '*.py' | sort >$@.now
+	@cmp -s $@.now $@ || cp $@.now $@
+
+$(VENV)/.built: $(CPP) CMakeLists.txt pyproject.toml build/python-files $(VENV)/.with-dev
 	@$(NEED) cxx headers
 	pip install -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
 	  --config-settings=cmake.define.TENSORWIRE_WERROR=$(WERROR) -e .

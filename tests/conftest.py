@@ -40,6 +40,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests of tests/peers use; default: shm and tcp, which every machine has",
     )
 
+    parser.addoption(
+        "--part",
+        choices=["everyday", "rest"],
+        help="everyday: what a newcomer waits for, `make test`; rest: all others. Default: all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test function the first case is an everyday test, unless it is slow."""
+    if (part := config.getoption("--part")) is None:
+        return
+    seen: set[tuple[str, str]] = set()
+    chosen, left = [], []
+    for item in items:
+        function = str(item.path), getattr(item, "originalname", None) or item.name
+        everyday = function not in seen and item.get_closest_marker("slow") is None
+        seen.add(function)
+        (chosen if everyday == (part == "everyday") else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = chosen
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The limit that ends the run must not come before a test's own."""

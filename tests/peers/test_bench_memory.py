@@ -117,6 +117,7 @@ def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
             assert len(block.seconds) == 3
 
 
+@pytest.mark.slow
 def test_a_pair_that_does_not_answer_is_ended() -> None:
     pair = Pair("tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096})
     with pytest.raises(PairError, match="no answer"):

@@ -70,6 +70,7 @@ def check(report: Report, model: Workload, wire: str, systems: set[str]) -> None
     assert share.measured > (95 if model.name == "bilstm" else 99 * most - (most < 1))
 
 
+@pytest.mark.slow
 def test_what_placement_costs_alone() -> None:
     report = tiny("lstm", wires=("alone",))
     assert [(row.case, row.system) for row in report.rows] == [
@@ -122,6 +123,7 @@ def test_all_systems_take_part_over_tcp(name: str) -> None:
     assert {item.system for item in found.comparisons} == {"plan"}
 
 
+@pytest.mark.slow
 @needs_grpc
 def test_of_sparse_gradients_rows_move() -> None:
     """Whatever optimizer is asked for; the limit's bytes are those of the rows."""
@@ -207,6 +209,7 @@ def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.Monkey
     assert step.note.startswith("resident with nobody for lack of memory; pairs with")
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_broken_is_a_row() -> None:
     absent = System("grpc", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
     broken = System("copy", "a_module_that_nobody_has", (), None, {"shm": ""})
@@ -222,6 +225,7 @@ def test_what_is_missing_or_broken_is_a_row() -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_and_draws(tmp_path: Path) -> None:
     path, figure = tmp_path / "placement.json", tmp_path / "placement.svg"
     has_figure = importlib.util.find_spec("matplotlib") is not None

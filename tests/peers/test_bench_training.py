@@ -112,6 +112,7 @@ def test_a_step_that_is_held_is_an_ordinary_one_for_the_parameters(
     assert rival.digest() == pytest.approx([single_process(chosen[1], 6)] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
     rival.prepare()
     rival.run(2)
@@ -132,6 +133,7 @@ def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
     rival.close()
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_a_reason_and_nothing_stays() -> None:
     with Team(needed("grpc"), "tcp", TINY, 2, "sgd") as team:
         pids = team.pids
@@ -158,6 +160,7 @@ def report(request: pytest.FixtureRequest) -> Report:
     return tiny(wires=(request.param,), systems=(LIMIT, "ddp-gloo", "grpc"))
 
 
+@pytest.mark.slow
 def test_every_system_has_its_rows(report: Report) -> None:
     wire = report.settings["wires"][0]
     for name in ("ddp-gloo", "grpc"):
@@ -189,6 +192,7 @@ def test_every_system_has_its_rows(report: Report) -> None:
     assert not any("different parameters" in text for text in report.settings["warnings"])
 
 
+@pytest.mark.slow
 def test_tensorwire_runs_beside_them() -> None:
     needed(OWN)
     pytest.importorskip("tensorwire.torch")
@@ -202,6 +206,7 @@ def test_tensorwire_runs_beside_them() -> None:
     assert not any("different parameters" in text for text in found.settings["warnings"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_script_that_runs_alone(optimizer: str) -> None:
     """Rows of both scripts, which computed the same, and the bar's verdict on their difference."""
@@ -222,6 +227,7 @@ def test_a_script_that_runs_alone(optimizer: str) -> None:
     assert verdict.interval is not None
 
 
+@pytest.mark.slow
 def test_scripts_that_do_not_compute_the_same_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

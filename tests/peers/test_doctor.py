@@ -173,6 +173,7 @@ def test_colour_is_for_terminals(plain: bool) -> None:
 # ---- two ends
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     with serving() as (_, address):

@@ -31,6 +31,7 @@ def test_hello_region(repository: Path, wire: str) -> None:
     assert wire in printed
 
 
+@pytest.mark.slow
 def test_train_by_hand(repository: Path, wire: str) -> None:
     pytest.importorskip("sklearn")
     with start(repository / "examples" / "train_by_hand.py", f"--steps={STEPS}") as process:

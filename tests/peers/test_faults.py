@@ -48,6 +48,7 @@ def everything(exchange: Exchange) -> None:
     leased.free(wait)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["fail", "drop", "delay", "cut"])
 def test_every_operation(action: str, transport: str) -> None:
     count = for_every_n(everything, action, transports=[transport], timeout_s=0.25, delay_s=0.03)

@@ -87,6 +87,7 @@ def test_descriptors_stay_with_the_parent(transport: str) -> None:
                 assert trace not in listing, listing
 
 
+@pytest.mark.slow
 def test_data_loader() -> None:
     pytest.importorskip("torch")
     with PeerGroup() as group:

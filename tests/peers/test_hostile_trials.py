@@ -32,6 +32,7 @@ def test_trials_of_a_fixed_seed_harm_nobody() -> None:
     assert "SEED=suite TRIAL=2" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_harm() -> None:
     ended = trials("--seed", "1", "--trials", "1", "--only", "StopsTheVictim")
     assert ended.returncode == 1, ended.stdout + ended.stderr

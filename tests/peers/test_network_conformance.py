@@ -25,6 +25,7 @@ def pair() -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.slow
 def test_conformance_between_hosts(pair: Hosts) -> None:
     with enter(pair[0].path):
         passed = list(check_transport("tcp", places=[second_of(pair)]))

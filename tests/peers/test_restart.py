@@ -27,6 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("paths", paths, ids=["-".join(dict.fromkeys(a + b)) for a, b in paths])
 
 
+@pytest.mark.slow
 def test_restarts_under_load(paths: tuple[list[str], list[str]]) -> None:
     """A process is killed and comes back while two neighbours use it and each other."""
     restarts = RESTARTS_RDMA if "rdma" in paths[0] else RESTARTS
@@ -64,6 +65,7 @@ def test_restarts_under_load(paths: tuple[list[str], list[str]]) -> None:
             one.result()
 
 
+@pytest.mark.slow
 def test_cycles_of_connections(transport: str) -> None:
     """1,000 times connect, move bytes, disconnect: nothing grows on either side."""
     with PeerGroup() as group, Node("guest", transports=[transport]) as node:
@@ -105,6 +107,7 @@ def test_cycles_of_connections(transport: str) -> None:
         assert node.peers == []
 
 
+@pytest.mark.slow
 def test_cycles_of_nodes(transport: str) -> None:
     """Nodes come and go, too; what they leased is given back each time."""
     with PeerGroup() as group:

@@ -133,6 +133,7 @@ def test_giving_up_a_look_up_frees_nothing(transport: str) -> None:
         leased.free()
 
 
+@pytest.mark.slow
 def test_frozen_for_long() -> None:
     """A process that only sleeps is not silent: its kernel still answers. Nothing is lost."""
     with PeerGroup() as group, Node("awake", transports=["tcp"], peer_timeout_s=3) as node:

@@ -91,6 +91,7 @@ def test_what_does_not_compile_is_told(tmp_path: Any) -> None:
     assert not list(tmp_path.glob("tensorwire/*")), "half a library was left"
 
 
+@pytest.mark.slow
 def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
     folder = tmp_path / "tensorwire"
     folder.mkdir()
@@ -100,6 +101,7 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Any) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_each_torch_has_a_library_of_its_own(tmp_path: Any, monkeypatch: Any) -> None:
     """Where torch is replaced by another version at the same place, its headers are other ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -135,6 +137,7 @@ FROM = (
 )
 
 
+@pytest.mark.slow
 def test_with_the_library_of_a_wheel_nothing_is_compiled(brought: Path, tmp_path: Path) -> None:
     done = run(
         FROM.format(str(brought)) + "_, places, _ = train(3); assert all(places)",
@@ -148,6 +151,7 @@ def test_with_the_library_of_a_wheel_nothing_is_compiled(brought: Path, tmp_path
     assert str(Path(torch.__file__).parent).encode() not in binary, "it names this machine's torch"
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_loaded_is_compiled_here(tmp_path: Path) -> None:
     folder, cache = tmp_path / "package", tmp_path / "cache"
     folder.mkdir()
@@ -215,6 +219,7 @@ extern "C" void install() { c10::SetCPUAllocator(new Other); }
 """
 
 
+@pytest.mark.slow
 def test_another_allocator_may_come_later(tmp_path: Any) -> None:
     source, made = tmp_path / "other.cc", tmp_path / "other.so"
     source.write_text(OTHER_ALLOCATOR)

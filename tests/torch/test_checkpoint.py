@@ -49,6 +49,7 @@ def same(state: Any, value: float = 0.5) -> bool:
     return whole and more == [3, "x"]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_changes_nothing_or_is_an_error(tmp_path: Path) -> None:
     """Named for two bugs: a storage was loaded damaged; one was left as the memory had been.
 

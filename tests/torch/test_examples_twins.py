@@ -58,6 +58,7 @@ def ours_module(lines: list[str]) -> str:
     return next(line.split()[1] for line in lines if line.split()[1] in ("digits", "characters"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "needs"), TWINS)
 @pytest.mark.parametrize("which", ["_plain", ""])
 def test_alone(run: Callable[..., str], name: str, needs: str, which: str) -> None:
@@ -96,6 +97,7 @@ def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_digits_same_bits(run: Callable[..., str], tmp_path: Path) -> None:
     """From two processes and from one, with two servers, over another transport."""
     pytest.importorskip("sklearn")
@@ -113,12 +115,14 @@ def test_digits_same_bits(run: Callable[..., str], tmp_path: Path) -> None:
         assert other == saved[0]
 
 
+@pytest.mark.slow
 def test_digits_that_learn_too_little_fail(run: Callable[..., str]) -> None:
     pytest.importorskip("sklearn")
     printed = run(None, "digits_cnn", "--epochs=1", "--min-accuracy=1", code=1)
     assert "is below 1.0" in printed
 
 
+@pytest.mark.slow
 def test_transformer_learns(run: Callable[..., str]) -> None:
     printed = run("--workers 2", "char_transformer", "--epochs=4", *SMALL)
     losses = [float(loss) for loss in re.findall(r"\[worker 0\] epoch .* loss (\d\.\d+)", printed)]
@@ -127,6 +131,7 @@ def test_transformer_learns(run: Callable[..., str]) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "launch"),
     [

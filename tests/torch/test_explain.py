@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tensorwire.torch.explanation import ExplainRow, Explanation
 
 TRAIN = """
@@ -52,6 +54,7 @@ def explain(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_script_is_explained(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAIN)
@@ -84,6 +87,7 @@ def test_what_a_script_raises_is_shown_whole(tmp_path: Path) -> None:
     assert "in deep" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_with_two_optimizers_gives_two(tmp_path: Path) -> None:
     script, out = tmp_path / "gan.py", tmp_path / "rows.json"
     script.write_text(GAN)
@@ -127,6 +131,7 @@ def test_a_workload_is_explained(tmp_path: Path) -> None:
     assert len(found["rows"]) == 28
 
 
+@pytest.mark.slow
 def test_options_of_a_workload_stand_in_either_place(tmp_path: Path) -> None:
     """Named for a bug: behind the name they were ignored, and no file was written."""
     out = tmp_path / "rows.json"
@@ -158,6 +163,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_gradients_that_never_came_and_models_of_one_class(tmp_path: Path) -> None:
     """Named for two bugs: they were called copied, and models had the same name."""
     script, out = tmp_path / "script.py", tmp_path / "rows.json"

@@ -50,6 +50,7 @@ def spawning(job: tw.Job, placement: str, workers: int) -> str:
     return digest(model)
 
 
+@pytest.mark.slow
 def test_loaders_that_are_spawned(team: Team) -> None:
     assert team.run(spawning, "plan", 1) == team.run(spawning, "copy", 0)
 

@@ -148,6 +148,7 @@ def finish(run: Run, limit_s: float = 5) -> tuple[int, str]:
     return code, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words", "transports"),
     [
@@ -175,6 +176,7 @@ def test_a_worker_fails(
     assert "[worker 0] RuntimeError: worker 1 (pid " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "victim", "code", "transports"),
     [("kill", 1, 137, ""), ("kill", 2, 137, "tcp"), ("raise", 1, 1, "")],
@@ -196,6 +198,7 @@ def test_a_stage_fails(
             assert f"[worker {other}] RuntimeError: worker {victim} (pid " in text
 
 
+@pytest.mark.slow
 def test_stages_that_wait_are_interrupted(runs: list[Run], tmp_path: Path) -> None:
     run = Run(tmp_path, "stuck", "1", text=REPLICAS, workers=4)
     runs.append(run)
@@ -205,6 +208,7 @@ def test_stages_that_wait_are_interrupted(runs: list[Run], tmp_path: Path) -> No
     assert code == 130, text
 
 
+@pytest.mark.slow
 def test_a_worker_stops_early(runs: list[Run], tmp_path: Path) -> None:
     run = Run(tmp_path, "return", "0")
     runs.append(run)
@@ -227,6 +231,7 @@ def test_a_server_is_killed(runs: list[Run], tmp_path: Path) -> None:
     assert "[worker 0]" in text
 
 
+@pytest.mark.slow
 def test_it_is_interrupted(runs: list[Run], tmp_path: Path) -> None:
     """One worker trains and waits for the other, which sleeps in the user's code."""
     run = Run(tmp_path, "stuck", "1")
@@ -258,6 +263,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_server_ends_after_its_threads(tmp_path: Path) -> None:
     """A thread in torch when the interpreter ends would abort the process."""
     (tmp_path / "server.py").write_text(SLOW_SERVER)

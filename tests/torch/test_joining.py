@@ -91,6 +91,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawn_as_in_the_tutorial_of_ddp(tmp_path: Path) -> None:
     """torch.distributed knows rank and world size; and its store does not keep the secret."""
     text = run(tmp_path, SPAWN, PORT=free_port()).communicate(timeout=100)[0]
@@ -112,6 +113,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawn_shows_the_error_of_the_worker_that_failed(tmp_path: Path) -> None:
     """It shows only the error of the first process that ends, and stops the others. Worker 0 ends
     after its server, which tells the others, and these must not be first.
@@ -149,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_by_arguments_and_a_child_that_fails(tmp_path: Path) -> None:
     """The process group comes second, at the same port; and multiprocessing's children run no
     atexit: the job is left nevertheless, and without a goodbye after an exception.
@@ -172,6 +175,7 @@ train(job)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["variables", "tensorwire run"])
 def test_a_second_claim_to_a_rank_is_refused(tmp_path: Path, launcher: str) -> None:
     """And the first is not disturbed. Then env:// finds all it needs."""
@@ -200,6 +204,7 @@ train(job)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["the worker", "the subprocess"])
 def test_a_second_claim_is_refused_although_one_has_a_process_group(
     tmp_path: Path, first: str
@@ -210,6 +215,7 @@ def test_a_second_claim_is_refused_although_one_has_a_process_group(
     assert made.returncode == 0
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_again_after_a_failure(tmp_path: Path) -> None:
     """Its store is the same as before, in which every rank is claimed already.
 
@@ -229,6 +235,7 @@ train(job)
     assert "LookupError: bad luck" in told
 
 
+@pytest.mark.slow
 def test_one_job_after_another_at_one_port(tmp_path: Path) -> None:
     text = """
 def demo(rank, port):
@@ -246,6 +253,7 @@ if __name__ == "__main__":
     assert sorted(re.findall(r"^done (\d) 2 1 ", told, re.MULTILINE)) == ["0", "0", "1", "1"], told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", ["worker 0", "worker 1", "a name"])
 def test_ctrl_c_ends_the_wait_for_others(tmp_path: Path, waits: str) -> None:
     text = """
@@ -270,6 +278,7 @@ except KeyboardInterrupt:
         made.kill()
 
 
+@pytest.mark.slow
 def test_tensorwire_run_behind_a_process_group(tmp_path: Path) -> None:
     text = """
 dist.init_process_group("gloo")
@@ -282,6 +291,7 @@ train(job)
     assert made.returncode == 0
 
 
+@pytest.mark.slow
 def test_spawn_that_says_nothing_is_refused(tmp_path: Path) -> None:
     """Each process would train a model of its own."""
     text = """

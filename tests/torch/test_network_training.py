@@ -195,6 +195,7 @@ def test_a_short_partition_changes_no_bit(pair: Hosts, job: Job, expected: str) 
         assert agent.line(r"^done \d (.*)", 0).group(1) == expected
 
 
+@pytest.mark.slow
 def test_two_workers_per_host(pair: Hosts, job: Job) -> None:
     expected = job.alone(1, 4)
     for agent in job.torchrun(1, workers=2):
@@ -203,6 +204,7 @@ def test_two_workers_per_host(pair: Hosts, job: Job) -> None:
         assert told == [expected] * 2, agent.text()
 
 
+@pytest.mark.slow
 def test_a_long_partition_ends_it_on_both_hosts(pair: Hosts, job: Job) -> None:
     agents = job.torchrun(1000, TENSORWIRE_PEER_TIMEOUT="3")
     for agent in agents:
@@ -218,6 +220,7 @@ def test_a_long_partition_ends_it_on_both_hosts(pair: Hosts, job: Job) -> None:
         assert agent.end() == 1, agent.text()
 
 
+@pytest.mark.slow
 def test_a_worker_comes_back_at_another_address(pair: Hosts, job: Job, tmp_path: Path) -> None:
     """Its host vanished without a word: the job ends before the silence is long enough."""
     secret = secrets.token_hex(32)

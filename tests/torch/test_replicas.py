@@ -700,6 +700,7 @@ def page_alone() -> float:
     return loss_of(model(x), y).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["tensorwire run", "torchrun", "python"])
 def test_the_page(repository: Path, tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "script.py"

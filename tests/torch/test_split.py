@@ -174,6 +174,7 @@ def test_inputs_are_the_callers_again_after_a_step(crew: Crew, transport: str) -
     assert crew.run(2, transport, cases.reuse_inputs, 5)[1] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("tcp", 1)])
 def test_a_process_that_is_killed(transport: str, victim: int) -> None:
     with PeerGroup() as group:
@@ -189,6 +190,7 @@ def test_a_process_that_is_killed(transport: str, victim: int) -> None:
     assert f"machine '{victim}'" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 1])
 def test_the_page_under_torchrun_and_alone(
     repository: Path, tmp_path: Path, processes: int
@@ -231,6 +233,7 @@ for use in range(2):
 """
 
 
+@pytest.mark.slow
 def test_several_splits_one_of_whose_parts_loads_for_long(tmp_path: Path) -> None:
     """Longer than `timeout_s`. The second use does not find the addresses of the first."""
     script = tmp_path / "script.py"
@@ -658,6 +661,7 @@ def test_after_an_error_a_split_is_not_used() -> None:
             split.evaluate(torch.ones(2, 4))
 
 
+@pytest.mark.slow
 def test_import_of_tensorwire_torch_leaves_out_what_only_a_split_needs() -> None:
     command = (
         "import sys, tensorwire.torch as tw; print('torch.distributed.pipelining' in sys.modules)"

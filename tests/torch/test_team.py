@@ -15,6 +15,7 @@ def answer(rank: int, value: int) -> int:
     return value
 
 
+@pytest.mark.slow
 def test_a_silent_case_does_not_harm_the_next_one() -> None:
     """Named for a bug: on a busy machine one late answer was taken for that of the next case."""
     with make_team() as team:

@@ -96,6 +96,7 @@ print("done", job.rank, job.size, len(servers), float(model.weight.sum()), flush
     assert lines[0][4] == lines[1][4]
 
 
+@pytest.mark.slow
 def test_a_split_model_on_two_hosts(
     pair: tuple[Host, Host], repository: Path, tmp_path: Path
 ) -> None:

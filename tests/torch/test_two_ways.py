@@ -56,6 +56,7 @@ def test_both_ways_are_used(team: Team, pair: Hosts) -> None:
     assert 0.8 * ONE_WAY_S < far_s < 1.75 * ONE_WAY_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_same_bits_as_with_shared_memory(team: Team, pair: Hosts, max_norm: float | None) -> None:
     (_, here), _ = team.run(train, max_norm)

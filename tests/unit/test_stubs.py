@@ -4,12 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def read_stubs(folder: Path) -> dict[str, str]:
     paths = [folder / "_core.pyi", *(folder / "_core").glob("**/*.pyi")]
     return {str(p.relative_to(folder)): p.read_text() for p in paths if p.exists()}
 
 
+@pytest.mark.slow
 def test_stubs_are_current(repository: Path, tmp_path: Path) -> None:
     command = ["-m", "nanobind.stubgen", "-q", "-r", "-m", "tensorwire._core", "-O", str(tmp_path)]
     subprocess.run([sys.executable, *command], check=True)
