@@ -128,6 +128,7 @@ def test_a_server_that_fails_after_the_goodbyes(place: Place) -> None:
     assert next(summary(done.stderr)).startswith("server 0 (pid ")
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_killed_in_time(place: Place) -> None:
     with place.start(
         """

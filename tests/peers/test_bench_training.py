@@ -85,6 +85,7 @@ def single_process(optimizer: str, steps: int) -> float:
     return float(sum(p.detach().double().abs().sum() for p in network.parameters()))
 
 
+@pytest.mark.slow
 def test_a_rival_trains_as_one_process_would(rival: Team, chosen: tuple[str, str]) -> None:
     workers, cpu_workers, cpu_server = rival.run(5)
     assert [len(steps) for steps in workers] == [5, 5]
@@ -96,6 +97,7 @@ def test_a_rival_trains_as_one_process_would(rival: Team, chosen: tuple[str, str
     assert rival.digest() == pytest.approx([single_process(chosen[1], 5)] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_held_is_an_ordinary_one_for_the_parameters(
     rival: Team, chosen: tuple[str, str]
 ) -> None:
@@ -121,6 +123,7 @@ def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
     assert rival.note
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
     pids = rival.pids
     os.kill(pids[1], signal.SIGKILL)
@@ -238,6 +241,7 @@ def test_scripts_that_do_not_compute_the_same_are_no_measurement(
     assert "the parameters differ" in found.verdicts[-1].detail
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_broken_is_a_row() -> None:
     absent = System("ddp-gloo", "x", (("a_module_that_nobody_has", "pip install it"),), None, {})
     broken = System("grpc", "a_module_that_nobody_has", (), None, {"shm": ""})

@@ -265,6 +265,7 @@ def test_the_measuring_end_is_killed_in_the_middle() -> None:
         assert done.returncode in (0, 1), done.stdout
 
 
+@pytest.mark.slow
 def test_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     client = subprocess.Popen(

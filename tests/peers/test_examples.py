@@ -44,6 +44,7 @@ def test_train_by_hand(repository: Path, wire: str) -> None:
     assert float(re.findall(r"test accuracy (\d\.\d+)", printed)[-1]) >= 0.95
 
 
+@pytest.mark.slow
 def test_too_few_steps_fail(repository: Path) -> None:
     pytest.importorskip("sklearn")
     with start(repository / "examples" / "train_by_hand.py", "--steps=2") as process:

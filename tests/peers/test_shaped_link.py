@@ -38,6 +38,7 @@ def pair() -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_large_write_fills_the_link(pair: Hosts) -> None:
     with enter(pair[0].path), PeerGroup() as group, Node(**on(pair[0].address)) as near:
         _, far = start_far(group, pair)

@@ -287,6 +287,7 @@ def flood(channel: Channel, address: str, seconds: float, greets: bool) -> int:
     return connected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("greets", [False, True], ids=["silent", "with a Hello"])
 def test_a_flood_of_strangers_keeps_nobody_out(greets: bool) -> None:
     """Two processes connect all the time; every honest connect works within its limit."""

@@ -22,6 +22,7 @@ def blocking_calls(transport: str) -> list[str]:
     return [name for name in CALLS if transport == "tcp" or name not in NEED_TARGET]
 
 
+@pytest.mark.slow
 def test_a_waiting_process_is_idle(transport: str) -> None:
     """All at the same time: who waits disturbs nobody, so none is disturbed either."""
     calls = ["wait_until", "wait_until, peer", "wait_until beside another", "reached", "accept"]

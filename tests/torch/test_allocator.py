@@ -50,6 +50,7 @@ def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_importing_installs_nothing() -> None:
     done = run(
         """
@@ -61,6 +62,7 @@ assert not load.cache_info().currsize
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_compiler_there_is_a_warning_with_the_remedy(tmp_path: Any) -> None:
     done = run(
         """
@@ -81,6 +83,7 @@ assert not any(places) and "no C++ compiler" in reasons.pop()
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_told(tmp_path: Any) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cc:1: error: no such torch' >&2; exit 1\n")
@@ -183,6 +186,7 @@ def test_the_library_of_another_minor_version_is_not_taken(monkeypatch: Any) -> 
     assert library._brought().name == mine.replace(mine.split("-")[1], "2.99")
 
 
+@pytest.mark.slow
 def test_a_forked_child_uses_malloc() -> None:
     done = run(
         """

@@ -363,6 +363,7 @@ for when in calls:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save(tmp_path: Path) -> None:
     """What was there before can be loaded, and the part that was left is gone then."""
     lines = run(tmp_path, KILLED).splitlines()

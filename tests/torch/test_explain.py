@@ -104,6 +104,7 @@ def test_a_script_with_two_optimizers_gives_two(tmp_path: Path) -> None:
     assert done.stdout.count("memory of the gradients") == 2
 
 
+@pytest.mark.slow
 def test_a_workload_is_explained(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     done = explain("--tiny", "--json", out, "lstm")

@@ -355,6 +355,7 @@ def all_cases(job: tw.Job) -> dict[str, Failure | None]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_misuse_together(team: Team, transports: list[str] | None) -> None:
     for outcomes in team.run(all_cases, transports=transports):
         for name, failure in outcomes.items():
