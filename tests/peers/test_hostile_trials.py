@@ -1,6 +1,7 @@
 """The harness of `make test-hostile` itself: it runs, and its judge notices harm."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_a_stopped_node_is_harm() -> None:
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "HARMED" in ended.stdout
     # Who notices first tells it: by a call that hangs, or by how long its worst one took.
-    assert "hangs, for 1." in ended.stdout or "worst 1.5" in ended.stdout
+    assert "hangs, for 1." in ended.stdout or re.search(r"worst [1-9]\.", ended.stdout)
     assert "1 trials, 1 harmed somebody" in ended.stdout
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import output_of
 from scripts import digest
 from team import Team
 from torch import nn
@@ -192,3 +194,34 @@ def test_a_checkpoint_of_another_seed(team: Team, tmp_path: Path) -> None:
     (text,) = team.without_job(load_what_another_seed_made, path, workers=1)
     assert f"{path} was made by a job with seed 7, this one has 8" in text
     assert "tw.init(seed=7)" in text
+
+
+SEEDS = """
+import sys
+import tensorwire.torch as tw
+import os
+seed = int(sys.argv[1]) if os.environ["RANK"] == "0" else 5
+job = tw.init(seed=seed)
+print("seed", job.seed, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", [-7, (1 << 64) - 1])
+def test_every_seed_of_torch_is_that_of_all_workers(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "script.py").write_text(SEEDS)
+    command = [sys.executable, "-m", "tensorwire.cli", "run", "-w", "2", "script.py", str(seed)]
+    assert output_of(command, tmp_path).count(f"seed {seed}\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "words"),
+    [
+        (1 << 64, ValueError, "a number of 64 bits"),
+        (-(1 << 63) - 1, ValueError, "a number of 64 bits"),
+        (0.5, TypeError, "a seed is a whole number, not 0.5"),
+        (None, TypeError, "a seed is a whole number, not None"),
+    ],
+)
+def test_a_seed_that_is_none(seed: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        tw.init(seed=seed, rank=0, world_size=1)

@@ -351,7 +351,7 @@ def all_cases(job: tw.Job) -> dict[str, Failure | None]:
             outcomes[name] = globals()[name](job)
         except Exception as error:
             outcomes[name] = Failure(type(error).__name__, str(error), traceback.format_exc())
-        job.trained.clear()
+        job.local_replicas.clear()
     return outcomes
 
 

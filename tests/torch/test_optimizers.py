@@ -126,6 +126,29 @@ def adding_a_group_alone(job: tw.Job, make: Callable[..., Any]) -> None:
     assert digest(model[2]) != before
 
 
+def a_group_while_accumulating(job: tw.Job) -> str:
+    """All of the sum counts, though the store is another one from the first backward on."""
+    model, twin = net(), net()
+    opt, plain = tw.DistributedOptimizer(sgd(model[0]), model), sgd(twin[0])
+    with opt.accumulate():
+        opt.add_param_group({"params": model[2].parameters()})
+        loss(model, batch(0, job.rank)).backward()
+        assert not opt._tensorwire.never_stepped  # nothing has left
+    plain.add_param_group({"params": twin[2].parameters()})
+    loss(model, batch(1, job.rank)).backward()
+    opt.step()
+    mean_gradients(twin, 0)
+    mean_gradients(twin, 1)
+    plain.step()
+    same(model, twin)
+    return digest(model)
+
+
+def test_a_group_added_while_gradients_accumulate(team: Team) -> None:
+    first, second = team.run(a_group_while_accumulating)
+    assert first == second
+
+
 # ---- state
 
 

@@ -21,6 +21,8 @@ from tensorwire.membership import (
     read_status,
     reader_name,
     running_servers,
+    shown_command,
+    try_lock,
 )
 
 
@@ -74,6 +76,37 @@ def test_files_that_make_no_sense_are_passed_over(folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert running_servers() == [server()]
     mine.close()
+
+
+def test_a_file_that_another_program_takes_for_a_dead_one_s(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making and locking it, or while that program looks at it."""
+    from tensorwire.membership import job_file
+
+    taken: list[Path] = []
+
+    def taken_first(descriptor: int) -> bool:
+        if len(taken) < 2:
+            (path,) = folder.iterdir()
+            taken.append(path)
+            if len(taken) == 1:
+                return False
+            path.unlink()
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(job_file, "try_lock", taken_first)
+    with contextlib.closing(JobFile(server())):
+        assert len(taken) == 2
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+        assert running_servers() == [server()]
+
+
+def test_commands_are_one_short_line_of_text() -> None:
+    assert shown_command(["train.py", "--lr", "0.1"]) == "train.py --lr 0.1"
+    assert shown_command(["a\nb\x1b[31m", "\udcff", Path("c")]) == "a?b?[31m ? c"
+    assert shown_command(["x" * 200_000]) == "x" * 1000 + "…"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorwire.membership import find_cluster_start, without_ranks
+from tensorwire.membership import find_cluster_start, shown_command, without_ranks
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
@@ -165,7 +165,7 @@ class JobSpec:
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
         command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
         command += ["--count", str(self.servers)]
-        command += ["--command=" + " ".join(self.command)]
+        command += [f"--command={shown_command(self.command)}"]
         if addresses:
             command += ["--servers", ",".join(addresses)]
         return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]

@@ -15,7 +15,7 @@ from .identity import (
     why_lost,
     worker_name,
 )
-from .job_file import JobFile, RunningServer, running_servers
+from .job_file import JobFile, RunningServer, running_servers, shown_command
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
@@ -52,6 +52,7 @@ __all__ = [
     "running_servers",
     "runtime_folder",
     "server_name",
+    "shown_command",
     "this_host",
     "torch_job",
     "try_lock",

@@ -177,7 +177,7 @@ class Collective:
             ValueError, RuntimeError, PeerLostError: as for `sum`.
         """
         workers = self._member.place.workers
-        most = _MOST_BYTES // workers
+        most = max(_MOST_BYTES // workers, 1)
         found = [b""] * workers
         for first in range(0, max(len(data), 1), most):
             part = np.frombuffer(data[first : first + most], np.uint8)

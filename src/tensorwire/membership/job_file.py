@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 
 _MOST_BYTES = 64 << 10
+_MOST_SHOWN = 1000  # characters of a command
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ class RunningServer:
     secret_file: str
 
 
+def shown_command(words: Sequence[str]) -> str:
+    """A command as people read it: in one line, not too long, without what a terminal obeys."""
+    text = " ".join(map(str, words))
+    text = "".join(each if each.isprintable() else "?" for each in text[: _MOST_SHOWN + 1])
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+
+
 class JobFile:
     """The file of one server, until `close` or the end of the process.
 
@@ -56,15 +64,18 @@ class JobFile:
     """
 
     def __init__(self, server: RunningServer) -> None:
-        self._path = runtime_folder() / f"server-{server.pid}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self._path, flags, 0o600)
-        try:
-            try_lock(self._descriptor)
-            os.write(self._descriptor, json.dumps(asdict(server)).encode())
-        except BaseException:
-            self.close()
-            raise
+        while True:
+            self._path = runtime_folder() / f"server-{server.pid}-{secrets.token_hex(4)}"
+            self._descriptor = os.open(self._path, flags, 0o600)
+            try:
+                if try_lock(self._descriptor) and is_there(self._path, self._descriptor):
+                    os.write(self._descriptor, json.dumps(asdict(server)).encode())
+                    return
+            except BaseException:
+                self.close()
+                raise
+            self.close()  # another program took it for what a dead server left
 
     def close(self) -> None:
         """Removes the file. Idempotent."""

@@ -15,7 +15,14 @@ import time
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import SLICES, World, drop_claim, hold_claim, without_ranks
+from tensorwire.membership import (
+    SLICES,
+    World,
+    drop_claim,
+    hold_claim,
+    shown_command,
+    without_ranks,
+)
 
 from . import rendezvous
 from .rendezvous import Meeting
@@ -123,7 +130,7 @@ def start_server(
     reader, writer = os.pipe()
     command = [sys.executable, "-P", "-m", "tensorwire.torch.server", f"--index={index}"]
     command += [f"--workers={workers}", f"--count={count}", f"--servers={','.join(before)}"]
-    command += [f"--listen={listen}:0", f"--command={' '.join(sys.argv)}"]
+    command += [f"--listen={listen}:0", f"--command={shown_command(sys.argv)}"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
     with open(reader) as channel:
         try:

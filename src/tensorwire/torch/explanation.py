@@ -203,7 +203,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
 def _name_of(core: Replica) -> str:
     """The model's class, and with several optimizers in the job what tells this one apart."""
     job = jobs.latest_job()
-    cores = job.trained if job is not None and job.session is core.session else []
+    cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:
         return core.model_name
     names = [_kept_name(job, each) for each in cores]
@@ -267,7 +267,7 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
 @contextmanager
 def _watching(found: list[Explanation]) -> Iterator[None]:
     def stepped(job: jobs.Job) -> None:
-        if all(replica.steps >= STEPS for replica in job.trained):
+        if all(replica.steps >= STEPS for replica in job.local_replicas):
             found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
             raise _EnoughError
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import math
 import multiprocessing.util
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,12 @@ def init(
         raise ValueError("rank and world_size are given together, or neither")
     if transports is not None:
         os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"a seed is a whole number, not {seed!r}") from None
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
     try:
@@ -137,7 +144,7 @@ class Job:
         my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         session: how this worker reaches the others.
-        trained: for each distributed optimizer the copy of its model in this process.
+        local_replicas: for each distributed optimizer the copy of its model in this process.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -152,7 +159,7 @@ class Job:
         self.my_slices = session.my_slices
         self.seed = session.seed
         self.statistics = session.statistics
-        self.trained: list[Replica] = []
+        self.local_replicas: list[Replica] = []
         self.closed = False
         self._pid = os.getpid()
         self._kept: dict[str, Any] = {}
@@ -190,20 +197,20 @@ class Job:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The distributed ones."""
-        return [replica.optimizer for replica in self.trained]
+        return [replica.optimizer for replica in self.local_replicas]
 
-    def train(self, replica: Replica) -> None:
+    def add_replica(self, replica: Replica) -> None:
         """Called by DistributedOptimizer: the replica ends with the job."""
-        self.trained.append(replica)
+        self.local_replicas.append(replica)
 
-    def forget(self, replica: Replica) -> None:
+    def drop_replica(self, replica: Replica) -> None:
         """Called by its `close`."""
-        self.trained.remove(replica)
+        self.local_replicas.remove(replica)
 
     @contextlib.contextmanager
     def editing(self, model: Any) -> Iterator[None]:
         """See `tw.edit`."""
-        replicas = [replica for replica in self.trained if replica.shares(model)]
+        replicas = [replica for replica in self.local_replicas if replica.shares(model)]
         if not replicas:
             raise RuntimeError(
                 "no DistributedOptimizer has parameters of this model; edit it freely"
@@ -390,7 +397,7 @@ class Job:
                 of these, which `load` refuses.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
-        checkpoint.save(path, self._kept, self.trained, self._done, self.seed)
+        checkpoint.save(path, self._kept, self.local_replicas, self._done, self.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
@@ -404,7 +411,7 @@ class Job:
         """
         several = self.pipeline > 1
         self._done = checkpoint.load(
-            path, self._kept, self.trained, self.editing, self.seed, several
+            path, self._kept, self.local_replicas, self.editing, self.seed, several
         )
         self._first_epoch = self.session.epoch = self._done
 
@@ -416,7 +423,7 @@ class Job:
         """
         return self.statistics.report(
             {"workers": self.size, "slices": self.slices, "rank": self.rank},
-            [replica.store for replica in self.trained],
+            [replica.store for replica in self.local_replicas],
             path,
         )
 
@@ -434,7 +441,7 @@ class Job:
         self.closed = True
         atexit.unregister(self._at_exit)
         try:
-            for replica in self.trained:
+            for replica in self.local_replicas:
                 if goodbye and self.rank == 0 and replica.never_stepped:
                     _tell_of_no_step(replica)
                 replica.close(private)

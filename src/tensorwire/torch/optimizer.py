@@ -83,39 +83,46 @@ def DistributedOptimizer(
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
     if model_index_of(model) is not None:
-        core = _exchange_of_split(job, optimizer, model, max_norm, buffers, placement)
+        core = _replica_of_split(job, optimizer, model, max_norm, buffers, placement)
     else:
         if job.pipeline > 1:
             raise ValueError(
                 f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
                 "made of it"
             )
-        core = Replica(job.session, job.trained, optimizer, model, max_norm, buffers, placement)
+        core = Replica(
+            job.session, job.local_replicas, optimizer, model, max_norm, buffers, placement
+        )
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
     optimizer.__dict__.pop("step", None)
-    job.train(core)
+    job.add_replica(core)
     return optimizer
 
 
-def _exchange_of_split(
+def _replica_of_split(
     job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
 ) -> Replica:
-    machines = split.machines
-    if machines.size != job.pipeline or (
-        job.pipeline > 1 and machines is not job.session.machines()
-    ):
+    machines, session = split.machines, job.session
+    if machines.size != job.pipeline or (job.pipeline > 1 and machines is not session.machines()):
         raise ValueError(
             f"the model is split over {machines.size} processes that are no pipeline of this job: "
             "call tw.init(pipeline=…), then tw.split() without machines="
         )
-    if any(other.shares(split) for other in job.trained):
+    if any(other.shares(split) for other in job.local_replicas):
         raise ValueError("a split model has one distributed optimizer; close() the other first")
     if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
     core = Replica(
-        job.session, job.trained, optimizer, split.module, max_norm, buffers, placement, split.whole
+        job.session,
+        job.local_replicas,
+        optimizer,
+        split.module,
+        max_norm,
+        buffers,
+        placement,
+        split.whole,
     )
     split.trained_by(core)
     return core
@@ -227,7 +234,7 @@ class DistributedMixin:
             return
         if not core.session.closed:
             core.drop()
-            current_job().forget(core)
+            current_job().drop_replica(core)
         self._tensorwire = _Closed()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -292,7 +299,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 def _core_of(what: Any) -> Replica:
     if isinstance(what, DistributedMixin):
         return what._tensorwire
-    cores = current_job().trained
+    cores = current_job().local_replicas
     for core in cores:
         if model_index_of(what) is not None and core.shares(what):
             return core

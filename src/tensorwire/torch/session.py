@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,7 @@ from .kernels import TorchKernels
 from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
-_SEED = struct.Struct("<Q")
+_SEED_BYTES = 16
 
 _present: Session | None = None
 
@@ -31,7 +30,7 @@ def present_session() -> Session | None:
 
 
 class Session:
-    """Made by a `Job`, which all workers make together.
+    """A worker and what it does with the others; a `Job` makes it, in all workers together.
 
     Args:
         world: which worker this is.
@@ -80,9 +79,10 @@ class Session:
 
     def _introduce(self, member: WorkerMember, seed: int) -> int:
         """Tells all workers who can share memory with whom; returns worker 0's seed."""
-        told = self.gather(_SEED.pack(seed) + member.colocation.introduction())
-        member.colocation.learn([each[_SEED.size :] for each in told])
-        return int(_SEED.unpack(told[0][: _SEED.size])[0])
+        mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
+        told = self.gather(mine + member.colocation.introduction())
+        member.colocation.learn([each[_SEED_BYTES:] for each in told])
+        return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
 
     # ---- stores
 

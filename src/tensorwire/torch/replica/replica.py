@@ -215,9 +215,10 @@ class Replica:
 
     def _move(self, saved: dict[str, Any]) -> None:
         """Private parameters into a new store, planned anew."""
-        self._reducer.close()
-        old = self.store
+        reducer, old = self._reducer, self.store
+        reducer.close()
         self._open()
+        self._reducer.accumulating, self._reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
         self.session.release_store(old)
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -279,12 +280,11 @@ class Replica:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward only adds to `.grad` inside."""
-        reducer = self._reducer
-        before, reducer.accumulating = reducer.accumulating, True
+        before, self._reducer.accumulating = self._reducer.accumulating, True
         try:
             yield
         finally:
-            reducer.accumulating = before
+            self._reducer.accumulating = before  # of another store perhaps
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
