@@ -143,6 +143,7 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("pid", &Peer::pid)
       .def_prop_ro("transport", &Peer::transport)
       .def_prop_ro("reason", &Peer::reason)
+      .def_prop_ro("offered", &Peer::offered)
       .def_prop_ro("wire", &Peer::wire)
       .def_prop_ro("lost", &Peer::lost)
       .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
@@ -156,10 +157,9 @@ void bind_peer(nb::module_& m) {
           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
       .def(
           "lookup",
-          [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s) {
-            return answer(p, p->ask_lookup(name), "region", timeout_s);
-          },
-          "name"_a, "timeout_s"_a.none())
+          [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s,
+             bool await) { return answer(p, p->ask_lookup(name, await), "region", timeout_s); },
+          "name"_a, "timeout_s"_a.none(), "await_"_a = false)
       .def(
           "attach",
           [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s,

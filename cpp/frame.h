@@ -34,6 +34,7 @@ inline constexpr uint8_t kLastFrameType = 14;
 
 // Flags.
 inline constexpr uint8_t kLast = 1;      // ends the transfer (kWrite, kSignal) or answer (kData)
+inline constexpr uint8_t kAwait = 1;     // kLookup by name: the answer waits for such a region
 inline constexpr uint8_t kReadable = 2;  // kGrant: peers may read
 inline constexpr uint8_t kWritable = 4;  // kGrant, kAllocate: peers may write
 inline constexpr uint8_t kAllFlags = 7;

@@ -61,7 +61,12 @@ Node::Node(NodeOptions options)
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
   fabric_.mappings = std::make_shared<Mappings>();
-  regions_ = std::make_unique<RegionTable>(page, fabric_.mappings);
+  regions_ = std::make_unique<RegionTable>(page, fabric_.mappings, [this] {
+    fabric_.progress->post([this] {
+      for (const auto& peer : all_peers()) peer->answer_awaited();
+      return false;
+    });
+  });
   fabric_.regions = regions_.get();
   fabric_.limits.quota_bytes = options_.quota_bytes;
   fabric_.shareable = (options_.transports & kShmBit) != 0;

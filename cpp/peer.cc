@@ -17,6 +17,14 @@ const char* Peer::name_of(uint32_t transport_bit) {
   return transport_bit == kShmBit ? "shm" : transport_bit == kRdmaBit ? "rdma" : "tcp";
 }
 
+std::vector<std::string> Peer::offered() const {
+  std::vector<std::string> names;
+  for (uint32_t bit : {kShmBit, kTcpBit, kRdmaBit}) {
+    if (remote_.transports & bit) names.emplace_back(name_of(bit));
+  }
+  return names;
+}
+
 Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32_t transport,
            std::string reason)
     : fabric_(std::move(fabric)),
@@ -213,13 +221,20 @@ AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access acces
   return ask(header, name, {.lease = true});
 }
 
-AskedPtr Peer::ask_lookup(const std::string& name) {
+AskedPtr Peer::ask_lookup(const std::string& name, bool await) {
   if (name.empty())
     throw Error(Code::kInvalid, "a region is looked up by a name of 1 byte or more");
   check_region_name(name);
   Header header;
   header.type = FrameType::kLookup;
-  return ask(header, name, {});
+  if (!await) return ask(header, name, {});
+  header.flags = kAwait;
+  check_alive();
+  std::lock_guard lock(awaited_mutex_);
+  std::erase_if(awaited_, [](const auto& one) { return one.second->transfer->done(); });
+  AskedPtr& asked = awaited_[name];  // asked once, however many wait and however often they give up
+  if (!asked) asked = ask(header, name, {});
+  return asked;
 }
 
 AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation, bool copied) {

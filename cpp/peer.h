@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -61,6 +62,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   uint32_t pid() const { return remote_.pid; }
   std::string transport() const { return name_of(transport_); }
   static const char* name_of(uint32_t transport_bit);
+  std::vector<std::string> offered() const;  // transports, by the other side
   // What carries the bytes below the transport: "rc_verbs/rxe0:1"; "" where the name says it all.
   std::string wire() const { return rdma_ ? rdma_->wire() : ""; }
   const std::string& reason() const { return reason_; }
@@ -71,7 +73,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
 
   // Regions of the peer. Non-blocking: wait for ->transfer; finish() gives the region or throws.
   AskedPtr ask_allocate(uint64_t size, const std::string& name, Access access);
-  AskedPtr ask_lookup(const std::string& name);
+  // await: the answer comes when there is a region of that name.
+  AskedPtr ask_lookup(const std::string& name, bool await = false);
   AskedPtr ask_attach(uint32_t id, uint64_t generation, bool copied = false);
   AskedPtr ask_free(const RemoteRegion& region);
   RemoteRegionPtr finish(const AskedPtr& asked) const;
@@ -94,6 +97,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   // side why: presentable text of at most kMaxBodyBytes.
   void lose(Status status, std::string_view goodbye = {});
   void revoke(const Region& region);
+  // There is a region with a new name.
+  void answer_awaited() { service_.answer_awaited(); }
   // The peer may still have writes under way to the memory of a region that was freed. Any thread.
   bool revoking(uint64_t generation) const { return exposures_.revoking(generation); }
 
@@ -159,6 +164,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string key_;
   std::atomic<bool> ready_{false}, lost_{false};
 
+  std::mutex awaited_mutex_;
+  std::map<std::string, AskedPtr> awaited_;  // look-ups that are answered when there is a region
   mutable std::mutex mutex_;
   Status lost_status_;
   std::vector<std::shared_ptr<FaultyChannel>> faults_;  // one for each plan that ever was

@@ -77,29 +77,32 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->generation = random_id();
   region->mapping = Mapping::create(size, shareable, access.write);
 
-  std::lock_guard lock(mutex_);
-  if (closed_) throw Error(Code::kClosed, "the Node is closed");
-  if (!name.empty() && names_.contains(name)) throw taken();
-  if (!free_slots_.empty()) {
-    region->id = free_slots_.back();
-    free_slots_.pop_back();
-  } else {
-    if (slots_.size() == kMaxRegions) {
-      throw Error(Code::kBusy, "this Node already has " + std::to_string(kMaxRegions) +
-                                   " regions; put several tensors into one region");
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) throw Error(Code::kClosed, "the Node is closed");
+    if (!name.empty() && names_.contains(name)) throw taken();
+    if (!free_slots_.empty()) {
+      region->id = free_slots_.back();
+      free_slots_.pop_back();
+    } else {
+      if (slots_.size() == kMaxRegions) {
+        throw Error(Code::kBusy, "this Node already has " + std::to_string(kMaxRegions) +
+                                     " regions; put several tensors into one region");
+      }
+      region->id = static_cast<uint32_t>(slots_.size());
+      slots_.emplace_back();
     }
-    region->id = static_cast<uint32_t>(slots_.size());
-    slots_.emplace_back();
+    slots_[region->id] = region;
+    mappings_->add(region->mapping);
+    if (!name.empty()) names_[name] = region->id;
+    if (lessee != 0) {
+      region->leased = leased_;
+      leased_->bytes += size;
+      ++leased_->regions;
+    }
+    page_->generations[region->id].store(region->generation, std::memory_order_release);
   }
-  slots_[region->id] = region;
-  mappings_->add(region->mapping);
-  if (!name.empty()) names_[name] = region->id;
-  if (lessee != 0) {
-    region->leased = leased_;
-    leased_->bytes += size;
-    ++leased_->regions;
-  }
-  page_->generations[region->id].store(region->generation, std::memory_order_release);
+  if (!name.empty() && awaited_ > 0) on_awaited_();
   return region;
 }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -60,8 +61,9 @@ struct Region {
 // Thread-safe.
 class RegionTable {
  public:
-  RegionTable(NodePage* page, std::shared_ptr<Mappings> mappings)
-      : page_(page), mappings_(std::move(mappings)) {}
+  // on_awaited is called by whoever allocated a region with a name while somebody awaits one.
+  RegionTable(NodePage* page, std::shared_ptr<Mappings> mappings, std::function<void()> on_awaited)
+      : page_(page), mappings_(std::move(mappings)), on_awaited_(std::move(on_awaited)) {}
 
   // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory, kClosed.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
@@ -74,10 +76,14 @@ class RegionTable {
   void close();
   std::vector<std::shared_ptr<Region>> leased_to(uint64_t peer) const;
   const Leased& leased() const { return *leased_; }
+  // How many more, or fewer, names are awaited. Whoever adds one looks for it once more after that.
+  void await_names(int change) { awaited_ += change; }
 
  private:
   NodePage* page_;
   const std::shared_ptr<Mappings> mappings_;
+  const std::function<void()> on_awaited_;
+  std::atomic<int> awaited_{0};
   bool closed_ = false;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Region>> slots_;

@@ -13,6 +13,7 @@ constexpr size_t kMaxOpenWrites = 1024;
 constexpr size_t kMaxAnswers = 4096;
 // Regions of all peers together: each costs a descriptor and a slot of the table.
 constexpr size_t kMaxLeasedRegions = 1024;
+constexpr size_t kMaxAwaited = 1024;
 // Answers to larger transfers do not wait for company.
 constexpr uint64_t kAnswerAtOnceBytes = 64 << 10;
 
@@ -270,21 +271,43 @@ bool Service::lookup(const Header& header, std::string_view name) {
     refuse(header, {Code::kInvalid, "a region's name is text without control characters"});
     return true;
   }
-  auto region = name.empty() ? regions_.find(header.region, header.generation)
-                             : regions_.find(std::string(name));
-  if (region) {
-    try {
-      grant(header, region);
-    } catch (const Error& error) {
-      refuse(header, {error.code(), error.what()});
-    }
-  } else if (name.empty()) {
+  if (grant_found(header, name)) return true;
+  if (name.empty()) {
     refuse(header,
            {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"});
-  } else {
+  } else if (!(header.flags & kAwait)) {
     refuse(header, {Code::kNotFound, "no region is named '" + std::string(name) + "' there"});
+  } else if (awaited_.size() == kMaxAwaited) {
+    refuse(header, {Code::kBusy, "this peer already waits for " + std::to_string(kMaxAwaited) +
+                                     " regions with other names"});
+  } else {
+    regions_.await_names(1);
+    awaited_.emplace_back(header, name);
+    answer_awaited();  // it may have been allocated just before we said that it is awaited
   }
   return true;
+}
+
+bool Service::grant_found(const Header& header, std::string_view name) {
+  auto region = name.empty() ? regions_.find(header.region, header.generation)
+                             : regions_.find(std::string(name));
+  if (!region) return false;
+  try {
+    grant(header, region);
+  } catch (const Error& error) {
+    refuse(header, {error.code(), error.what()});
+  }
+  return true;
+}
+
+void Service::answer_awaited() {
+  for (auto& [header, name] : std::exchange(awaited_, {})) {
+    if (!stream_ || grant_found(header, name)) {  // a grant that cannot be sent closes the service
+      regions_.await_names(-1);
+    } else {
+      awaited_.emplace_back(header, std::move(name));
+    }
+  }
 }
 
 bool Service::free(const Header& header) {
@@ -315,6 +338,8 @@ void Service::close() {
   for (const auto& region : regions_.leased_to(peer_)) free_region_(region);
   grants_.clear();
   open_.clear();
+  regions_.await_names(-static_cast<int>(awaited_.size()));
+  awaited_.clear();
   stream_.reset();
 }
 

@@ -7,8 +7,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "error.h"
 #include "frame.h"
@@ -57,6 +60,8 @@ class Service {
   // For kRead, kSignal, kFetchAdd, kAllocate, kLookup, kFree.
   bool request(const Header& header, std::string_view body);
 
+  // There is a region with a new name, which the peer may have asked for before.
+  void answer_awaited();
   // The region was freed: forget the grant, and stop placing bytes in it.
   void revoke(const Region& region);
   // The peer is gone: gives back what it leased.
@@ -79,6 +84,8 @@ class Service {
   bool signal(const Header& header);
   bool allocate(const Header& header, std::string_view name);
   bool lookup(const Header& header, std::string_view name);
+  // False if there is no such region; else the question is answered.
+  bool grant_found(const Header& header, std::string_view name);
   bool free(const Header& header);
   bool finish(const Header& header, OpenWrite& write);
 
@@ -95,9 +102,10 @@ class Service {
   std::function<size_t()> waiting_;
 
   std::unordered_map<uint32_t, std::shared_ptr<Region>> grants_;
-  std::unordered_map<uint64_t, OpenWrite> open_;    // transfers of several frames
-  Status current_;                                  // of the payload being received
-  std::shared_ptr<std::atomic<size_t>> answering_;  // reads whose answer is not sent yet
+  std::unordered_map<uint64_t, OpenWrite> open_;         // transfers of several frames
+  std::vector<std::pair<Header, std::string>> awaited_;  // look-ups of names that nothing has yet
+  Status current_;                                       // of the payload being received
+  std::shared_ptr<std::atomic<size_t>> answering_;       // reads whose answer is not sent yet
 };
 
 }  // namespace tensorwire

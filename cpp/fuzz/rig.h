@@ -31,7 +31,9 @@ class Rig {
     fabric.traffic = std::make_shared<Traffic>();
     fabric.counters = std::make_shared<Transfer::Counters>();
     fabric.progress->page()->incarnation = kMyIncarnation;
-    regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings);
+    regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings, [this] {
+      if (peer) peer->answer_awaited();
+    });
     fabric.regions = regions.get();
     fabric.limits.quota_bytes = 1 << 20;
     fabric.shareable = true;

@@ -191,6 +191,31 @@ TEST_CASE("node: a freed region is stale, and so is one of an earlier process") 
   }
 }
 
+TEST_CASE("node: a look-up waits until there is a region of the name") {
+  for (const std::string transport : kTransports) {
+    CAPTURE(transport);
+    Pair pair(transport);
+    // Threads allocate while look-ups arrive: none of them is overlooked.
+    std::vector<std::thread> threads;
+    for (const std::string& half : {"a", "b"}) {
+      threads.emplace_back([&pair, half] {
+        for (int i = 0; i < 50; ++i) pair.far->allocate(8, half + std::to_string(i), {true, true});
+      });
+    }
+    for (int i = 0; i < 50; ++i) {
+      auto a = pair.to_far->ask_lookup("a" + std::to_string(i), true);
+      auto b = pair.to_far->ask_lookup("b" + std::to_string(i), true);
+      CHECK(answer(*pair.to_far, a)->size == 8);
+      CHECK(answer(*pair.to_far, b)->size == 8);
+    }
+    for (auto& thread : threads) thread.join();
+    auto never = pair.to_far->ask_lookup("never", true);
+    CHECK(pair.to_far->ask_lookup("never", true) == never);
+    pair.far->close();
+    CHECK(outcome(never->transfer) == Code::kPeerLost);
+  }
+}
+
 TEST_CASE("node: only whoever leased a region may give it back") {
   for (const std::string transport : kTransports) {
     Pair pair(transport);

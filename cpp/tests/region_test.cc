@@ -19,7 +19,7 @@ namespace {
 struct Fixture {
   std::unique_ptr<NodePage> page = std::make_unique<NodePage>();
   std::shared_ptr<Mappings> mappings = std::make_shared<Mappings>();
-  RegionTable table{page.get(), mappings};
+  RegionTable table{page.get(), mappings, [] {}};
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name = {},
                                    uint64_t lessee = 0) {
     return table.allocate(size, name, {true, true}, false, lessee);

@@ -3,7 +3,6 @@
 A case is a function at the top of this module; each process runs it with its `Machines`.
 """
 
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from torch.export import Dim
 
 import tensorwire.torch as tw
 from tensorwire import Node
-from tensorwire.edges import wait_for_region
 from tensorwire.testing import Channel, Member, PeerGroup
 
 SIZE = 3
@@ -516,8 +514,7 @@ def wait_for_the_first(machines: tw.Machines, schedule: str) -> int:
             if machines.rank == 0 and count == 1:
                 machines.node.allocate(64, name="arrived", access="r")
             elif machines.rank == 1:
-                deadline = time.monotonic() + 20
-                wait_for_region(machines.peers[0], "arrived", deadline, "the gradient")
+                machines.peers[0].wait_region("arrived", 20)
 
         for parameter in split.parameters():
             parameter.register_post_accumulate_grad_hook(arrived)

@@ -7,7 +7,6 @@ import pytest
 import tensorwire as tw
 from tensorwire.memory import path_warning
 from tensorwire.memory.devices import RdmaPort
-from tensorwire.memory.offer import offered_by
 from tensorwire.memory.path_warning import warn_if_slower, why_slower
 
 ACTIVE = RdmaPort("mlx5_0", 1, "ACTIVE", 100.0, "InfiniBand", ("fe80::1",), "")
@@ -57,32 +56,26 @@ def test_rdma_at_both_ends_but_not_used() -> None:
 
 def test_one_warning_per_address() -> None:
     with pytest.warns(tw.PathWarning, match=r"peer 'x' at 192.0.2.1:7 is reached by tcp.*Remedy"):
-        warn_if_slower("192.0.2.1:7", "x", "tcp", HIDDEN)
+        warn_if_slower("192.0.2.1:7", "x", "tcp", HIDDEN, ("tcp",))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_slower("192.0.2.1:7", "x", "tcp", HIDDEN)
+        warn_if_slower("192.0.2.1:7", "x", "tcp", HIDDEN, ("tcp",))
     with pytest.warns(tw.PathWarning):
-        warn_if_slower("192.0.2.1:8", "x", "tcp", HIDDEN)
+        warn_if_slower("192.0.2.1:8", "x", "tcp", HIDDEN, ("tcp",))
 
 
-def test_the_peer_is_asked_only_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an active port here, a real Node is asked what it offers; without one, nobody is."""
-    asked = []
-
-    def ask(address: str) -> object:
-        asked.append(address)
-        return offered_by(address)
-
-    monkeypatch.setattr(path_warning, "offered_by", ask)
-    with tw.Node("there") as there, warnings.catch_warnings():
+def test_what_the_peer_offers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an active port here, and only then, a peer that offers rdma would be reached faster."""
+    monkeypatch.setattr(path_warning, "rdma_ports", lambda: [ACTIVE])
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(path_warning, "rdma_ports", lambda: [])
-        warn_if_slower(there.address, "there", "tcp", APART)
-        assert asked == []
-        monkeypatch.setattr(path_warning, "rdma_ports", lambda: [ACTIVE])
-        path_warning._warned.discard(there.address)
-        warn_if_slower(there.address, "there", "tcp", APART)  # it offers no rdma
-        assert asked == [there.address]
+        warn_if_slower("192.0.2.1:9", "x", "tcp", APART, ("shm", "tcp"))
+    with pytest.warns(tw.PathWarning, match="both ends have RDMA"):
+        warn_if_slower("192.0.2.1:10", "x", "tcp", APART, ("shm", "tcp", "rdma"))
+    monkeypatch.setattr(path_warning, "rdma_ports", lambda: [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_slower("192.0.2.1:11", "x", "tcp", APART, ("shm", "tcp", "rdma"))
 
 
 def test_an_error_filter_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,33 +98,6 @@ def test_an_error_filter_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_node_offers() -> None:
-    with tw.Node("both", secret=b"sixteen bytes...") as both, tw.Node("b", transports=["tcp"]) as b:
-        offer = offered_by(both.address)
-        assert offer is not None
-        assert {"shm", "tcp"} <= offer.transports
-        assert (offer.name, offer.has_secret) == ("both", True)
-        assert both.peers == []
-        restricted = offered_by(b.address)
-        assert restricted is not None
-        assert restricted.transports == {"tcp"}
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(160)])
-def test_nobody_there_is_a_node(answer: bytes) -> None:
-    import socket
-    import threading
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            stream, _ = listener.accept()
-            with stream:
-                stream.recv(160, socket.MSG_WAITALL)
-                stream.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert offered_by(f"127.0.0.1:{listener.getsockname()[1]}") is None
-        thread.join()
-    assert offered_by("127.0.0.1:1") is None
-    assert offered_by("no-such-host.invalid:1") is None
+    with tw.Node("both") as both, tw.Node("b", transports=["tcp"]) as b:
+        assert {"shm", "tcp"} <= set(b.connect(both.address).offered)
+        assert both.connect(b.address).offered == ("tcp",)

@@ -4,7 +4,7 @@ Start with `Edges`. docs/placement.md is the guide.
 """
 
 from .edges import Edges
-from .incoming import Arrival, wait_for_region
+from .incoming import Arrival, wait_opened
 from .values import Rows
 
-__all__ = ["Arrival", "Edges", "Rows", "wait_for_region"]
+__all__ = ["Arrival", "Edges", "Rows", "wait_opened"]

@@ -11,13 +11,13 @@ from types import TracebackType
 
 import numpy as np
 
-from tensorwire.errors import ClosedError, TimeoutError
-from tensorwire.memory import Node, Peer, RemoteRegion
+from tensorwire.errors import ClosedError
+from tensorwire.memory import Node, Peer
 from tensorwire.placement import Plan, Tensor
 
-from .incoming import Arrival, Incoming, wait_for_region
+from .incoming import Arrival, Incoming, wait_opened
 from .outgoing import Outgoing
-from .route import MAGIC, Route
+from .route import Route
 from .values import Value, check_shape, size_bytes, values_in
 
 _HEAD_BYTES = 64
@@ -111,15 +111,17 @@ class Edges:
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         for target, outgoing in self._outgoing.items():
             what = f"machine {target!r} ({outgoing.peer.name})"
-            remote = wait_for_region(outgoing.peer, outgoing.route.name, deadline, what)
-            head = _read_head(remote, deadline, what)
-            if different := outgoing.route.difference(head):
+            wait_opened(outgoing.peer, outgoing.route.opened_name, deadline, what)
+            remote = outgoing.peer.region(outgoing.route.name)
+            head = np.empty(_HEAD_BYTES, np.uint8)
+            remote.read(head).wait(None if deadline is None else 10.0)
+            if different := outgoing.route.difference(head.tobytes()):
                 raise ValueError(f"{what} has {different}: all machines make the same plan")
             outgoing.attach(remote)
         for source, incoming in self._incoming.items():
             what = f"machine {source!r} ({incoming.peer.name})"
             name = incoming.route.taken_name
-            incoming.attach(wait_for_region(incoming.peer, name, deadline, what))
+            incoming.attach(wait_opened(incoming.peer, name, deadline, what))
         self._opened = True
         return self
 
@@ -271,15 +273,3 @@ class Edges:
             raise ClosedError(f"the edges of machine {self.machine!r} are closed")
         if not self._opened:
             raise ValueError(f"the edges of machine {self.machine!r} are used before open()")
-
-
-def _read_head(remote: RemoteRegion, deadline: float | None, what: str) -> bytes:
-    """Reads the head of a region, whose word is raised when the rest is written."""
-    word = remote.word(0)
-    while word.fetch_add(0, None if deadline is None else 10.0) != MAGIC:
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{what} has not opened its edges in time")
-        time.sleep(0.001)
-    head = np.empty(_HEAD_BYTES, np.uint8)
-    remote.read(head).wait(None if deadline is None else 10.0)
-    return head.tobytes()

@@ -67,9 +67,8 @@ class Incoming:
         self._most_bytes = most_bytes
         self._region = node.allocate(route.size_bytes, name=route.name, access="rw")
         head = np.frombuffer(route.head, np.uint8)
-        self._region.array()[8 : len(head)] = head[8:]
-        # Last: who sees it sees the rest.
-        self._region.word(0).set(int.from_bytes(route.head[:8], "little"))
+        self._region.array()[: len(head)] = head
+        self._opened = node.allocate(1, name=route.opened_name, access="r")
         self._words: dict[int, Word] = {}
         self._taken: RemoteRegion | None = None
         self._taken_words: dict[int, RemoteWord] = {}
@@ -183,24 +182,20 @@ class Incoming:
 
     def close(self) -> None:
         """Takes the memory away from the source; arrays of it stay valid here."""
+        self._opened.free()
         self._region.free()
         self._memories.clear()
 
 
-def wait_for_region(peer: Peer, name: str, deadline: float | None, what: str) -> RemoteRegion:
+def wait_opened(peer: Peer, name: str, deadline: float | None, what: str) -> RemoteRegion:
     """A region that the peer allocates when it gets there.
 
     Raises:
         TimeoutError: it did not.
         PeerLostError: the peer is gone.
     """
-    pause_s = 0.001
-    while True:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-        try:
-            return peer.region(name, left)
-        except (LookupError, TimeoutError):  # nothing of that name yet, or no time left to look
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{what} has not opened its edges in time") from None
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    try:
+        return peer.wait_region(name, left)
+    except TimeoutError:
+        raise TimeoutError(f"{what} has not opened its edges in time") from None

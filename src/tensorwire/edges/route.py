@@ -54,6 +54,11 @@ class Route:
         return f"edges/{self.label}/{numbers}"
 
     @property
+    def opened_name(self) -> str:
+        """The name of a region that the target allocates when the first one has its head."""
+        return f"{self.name}/opened"
+
+    @property
     def taken_name(self) -> str:
         """The name of the source's region."""
         return f"{self.name}/taken"

@@ -245,7 +245,7 @@ class Node:
         if require is None and self._free_choice:
             core = peer._core
             try:
-                warn_if_slower(core.address, core.name, core.transport, core.reason)
+                warn_if_slower(core.address, core.name, core.transport, core.reason, core.offered)
             except BaseException:
                 peer.close()  # the warning is an error here, so the caller gets no peer
                 raise

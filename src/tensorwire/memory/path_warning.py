@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .devices import UCX_LIBRARY, UCX_REMEDY, RdmaPort, has_ucx, rdma_ports
-from .offer import offered_by
 
 
 class PathWarning(UserWarning):
@@ -45,7 +44,7 @@ def why_slower(
         reason: as in `Path`.
         ports: RDMA ports of this host.
         ucx: whether the library that rdma needs is installed here.
-        offered_there: transports that the peer offers; empty when not known.
+        offered_there: transports that the peer offers.
 
     Returns:
         None if the path is the best that both ends have, as far as can be told from here.
@@ -73,11 +72,10 @@ _warned: set[str] = set()
 _lock = threading.Lock()
 
 
-def warn_if_slower(address: str, name: str, transport: str, reason: str) -> None:
-    """Warns, with the caller's caller as the place, if `why_slower` finds a reason.
-
-    The peer is asked what it offers only if this host has an active RDMA port.
-    """
+def warn_if_slower(
+    address: str, name: str, transport: str, reason: str, offered_there: Collection[str]
+) -> None:
+    """Warns, with the caller's caller as the place, if `why_slower` finds a reason."""
     if transport == "shm":
         return
     with _lock:
@@ -85,9 +83,7 @@ def warn_if_slower(address: str, name: str, transport: str, reason: str) -> None
             return
         _warned.add(address)
     ports = rdma_ports()
-    offer = offered_by(address) if any(port.active for port in ports) else None
-    there = offer.transports if offer is not None else frozenset()
-    slower = why_slower(transport, reason, ports, bool(ports) and has_ucx(), there)
+    slower = why_slower(transport, reason, ports, bool(ports) and has_ucx(), offered_there)
     if slower is not None:
         warnings.warn(
             f"peer {name!r} at {address} is reached by {transport}: {slower.reason}. "

@@ -67,6 +67,11 @@ class Peer:
         return path_to(self._core)
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        """The transports that the other Node offers, whichever of them is used."""
+        return tuple(self._core.offered)
+
+    @property
     def lost(self) -> bool:
         """True once the peer or the link is gone, or this side closed the connection."""
         return self._core.lost
@@ -90,7 +95,8 @@ class Peer:
         """Gets access to a region that the peer has allocated.
 
         Args:
-            name_or_handle: its name, or its `Handle`. With a name it must exist already.
+            name_or_handle: its name, or its `Handle`. With a name it must exist already; see
+                `wait_region`.
             timeout_s: for the peer's answer; None waits for ever.
 
         Raises:
@@ -116,6 +122,24 @@ class Peer:
             raise TypeError(
                 f"a region is found by name (str) or Handle, not {describe(name_or_handle)}"
             )
+        return RemoteRegion(self, core, 0, core.size_bytes)
+
+    def wait_region(self, name: str, timeout_s: float | None = 10.0) -> RemoteRegion:
+        """Gets access to a region as soon as the peer has allocated one of that name.
+
+        The peer answers when the region is there, so nothing is asked again and again. At most 1024
+        names can be awaited at a peer at a time, those included for which a call gave up.
+
+        Args:
+            name: of the region.
+            timeout_s: for the region to be there; None waits for ever.
+
+        Raises:
+            TimeoutError: the peer has not allocated it in time.
+            BusyError: too many names are awaited at the peer.
+            TypeError, ValueError, ClosedError, PeerLostError: as everywhere.
+        """
+        core = self._core.lookup(name_text(name, "region"), timeout_s, True)
         return RemoteRegion(self, core, 0, core.size_bytes)
 
     def allocate(

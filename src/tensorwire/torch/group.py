@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tensorwire.edges import wait_for_region
 from tensorwire.errors import TensorwireError, UnavailableError, consequence
 from tensorwire.membership import World, check_name, listed, turn_away
 from tensorwire.memory import Node, Peer
@@ -49,7 +48,7 @@ class Machines:
         # Only its size tells, which is there as soon as it is.
         self.node.allocate(_MET_BYTES * (1 + failed), name=label, access="r")
         for rank, peer in self.peers.items() if not failed else ():
-            if wait_for_region(peer, label, None, f"rank {rank}").size_bytes > _MET_BYTES:
+            if peer.wait_region(label, None).size_bytes > _MET_BYTES:
                 raise consequence(f"rank {rank} has failed; its own error tells why")
 
     def close(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Mapping
 
 import numpy as np
 
-from tensorwire.errors import ClosedError
+from tensorwire.errors import ClosedError, TimeoutError
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion
 
@@ -65,10 +65,8 @@ class Opening:
     def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
         """A region that another server is about to allocate."""
         while not self.closing.is_set():
-            try:
-                return peer.region(self.regions.name(kind), None)
-            except LookupError:
-                time.sleep(0.01)
+            with contextlib.suppress(TimeoutError):
+                return peer.wait_region(self.regions.name(kind), 0.25)
         raise ClosedError("the job is over")
 
     def free(self) -> None:

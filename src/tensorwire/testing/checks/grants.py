@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from tensorwire.errors import BusyError, StaleHandleError
+from tensorwire.errors import BusyError, ClosedError, StaleHandleError, TimeoutError
 from tensorwire.memory import RemoteRegion
 
 from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
@@ -146,6 +147,38 @@ def names(stage: Stage) -> None:
     must_fail(ValueError, stage.peer.allocate, 8, "x" * 2000)
     stage.target.free("a")
     must_fail(LookupError, stage.peer.region, "weights/ä")
+
+
+def awaited_names(stage: Stage) -> None:
+    """A look-up can wait for a region, which several threads and a later one then have."""
+    must_fail(TimeoutError, stage.peer.wait_region, "soon", 0.05)
+    must_fail(LookupError, stage.peer.region, "soon")
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(stage.peer.wait_region, "soon", WAIT_S) for _ in range(2)]
+        other = pool.submit(stage.peer.wait_region, "other", WAIT_S)
+        stage.target.allocate("s", 100, "rw", "soon")
+        for remote in [each.result(WAIT_S) for each in found]:
+            assert (remote.size_bytes, remote.name) == (100, "soon")
+            finish(remote.write(b"hello"))
+        assert not other.done()
+        stage.target.allocate("o", 200, "r", "other")
+        assert other.result(WAIT_S).size_bytes == 200
+    assert stage.target.contents("s", 0, 5) == b"hello"
+    assert stage.peer.wait_region("soon", WAIT_S).size_bytes == 100
+    stage.target.free("s")
+    must_fail(TimeoutError, stage.peer.wait_region, "soon", 0.05)
+    stage.target.allocate("s", 300, "rw", "soon")
+    assert stage.peer.wait_region("soon", WAIT_S).size_bytes == 300
+    for name in range(1024):
+        must_fail(TimeoutError, stage.peer.wait_region, f"never {name}", 0)
+    must_fail(BusyError, stage.peer.wait_region, "one too many", WAIT_S)
+    with stage.third() as third:
+        peer = third.connect(stage.target.address())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(peer.wait_region, "never", WAIT_S)
+            must_fail(TimeoutError, waiting.result, 0.05)
+            peer.close()
+            must_fail(ClosedError, waiting.result, WAIT_S)
     stage.target.allocate("b", 8, "rw", "weights/ä")
     assert stage.peer.region("weights/ä").size_bytes == 8
 

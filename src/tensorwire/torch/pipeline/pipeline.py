@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree as pytree
 
-from tensorwire.edges import wait_for_region
+from tensorwire.edges import wait_opened
 from tensorwire.errors import PeerLostError
 from tensorwire.placement import Graph, Operator, Tensor, plan
 
@@ -475,7 +475,7 @@ def _check_schedules(
             machines.node.allocate(64, name=name, access="r")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for rank, peer in (machines.peers or {}).items():
-        wait_for_region(peer, made, deadline, f"rank {rank} ({peer.name})")
+        wait_opened(peer, made, deadline, f"rank {rank} ({peer.name})")
         try:
             peer.region(mine)
         except LookupError:
