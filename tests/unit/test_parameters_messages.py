@@ -13,7 +13,6 @@ from tensorwire.parameters.messages import (
     MESSAGE_BYTES,
     OPERATION_NAMES,
     RESULT_BYTES,
-    WORD_BYTES,
     Commit,
     Result,
     merged,
@@ -111,7 +110,7 @@ def test_difference_sees_what_must_agree(commit: Commit) -> None:
 )
 def test_results_travel(result: Result) -> None:
     data = result.to_bytes()
-    memory = np.zeros(RESULT_BYTES - WORD_BYTES, np.uint8)
+    memory = np.zeros(RESULT_BYTES, np.uint8)
     memory[: len(data)] = data
     assert Result.from_bytes(memory) == result
 
@@ -119,13 +118,13 @@ def test_results_travel(result: Result) -> None:
 def test_a_long_message_is_cut() -> None:
     """Also in the middle of a character."""
     data = Result(1, failed=True, message="x" + "é" * RESULT_BYTES).to_bytes()
-    assert len(data) <= RESULT_BYTES - WORD_BYTES
+    assert len(data) <= RESULT_BYTES
     again = Result.from_bytes(data)
     assert again.message.startswith("xéé")
     assert len(again.message.encode()) <= MESSAGE_BYTES + 3
 
 
-@given(st.binary(min_size=RESULT_BYTES - WORD_BYTES, max_size=RESULT_BYTES - WORD_BYTES))
+@given(st.binary(min_size=RESULT_BYTES, max_size=RESULT_BYTES))
 def test_any_bytes_are_a_result(data: bytes) -> None:
     Result.from_bytes(np.frombuffer(data, np.uint8))
 

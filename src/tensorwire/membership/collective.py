@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.memory import RemoteRegion, Transfer, wait_all
+from tensorwire.memory import Mailbox, RemoteMailbox, mailbox_bytes, wait_all
 
 from .server import ServerMember
 from .worker import WorkerMember
@@ -27,11 +27,10 @@ _MOST_NUMBERS = 4096  # of one message; more are several messages
 _MOST_BYTES = 8 * _MOST_NUMBERS
 _DISAGREE = -1  # in an answer: the workers' messages are of different kinds or lengths
 _REGION = "collective"
-_HEAD = 64
-_BLOCK = _HEAD + 8 + _MOST_BYTES
+_BLOCK = mailbox_bytes(8 + _MOST_BYTES)
 _BLOCK += -_BLOCK % 64
 _TEXT = 4096  # bytes behind a worker's block: why no result will follow
-_FAILED = 1 << 62  # value of a worker's word then
+_FAILED = 1 << 62  # a worker's mailbox counts as many messages then
 
 
 class CollectiveServer:
@@ -40,16 +39,17 @@ class CollectiveServer:
     def __init__(self, member: ServerMember) -> None:
         self._member = member
         self._fail: Callable[[BaseException], None] = lambda error: None
-        self._inbox = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
-        self._outboxes: dict[int, RemoteRegion] = {}
+        region = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
+        starts = range(0, region.size_bytes, _BLOCK)
+        self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
+        self._outboxes: dict[int, RemoteMailbox] = {}
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
-        self._words = [self._inbox.word(_BLOCK * rank) for rank in range(member.count)]
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
 
     def is_waiting(self, rank: int) -> bool:
         """This worker is in a call that not all others have reached."""
-        calls = [word.value for word in self._words]
+        calls = [inbox.count for inbox in self._inboxes]
         return calls[rank] > min(calls)
 
     def start(self, fail: Callable[[BaseException], None]) -> None:
@@ -66,19 +66,14 @@ class CollectiveServer:
         member = self._member
         try:
             for number in count(1):
-                blocks = []
-                for rank in range(member.count):
-                    self._wait(rank, number)
-                    start = _BLOCK * rank + _HEAD
-                    blocks.append(self._inbox[start : start + _BLOCK - _HEAD].array())
+                answer = _answer([self._wait(rank, number) for rank in range(member.count)])
                 for rank, peer in member.workers.items():
                     if rank not in self._outboxes:  # it is there: its owner has called
-                        self._outboxes[rank] = peer.region(_REGION, None)
-                answer = _answer(blocks)
+                        self._outboxes[rank] = RemoteMailbox(peer.region(_REGION, None)[:_BLOCK])
                 with self._sending:
                     if self._failed:
                         return
-                    sent = [_send(region, answer, number) for region in self._outboxes.values()]
+                    sent = [outbox.send(answer, number) for outbox in self._outboxes.values()]
                 wait_all(sent)
         except BaseException as error:
             if not member.node.closed and not self._all_left():
@@ -89,9 +84,9 @@ class CollectiveServer:
         with self._sending:
             self._failed = True
         message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-        for rank, peer in self._member.workers.items():
+        for peer in self._member.workers.values():
             try:
-                region = self._outboxes.get(rank) or peer.region(_REGION, 5.0)
+                region = peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
             except (LookupError, TensorwireError):
                 continue  # it is the one that is lost, or has not called yet
@@ -99,14 +94,14 @@ class CollectiveServer:
     def _all_left(self) -> bool:
         return all(self._member.has_left(rank) for rank in range(self._member.count))
 
-    def _wait(self, rank: int, number: int) -> None:
+    def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
         member = self._member
         try:
-            self._words[rank].wait_until(number, peer=member.workers[rank])
+            return self._inboxes[rank].wait(number, peer=member.workers[rank])
         except PeerLostError:
             if not member.has_left(rank):
                 raise
-            while not any(word.value >= number for word in self._words):
+            while not any(inbox.count >= number for inbox in self._inboxes):
                 if self._all_left():
                     raise
                 time.sleep(0.02)
@@ -115,10 +110,6 @@ class CollectiveServer:
                 f"{name} has left the job, and others call mean() or barrier(): every worker "
                 "makes the same calls"
             ) from None
-
-
-def _send(region: RemoteRegion, data: NDArray[Any], value: int) -> Transfer:
-    return region[_HEAD:].write(data, signal=(region.word(0), value))
 
 
 def _of_bytes(size: int) -> int:
@@ -151,9 +142,11 @@ class Collective:
 
     def __init__(self, member: WorkerMember) -> None:
         self._member = member
-        self._outbox = member.node.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
+        region = member.node.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
+        self._inbox, self._reason = Mailbox(region[:_BLOCK]), region[_BLOCK:].array()
         offset = _BLOCK * member.place.rank
-        self._remote = member.servers[0].region(_REGION)[offset : offset + _BLOCK]
+        theirs = member.servers[0].region(_REGION)[offset : offset + _BLOCK]
+        self._outbox = RemoteMailbox(theirs)
         self._number = 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -189,19 +182,16 @@ class Collective:
     def _ask(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
         """Sends a message; the content of the answer."""
         self._number += 1
-        remote, word = self._remote, self._outbox.word(0)
-        message = _message(kind, content)
         try:
-            remote[_HEAD:].write(message, signal=(remote.word(0), self._number)).wait()
-            word.wait_until(self._number, peer=self._member.servers[0])
+            self._outbox.send(_message(kind, content), self._number).wait()
+            answer = self._inbox.wait(self._number, peer=self._member.servers[0])
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
-            if word.value >= _FAILED:
+            if self._inbox.count >= _FAILED:
                 raise consequence(self._text()) from error
             raise
-        if word.value >= _FAILED:
+        if self._inbox.count >= _FAILED:
             raise consequence(self._text())
-        answer = self._outbox[_HEAD:_BLOCK].array()
         if int(answer[:8].view(np.int64)[0]) != kind:
             raise ValueError(
                 "the workers call mean() or barrier() with different values. None stands for one "
@@ -211,5 +201,4 @@ class Collective:
         return answer[8 : 8 + size].copy()
 
     def _text(self) -> str:
-        data = self._outbox[_BLOCK:].array().tobytes()
-        return data.rstrip(b"\0").decode(errors="replace")
+        return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")

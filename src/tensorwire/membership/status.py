@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.memory import Node, Peer
+from tensorwire.memory import Mailbox, Node, Peer, RemoteMailbox, mailbox_bytes
 
 READER = "reader-"
 """How the names of readers' Nodes begin."""
 
 _REGION = "status"
-_HEAD = 64  # a word: how many descriptions were written
-_MOST_BYTES = 256 << 10  # of one description; the region has two in turn
+_MOST_BYTES = 256 << 10  # of one description
+_PLACES = 2  # one more may be in the making while another one is read
 
 
 def reader_name() -> str:
@@ -40,21 +40,15 @@ class StatusRegion:
     """
 
     def __init__(self, node: Node) -> None:
-        self._region = node.allocate(_HEAD + 2 * _MOST_BYTES, name=_REGION, access="r")
-        self._written = 0
+        size = mailbox_bytes(_MOST_BYTES, _PLACES)
+        self._mailbox = Mailbox(node.allocate(size, name=_REGION, access="r"), _PLACES)
 
     def write(self, description: Mapping[str, Any]) -> None:
         """Readers see this description from now on."""
         data = json.dumps(description).encode()
         if len(data) >= _MOST_BYTES:
             data = json.dumps({**description, "stores": [], "truncated": True}).encode()
-        number = self._written + 1
-        start = _HEAD + number % 2 * _MOST_BYTES
-        target = self._region[start : start + _MOST_BYTES].array()
-        target[: len(data)] = np.frombuffer(data, np.uint8)
-        target[len(data)] = 0
-        self._region.word(0).set(number)
-        self._written = number
+        self._mailbox.post(np.frombuffer(data + b"\0", np.uint8))
 
 
 def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -71,23 +65,16 @@ def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, An
         PeerLostError: it has ended.
     """
     try:
-        region = peer.region(_REGION)
+        mailbox = RemoteMailbox(peer.region(_REGION), _PLACES)
     except LookupError:
         raise UnavailableError(
             f"{peer.name!r} at {peer.address} tells no status: it is no server of a job, or of "
             "another version of tensorwire"
         ) from None
     deadline = time.monotonic() + timeout_s
-    head = np.zeros(1, np.uint64)
-    data = np.zeros(_MOST_BYTES, np.uint8)
     while time.monotonic() < deadline:
-        region[:8].read(head).wait(timeout_s)
-        number = int(head[0])
-        start = _HEAD + number % 2 * _MOST_BYTES
-        region[start : start + _MOST_BYTES].read(data).wait(timeout_s)
-        region[:8].read(head).wait(timeout_s)
-        # One more may be in the making by now, in the other half.
-        if number and number == int(head[0]):
+        number, data = mailbox.latest(deadline)
+        if number:
             found: dict[str, Any] = json.loads(data.tobytes().partition(b"\0")[0])
             if reader in found["readers"]:
                 return found

@@ -6,6 +6,7 @@ Start with `Node`. docs/memory.md is the guide; the docstrings are the contract.
 from tensorwire._core import Transfer, checksum, same_bytes
 
 from .handle import Handle
+from .mailbox import Mailbox, RemoteMailbox, mailbox_bytes
 from .node import Node, wait_all
 from .path import Path
 from .path_warning import PathWarning
@@ -15,6 +16,7 @@ from .region import Region, Word
 
 __all__ = [
     "Handle",
+    "Mailbox",
     "Node",
     "Path",
     "PathWarning",
@@ -22,12 +24,14 @@ __all__ = [
     "Prepared",
     "PrivateMapping",
     "Region",
+    "RemoteMailbox",
     "RemoteRegion",
     "RemoteWord",
     "Transfer",
     "Word",
     "checksum",
     "local_memory",
+    "mailbox_bytes",
     "same_bytes",
     "wait_all",
 ]

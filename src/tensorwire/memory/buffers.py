@@ -183,12 +183,17 @@ def shape_in(region: Any, shape: Any, item_bytes: int, dtype: str) -> tuple[int,
     return result
 
 
-def check_sequence(side: str, pieces: Any) -> None:
-    """Raises TypeError unless one side of a batch is a sequence of objects."""
-    if not isinstance(pieces, Sequence) or isinstance(pieces, str | bytes | bytearray):
-        raise TypeError(
-            f"a batch is a list of local objects and a list of RemoteRegions; "
-            f"{side} is {describe(pieces)}"
+def check_batch(local: Any, remote: Any) -> None:
+    """Raises TypeError or ValueError unless the sides of a batch are sequences of one length."""
+    for side, pieces in (("local", local), ("remote", remote)):
+        if not isinstance(pieces, Sequence) or isinstance(pieces, str | bytes | bytearray):
+            raise TypeError(
+                f"a batch is a list of local objects and a list of RemoteRegions; "
+                f"{side} is {describe(pieces)}"
+            )
+    if len(local) != len(remote):
+        raise ValueError(
+            f"a batch has as many locals as remotes, not {len(local)} and {len(remote)}"
         )
 
 

@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tensorwire.errors import StaleHandleError
+
 # name -> (peers may read, peers may write)
 ACCESS = {"none": (False, False), "r": (True, False), "w": (False, True), "rw": (True, True)}
 _ACCESS_NAMES = {grant: name for name, grant in ACCESS.items()}
@@ -114,6 +116,15 @@ class Handle:
     access: str
     name: str = ""
     node: str = ""
+
+    def check_incarnation(self, present: int, node: str, address: str) -> None:
+        """Raises StaleHandleError if the process that lives at an address is another one."""
+        if self.incarnation != present:
+            raise StaleHandleError(
+                f"the handle of region {self.name!r} is from incarnation {self.incarnation:x} of "
+                f"node {self.node!r}; peer {node!r} at {address} is incarnation {present:x}: "
+                "the process has restarted, ask it for a new handle"
+            )
 
     def __post_init__(self) -> None:
         for field, bits in _FIELD_BITS.items():

@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from tensorwire import _core
 from tensorwire._core import Transfer
-from tensorwire.errors import StaleHandleError, UnavailableError
+from tensorwire.errors import UnavailableError
 
 from .aio import inline_limit
 from .arguments import addend, byte_count, byte_range, name_text, word_offset, word_value
-from .buffers import array_over, as_local, check_sequence, describe, index_vector, size_bytes
+from .buffers import array_over, as_local, check_batch, describe, index_vector, size_bytes
 from .handle import Handle, access_name
 from .open_node import OpenNode
 from .path import Path, path_to
@@ -95,8 +95,7 @@ class Peer:
         """Gets access to a region that the peer has allocated.
 
         Args:
-            name_or_handle: its name, or its `Handle`. With a name it must exist already; see
-                `wait_region`.
+            name_or_handle: its name, if it exists already (see `wait_region`), or its `Handle`.
             timeout_s: for the peer's answer; None waits for ever.
 
         Raises:
@@ -109,34 +108,21 @@ class Peer:
         if isinstance(name_or_handle, str):
             core = self._core.lookup(name_text(name_or_handle, "region"), timeout_s)
         elif isinstance(name_or_handle, Handle):
-            handle = name_or_handle
-            if handle.incarnation != self.incarnation:
-                raise StaleHandleError(
-                    f"the handle of region {handle.name!r} is from incarnation "
-                    f"{handle.incarnation:x} of node {handle.node!r}; peer {self.name!r} at "
-                    f"{self.address} is incarnation {self.incarnation:x}: "
-                    "the process has restarted, ask it for a new handle"
-                )
-            core = self._core.attach(handle.id, handle.generation, timeout_s)
+            name_or_handle.check_incarnation(self.incarnation, self.name, self.address)
+            core = self._core.attach(name_or_handle.id, name_or_handle.generation, timeout_s)
         else:
-            raise TypeError(
-                f"a region is found by name (str) or Handle, not {describe(name_or_handle)}"
-            )
+            what = describe(name_or_handle)
+            raise TypeError(f"a region is found by name (str) or Handle, not {what}")
         return RemoteRegion(self, core, 0, core.size_bytes)
 
     def wait_region(self, name: str, timeout_s: float | None = 10.0) -> RemoteRegion:
         """Gets access to a region as soon as the peer has allocated one of that name.
 
-        The peer answers when the region is there, so nothing is asked again and again. At most 1024
-        names can be awaited at a peer at a time, those included for which a call gave up.
-
-        Args:
-            name: of the region.
-            timeout_s: for the region to be there; None waits for ever.
+        The peer answers when it is there; nothing is asked again and again.
 
         Raises:
-            TimeoutError: the peer has not allocated it in time.
-            BusyError: too many names are awaited at the peer.
+            TimeoutError: the peer has not allocated it within `timeout_s`; None waits for ever.
+            BusyError: 1024 other names are awaited, or were until a call gave up.
             TypeError, ValueError, ClosedError, PeerLostError: as everywhere.
         """
         core = self._core.lookup(name_text(name, "region"), timeout_s, True)
@@ -250,21 +236,15 @@ class Peer:
         self._node.core.close_peer(self._core, reason)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
-        if remote.peer._core is not self._core:
-            raise ValueError(
-                f"{remote!r} belongs to peer {remote.peer.name!r}, not to {self.name!r}"
-            )
+        owner = remote.peer
+        if owner._core is not self._core:
+            raise ValueError(f"{remote!r} belongs to peer {owner.name!r}, not to {self.name!r}")
 
     def _pieces(
         self, local: Any, remote: Any
     ) -> tuple[list[object], list[_core.RemoteRegion], list[int]]:
-        if type(local) is not list or type(remote) is not list:
-            check_sequence("local", local)
-            check_sequence("remote", remote)
-        if len(local) != len(remote):
-            raise ValueError(
-                f"a batch has as many locals as remotes, not {len(local)} and {len(remote)}"
-            )
+        if type(local) is not list or type(remote) is not list or len(local) != len(remote):
+            check_batch(local, remote)
         locals_, remotes, offsets = [], [], []
         for position, (source, target) in enumerate(zip(local, remote, strict=True)):
             if type(target) is not RemoteRegion:
@@ -274,10 +254,8 @@ class Peer:
             if type(source) is not np.ndarray:
                 source = as_local(source)
             # The core knows the region's end, not the slice's.
-            if size_bytes(source) > target.size_bytes:
-                raise ValueError(
-                    f"local {position} has {size_bytes(source)} bytes, more than {target!r}"
-                )
+            if (size := size_bytes(source)) > target.size_bytes:
+                raise ValueError(f"local {position} has {size} bytes, more than {target!r}")
             locals_.append(source)
             remotes.append(target._core)
             offsets.append(target._offset)

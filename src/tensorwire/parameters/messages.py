@@ -2,8 +2,8 @@
 
 A commit goes from a worker to every server, once per slice and version: what is to be done, and the
 hyper-parameters of this step. Where a pipeline computes a slice, each of its workers sends one. A
-result comes back from every server. Both lie behind a signal word whose value is the version, so
-whoever sees the word sees the whole message. docs/parameters.md has the tables.
+result comes back from every server. Both travel in mailboxes, in which the version is the number of
+the message. docs/parameters.md has the tables.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ OPERATION_NAMES = {
 _COMMIT = struct.Struct("<qqqddd")  # version, operation, flags, scale, max_norm, weight
 _RESULT = struct.Struct("<qqqdddq")  # version, failed, finite, norm, wait_s, work_s, message_bytes
 
-WORD_BYTES = 64
-"""A signal word and padding, before each message."""
-RESULT_BYTES = 4096
-"""A result with its word and its text."""
-MESSAGE_BYTES = RESULT_BYTES - WORD_BYTES - _RESULT.size
+RESULT_BYTES = 4032
+"""A result with its text."""
+MESSAGE_BYTES = RESULT_BYTES - _RESULT.size
 
 ABSENT, PUSHED, PRODUCED, POOLED = 0, 1, 2, 3
 """Of a tensor in a commit: the slice has no gradient for it; it was written into the slice's slot;

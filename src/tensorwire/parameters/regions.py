@@ -12,10 +12,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.memory import Node, Region, RemoteRegion, RemoteWord, Word
+from tensorwire.memory import Node, Region, mailbox_bytes
 
 from .layout import ALIGN_BYTES, Share
-from .messages import BLOCK_BYTES, RESULT_BYTES, WORD_BYTES, Bytes, Commit
+from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
 
 
@@ -34,6 +34,7 @@ class RegionKind(StrEnum):
 UNIT_BYTES = 1 << 20
 """Of one write over a network: large enough to be worth it, small beside what is under way."""
 
+_RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _STAMP_BYTES = 8
 _AT_WORKER = {
     RegionKind.RESULT: "w",
@@ -58,17 +59,7 @@ def allocate_at_worker(
 
 def result_block(server: int) -> slice:
     """The part of a worker's RESULT that a server writes to."""
-    return slice(RESULT_BYTES * server, RESULT_BYTES * (server + 1))
-
-
-def local_message(block: Region) -> tuple[Word, Bytes]:
-    """The word of a block in which another member writes messages, and the memory behind it."""
-    return block.word(0), block.array()[WORD_BYTES:]
-
-
-def remote_message(block: RemoteRegion) -> tuple[RemoteWord, RemoteRegion]:
-    """The word of a block in which messages are written to another member, and what is behind."""
-    return block.word(0), block[WORD_BYTES:]
+    return slice(_RESULT_BLOCK_BYTES * server, _RESULT_BLOCK_BYTES * (server + 1))
 
 
 def units_of(share: Share) -> tuple[range, ...]:
@@ -115,14 +106,14 @@ class ServerRegions:
         stamps = _STAMP_BYTES * len(self.units)
         self.unit_words = range(0, stamps, _STAMP_BYTES)
         self._stamps = slice(commit, commit + stamps)
-        norms = WORD_BYTES + 8 * max(len(each.cells) for each in shares)
+        norms = mailbox_bytes(8 * max(len(each.cells) for each in shares))
         self._norms_bytes = norms = -(-norms // ALIGN_BYTES) * ALIGN_BYTES
         self._sizes = {
             RegionKind.VIEW: share.layout.size_bytes,
             RegionKind.BLOCKS: BLOCK_BYTES * count,
             RegionKind.ROWS: heads_bytes(share),
             RegionKind.COUNTS: 8 * count,
-            RegionKind.COMMIT: WORD_BYTES + commit + stamps,
+            RegionKind.COMMIT: mailbox_bytes(commit + stamps),
             RegionKind.ARRIVED: stamps,
             RegionKind.NORMS: norms * len(shares),
         }  # of all others: the share's

@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TimeoutError
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
-from tensorwire.memory import Peer, Word
+from tensorwire.memory import Mailbox, Peer, Word
 
 from ..layout import Spec
 from ..messages import (
     OPERATION_NAMES,
     POOLED,
     PRODUCED,
-    Bytes,
     Commit,
     DisagreementError,
     merged,
 )
-from ..regions import RegionKind, local_message
+from ..regions import RegionKind
 from ..shard import Shard
 from .arrivals import Announced, ArrivingUnits
 from .opening import Opening
@@ -41,19 +40,18 @@ class Contributor:
 
     rank: int
     peer: Peer
-    word: Word
-    body: Bytes
+    mailbox: Mailbox
     units: Sequence[Word]
     blocks: NDArray[np.uint32] | None
 
     def has_committed(self, version: int) -> bool:
         """The commit of a version is there, or that of a later one."""
-        return self.word.value >= version
+        return self.mailbox.count >= version
 
     def read(self, spec: Spec) -> Commit:
         """The commit that is there; ValueError if it is none."""
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
-        commit = Commit.from_bytes(self.body, *shape)
+        commit = Commit.from_bytes(self.mailbox.message(self.mailbox.count), *shape)
         if POOLED in commit.present and self.blocks is not None:
             return replace(commit, blocks=self.blocks.tolist())
         return commit
@@ -87,12 +85,12 @@ class Gatherer:
                 if opening.produces(slice_index):
                     blocks = opening.allocate(RegionKind.BLOCKS, slice_index).array("uint32")
                     blocks = blocks[: len(self._spec.tensors)]
-            word, body = local_message(opening.allocate(RegionKind.COMMIT, index))
+            mailbox = Mailbox(opening.allocate(RegionKind.COMMIT, index))
             units: list[Word] = []
             if rank not in opening.mapped:  # what others copy is there before their commit
                 arrived = opening.allocate(RegionKind.ARRIVED, index)
                 units = [arrived.word(offset) for offset in opening.regions.unit_words]
-            yield Contributor(rank, self._member.workers[rank], word, body, units, blocks)
+            yield Contributor(rank, self._member.workers[rank], mailbox, units, blocks)
 
     def close(self) -> None:
         """Lets go of the store's memory; another store's thread may look meanwhile."""
@@ -121,7 +119,11 @@ class Gatherer:
         complete = time.perf_counter()
         regions = self._opening.regions
         announced = [
-            Announced(each.units, regions.stamps(each.body), partial(self._wait_unit, each.peer))
+            Announced(
+                each.units,
+                regions.stamps(each.mailbox.message(version)),
+                partial(self._wait_unit, each.peer),
+            )
             for each in gathered
             if each.units
         ]
@@ -158,7 +160,7 @@ class Gatherer:
         try:
             while True:
                 try:
-                    contributor.word.wait_until(version, 1.0, peer=peer)
+                    contributor.mailbox.wait(version, 1.0, peer=peer)
                     return
                 except TimeoutError:
                     self._check_deadlock(version, rank)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
 from tensorwire.membership import ServerMember
-from tensorwire.memory import RemoteRegion, RemoteWord, Transfer, wait_all
+from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, Transfer, wait_all
 
 from ..kernel import Rows
 from ..layout import Selection, Share
 from ..messages import POISON, Bytes, Result
-from ..regions import RegionKind, local_message, region_name, remote_message, result_block
+from ..regions import RegionKind, region_name, result_block
 from ..rows import Table, change
 from .opening import Opening
 
@@ -148,26 +148,22 @@ class Norms:
         self._others = {}
         for server, peer in sorted(opening.member.servers.items()):
             theirs = opening.look_up(peer, RegionKind.NORMS)[block(regions.server)]
-            mine = region[block(server)]
-            self._others[server] = peer, *local_message(mine), *remote_message(theirs)
+            self._others[server] = peer, Mailbox(region[block(server)]), RemoteMailbox(theirs)
             theirs.word(0).set(1).wait(30.0)
-        for peer, word, *_ in self._others.values():
-            word.wait_until(1, peer=peer)
+        for peer, inbox, _ in self._others.values():
+            inbox.wait(1, peer=peer)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
-        for *_, remote_word, remote in self._others.values():
-            padded = np.zeros(remote.size_bytes // 8)
-            padded[: len(mine)] = mine
-            remote.write(padded, signal=(remote_word, version)).wait()
+        for *_, outbox in self._others.values():
+            outbox.send(mine, version).wait()
         sums: list[float] = []
         for server in range(self._servers):
             if server not in self._others:
                 sums += mine.tolist()
                 continue
-            peer, word, body, *_ = self._others[server]
-            word.wait_until(version, peer=peer)
-            sums += body.view(np.float64).tolist()
+            peer, inbox, _ = self._others[server]
+            sums += inbox.wait(version, peer=peer).view(np.float64).tolist()
         return sums
 
 
@@ -176,7 +172,7 @@ class Results:
 
     def __init__(self, member: ServerMember, number: int) -> None:
         self._member, self._name = member, region_name(number, RegionKind.RESULT)
-        self._messages: dict[int, tuple[RemoteWord, RemoteRegion]] = {}
+        self._mailboxes: dict[int, RemoteMailbox] = {}
         self._over = False
         self._sending = threading.Lock()  # a result must not follow the message that all is over
 
@@ -184,7 +180,7 @@ class Results:
         """Tells every worker that the store is open; PeerLostError if one of them is gone."""
         if len(self._find()) < self._member.count:
             raise PeerLostError("a worker left while a store was opened")
-        for rank in self._messages:
+        for rank in self._mailboxes:
             self._send(rank, Result(1).to_bytes(), 1).wait(30.0)
 
     def tell(self, result: Result) -> None:
@@ -193,7 +189,7 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            sent = [self._send(rank, data, result.version) for rank in self._messages]
+            sent = [self._send(rank, data, result.version) for rank in self._mailboxes]
         wait_all(sent)
 
     def poison(self, text: str) -> None:
@@ -212,17 +208,16 @@ class Results:
     def close(self) -> None:
         """Nobody waits for a version any more."""
         self._over = True
-        self._messages.clear()
+        self._mailboxes.clear()
 
     def _send(self, rank: int, result: Bytes, value: int) -> Transfer:
-        word, body = self._messages[rank]
-        return body.write(result, signal=(word, value))
+        return self._mailboxes[rank].send(result, value)
 
     def _find(self) -> list[int]:
         """Looks for the regions of workers that are there; the ranks of all that were found."""
         for rank, peer in self._member.workers.items():
-            if rank not in self._messages and not peer.lost:
+            if rank not in self._mailboxes and not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):
                     block = peer.region(self._name, 5.0)[result_block(self._member.index)]
-                    self._messages[rank] = remote_message(block)
-        return list(self._messages)
+                    self._mailboxes[rank] = RemoteMailbox(block)
+        return list(self._mailboxes)

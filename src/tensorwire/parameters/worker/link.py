@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.membership import called, why_lost
-from tensorwire.memory import Peer, Region, RemoteRegion, wait_all
+from tensorwire.memory import Mailbox, Peer, Region, RemoteRegion, wait_all
 
 from ..kernel import Rows
 from ..layout import Extent
 from ..messages import POISON, Bytes, Commit, Result
-from ..regions import RegionKind, ServerRegions, local_message, result_block
+from ..regions import RegionKind, ServerRegions, result_block
 from ..rows import Gradient, rows_here
 from .outbox import Copier, Outbox
 
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 class Answers:
-    """What all servers of a store tell a worker, in order: of each a word and a result."""
+    """What all servers of a store tell a worker, in order: each has a mailbox for its results."""
 
     def __init__(self, servers: Sequence[Peer], region: Region) -> None:
-        self._messages = [
-            (peer, *local_message(region[result_block(server)]))
-            for server, peer in enumerate(servers)
+        self._mailboxes = [
+            (peer, Mailbox(region[result_block(server)])) for server, peer in enumerate(servers)
         ]
 
     def wait(self, version: int) -> Result:
         """Returns when a version is in place at all servers, with what they say together."""
         results = []
-        for peer, word, body in self._messages:
-            self.attempt(peer, partial(word.wait_until, version, peer=peer))
-            result = Result.from_bytes(body)
+        for peer, mailbox in self._mailboxes:
+            result = Result.from_bytes(
+                self.attempt(peer, partial(mailbox.wait, version, peer=peer))
+            )
             if result.failed or result.version != version:
                 raise consequence(result.message or "the job is over; its servers have ended")
             results.append(result)
@@ -43,9 +43,9 @@ class Answers:
 
     def reason(self) -> str:
         """See `Store`."""
-        for _, word, body in self._messages:
-            if word.value >= POISON:
-                return Result.from_bytes(body).message
+        for _, mailbox in self._mailboxes:
+            if mailbox.count >= POISON:
+                return Result.from_bytes(mailbox.message(POISON)).message
         return ""
 
     def explain(self, peer: Peer, error: TensorwireError) -> Exception:

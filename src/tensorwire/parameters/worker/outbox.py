@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.memory import Peer, RemoteRegion, Transfer
+from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion, Transfer
 
 from ..messages import POOLED, Bytes, Commit
-from ..regions import RegionKind, ServerRegions, remote_message
+from ..regions import RegionKind, ServerRegions
 from ..rows import Gradient, Table, part_of
 
 _BUCKET_BYTES = 512 << 10
@@ -33,7 +33,7 @@ class _Sender:
         self._heads: RemoteRegion | None = None
         if regions.tables:
             self._heads = peer.region(regions.name(RegionKind.ROWS, slice_index))
-        self._commit = remote_message(peer.region(regions.name(RegionKind.COMMIT, commit)))
+        self._commits = RemoteMailbox(peer.region(regions.name(RegionKind.COMMIT, commit)))
 
     def _find(self, tensor: int, begin: int, end: int) -> tuple[RemoteRegion, slice | None] | None:
         """Where a tensor's bytes in [begin, end) go, and which they are if they are not all."""
@@ -109,9 +109,7 @@ class Copier(_Sender):
         if commit.blocks:
             pooled = np.flatnonzero(np.frombuffer(commit.present, np.uint8) == POOLED)
             self._blocks[pooled] = np.array(commit.blocks, np.uint32)[pooled]
-        word, body = self._commit
-        self.transfers.append(body.write(data))
-        self.transfers.append(self._peer.signal(word, commit.version, self.transfers))
+        self.transfers.append(self._commits.send(data, commit.version, self.transfers))
 
 
 class Outbox(_Sender):
@@ -176,8 +174,7 @@ class Outbox(_Sender):
     def commit(self, commit: Commit, data: Bytes) -> None:
         """Sends the commit and the stamps of units, ahead of what is still under way."""
         announced = np.concatenate([data, self._stamps.view(np.uint8)])
-        word, body = self._commit
-        self.transfers.append(body.write(announced, signal=(word, commit.version)))
+        self.transfers.append(self._commits.send(announced, commit.version))
 
     def _send(self, unit: int) -> None:
         waiting, self._waiting[unit] = self._waiting[unit], {}
