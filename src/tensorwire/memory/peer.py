@@ -111,8 +111,9 @@ class Peer:
             name_or_handle.check_incarnation(self.incarnation, self.name, self.address)
             core = self._core.attach(name_or_handle.id, name_or_handle.generation, timeout_s)
         else:
-            what = describe(name_or_handle)
-            raise TypeError(f"a region is found by name (str) or Handle, not {what}")
+            raise TypeError(
+                f"a region is found by name (str) or Handle, not {describe(name_or_handle)}"
+            )
         return RemoteRegion(self, core, 0, core.size_bytes)
 
     def wait_region(self, name: str, timeout_s: float | None = 10.0) -> RemoteRegion:
@@ -236,8 +237,7 @@ class Peer:
         self._node.core.close_peer(self._core, reason)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
-        owner = remote.peer
-        if owner._core is not self._core:
+        if (owner := remote.peer)._core is not self._core:
             raise ValueError(f"{remote!r} belongs to peer {owner.name!r}, not to {self.name!r}")
 
     def _pieces(
