@@ -38,7 +38,7 @@ class Route:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those of this route, by index."""
+        """The buckets of this route, by index."""
         return self.plan.between(self.source, self.target)
 
     @cached_property

@@ -32,7 +32,7 @@ class Guard:
         )
 
     def watch(self, group: int) -> None:
-        """From now on the group dies with the launcher."""
+        """Makes a process group die with the launcher from now on."""
         self._tell(group)
 
     def forget(self, group: int) -> None:

@@ -79,7 +79,7 @@ class Consumer(Protocol):
         """Takes the next bytes, never none."""
 
     def close(self) -> None:
-        """There is no more."""
+        """Called behind the last bytes."""
 
 
 class Lines:
@@ -166,7 +166,7 @@ class Address:
             self.complete = b"\n" in self.text or len(self.text) > _LONGEST_ADDRESS
 
     def close(self) -> None:
-        """There is no more."""
+        """Called behind the last bytes."""
         self.closed = True
 
     def value(self) -> str | None:

@@ -135,7 +135,7 @@ class Process:
         self.streams = [stream for stream in self.streams if not stream.closed]
 
     def collect(self) -> None:
-        """After `pidfd` is ready: takes its last words and its exit code, leaves nothing of it."""
+        """Takes the last words and the exit code of a process whose `pidfd` is ready."""
         self._kill_group()  # before it is waited for: until then its number cannot be another's
         self._close_streams(finish=True)
         self.code = self._popen.wait()
@@ -167,7 +167,7 @@ class Process:
 
 
 def signal_name(number: int) -> str:
-    """Such as "SIGKILL"; a real-time signal has only a number."""
+    """Returns the name of a signal, such as "SIGKILL"; a real-time signal has only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -35,7 +35,7 @@ class Report:
                 self.failure = _parsed(line)
 
     def close(self) -> None:
-        """There is no more. A report that was cut off is shown as it is."""
+        """Called behind the last bytes. A report that was cut off is shown as it is."""
         if self.failure is None and self._text:
             self.failure = _parsed(self._text)
 

@@ -48,7 +48,7 @@ class CollectiveServer:
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
 
     def is_waiting(self, rank: int) -> bool:
-        """This worker is in a call that not all others have reached."""
+        """Tells whether a worker is in a call that not all others have reached."""
         calls = [inbox.count for inbox in self._inboxes]
         return calls[rank] > min(calls)
 

@@ -315,12 +315,12 @@ def _check_mpi_agrees(environ: Mapping[str, str]) -> None:
 
 
 def _port_of(job: str) -> int:
-    """The same on all hosts, and rarely that of another job."""
+    """Returns a port that is the same on all hosts, and rarely that of another job."""
     digest = hashlib.sha256(job.encode()).digest()
     return _PORTS[int.from_bytes(digest[:4], "little") % len(_PORTS)]
 
 
 def _first_host(hosts: str) -> str:
-    """Of a list as Slurm writes it: of "gpu[07-09,12],big" it is "gpu07"."""
+    """Returns the first host of a list as Slurm writes it: "gpu07" of "gpu[07-09,12],big"."""
     match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", hosts)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0]) if match else ""

@@ -31,7 +31,7 @@ def why_lost(peer: Peer) -> str:
 
 
 def called(peer: Peer) -> str:
-    """For messages: "worker 1 (pid 77)", on another host "worker 1 (pid 77 at 10.0.0.2)"."""
+    """Returns a member for messages: "worker 1 (pid 77)", elsewhere "… (pid 77 at 10.0.0.2)"."""
     host = peer.address.rpartition(":")[0]
     here = peer.path.transport == "shm" or host.startswith(LOOPBACK)
     where = "" if here else f" at {host}"
@@ -52,7 +52,7 @@ def turn_away(peer: Peer, here: str, reason: str) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """For messages: "worker-0, worker-1 and 7 more"."""
+    """Returns names for messages: "worker-0, worker-1 and 7 more"."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
@@ -75,7 +75,7 @@ def server_name(index: int) -> str:
 
 
 def this_host() -> int:
-    """The same for all processes that can share memory and a loopback interface; 48 bits, or 0."""
+    """Returns 48 bits, equal where processes can share memory and a loopback interface, or 0."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -82,7 +82,7 @@ class ServerMember:
             self.tell_readers()
 
     def _next_servers(self) -> list[int]:
-        """Who of the servers may come now."""
+        """Returns the numbers of the servers that may come now."""
         if self._servers is None:
             return [len(self.servers) + 1]  # earlier ones are here, later ones come in turn
         return [i for i in range(self.index + 1, self._servers) if i not in self.servers]

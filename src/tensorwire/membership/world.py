@@ -49,7 +49,7 @@ class World:
 
     @property
     def my_slices(self) -> range:
-        """Those that this worker's replica computes."""
+        """The slices that this worker's replica computes."""
         each = self.slices // self.replicas
         replica = self.rank // self.pipeline
         return range(replica * each, (replica + 1) * each)

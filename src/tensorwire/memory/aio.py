@@ -128,7 +128,7 @@ def release(node: Node) -> None:
 
 
 def silence_loop() -> None:
-    """In a daemon thread that ends because the interpreter does.
+    """Called by a daemon thread that ends because the interpreter does.
 
     Its event loop would report that nobody took the exception that ends its tasks.
     """

@@ -356,7 +356,7 @@ def _choose_secret(secret: bytes | None) -> bytes:
 
 
 def _choose_transports(transports: Iterable[str] | None) -> tuple[list[str], bool]:
-    """Those to use, and whether rdma is one more where it can be had."""
+    """Returns the transports to use, and whether rdma is one more where it can be had."""
     if transports is None:
         text = os.environ.get("TENSORWIRE_TRANSPORTS", "")
         if not text.strip():

@@ -53,7 +53,7 @@ def _close(core: _core.Node, owner_pid: int, forgotten: bool = False) -> None:
 
 
 def _begin_exit() -> None:
-    """Before the Nodes that are open are closed, at the end of the interpreter.
+    """Called at the end of the interpreter, before the Nodes that are open are closed.
 
     What daemon threads hold then is never released, and no fault of the bindings.
     """

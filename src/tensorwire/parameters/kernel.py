@@ -82,7 +82,7 @@ class Lookup(Protocol):
         """
 
     def square_sums(self) -> NDArray[np.float64]:
-        """Of each of these rows the sum of the squares of the reduced gradient."""
+        """Returns for each of these rows the sum of the squares of the reduced gradient."""
 
     def step(self, hyper: Hyper, scale: float) -> None:
         """Applies the reduced gradient to these rows; what is not in it stays as it is.

@@ -347,7 +347,7 @@ class Selection:
 
 
 def checked_wants(raw: object, spec: Spec) -> list[int] | None:
-    """Of which tensors a worker wants the values, as it came from there; None: of all.
+    """Checks which tensors' values a worker wants, as it wrote them; None: of all tensors.
 
     Raises:
         ValueError: these are no indices of tensors, or one is there twice.
@@ -376,7 +376,7 @@ def _segments(
 
 
 def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
-    """Of equal kind, group and dtype, the same for tensors whose rows lie in one table.
+    """Returns what is equal for tensors of one kind, group and dtype whose rows are one table.
 
     That is where rows are equally long, and the next tensor begins where the last row ends.
     """

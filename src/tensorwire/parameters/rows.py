@@ -128,7 +128,7 @@ def tables_of(share: Share) -> tuple[Table, ...]:
 
 
 def heads_bytes(share: Share) -> int:
-    """Of the heads of one slice at one server."""
+    """Returns the size of the heads of one slice at one server."""
     return sum(_padded(table.head_bytes) for table in tables_of(share))
 
 
@@ -195,7 +195,7 @@ def change(version: int, rows: Rows) -> Rows:
 
 
 def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
-    """At the worker: puts what the version changed into its view of a server's rows of a table.
+    """Puts what a version changed into a worker's view of a server's rows of a table.
 
     Args:
         table: the rows of one server.

@@ -40,10 +40,10 @@ class Publisher(Protocol):
     """Is told of new values, while others are still being worked on. Any thread."""
 
     def __call__(self, start: int, stop: int) -> None:
-        """Of bytes [start, stop) of the store."""
+        """Tells that bytes [start, stop) of the store have their new values."""
 
     def rows(self, table: Table, rows: Rows) -> None:
-        """Of some rows of a table."""
+        """Tells that some rows of a table have their new values."""
 
 
 _MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
@@ -67,7 +67,7 @@ class ShardMemory:
 
 
 def threads_for(cells: int, most: int) -> int:
-    """How many threads work on so many cells."""
+    """Returns how many threads work on a number of cells."""
     return max(1, min(most, cells // _MIN_CELLS_PER_THREAD))
 
 
@@ -78,7 +78,7 @@ class Arrivals(Protocol):
         """The cells in the order in which they are expected."""
 
     def wait(self, cell: int) -> None:
-        """Until all gradients of the cell are there. Any thread."""
+        """Waits until all gradients of a cell are there. Any thread."""
 
 
 class Shard:
@@ -197,7 +197,7 @@ class Shard:
         return found
 
     def _square_sums(self, index: int, rows: Rows) -> list[float]:
-        """Of each cell of a table, so that nothing depends on who has which."""
+        """Returns a sum for each cell of a table, so that nothing depends on who has which."""
         table, cells = self._tables[index], self.share.cells
         squares = self._lookups[index].square_sums()
         size = cells[index].stop - cells[index].start
@@ -382,5 +382,5 @@ def _root_of_sum(squares: Sequence[float]) -> float:
 
 
 def square_sum(tile: Tile, cell: Cell, given: Contributions) -> float:
-    """Of the reduced gradient of a cell."""
+    """Returns the sum of the squares of the reduced gradient of a cell."""
     return sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))

@@ -130,7 +130,7 @@ def remove_parts(target: Path) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Also what somebody else has put there: a link is an error, and a pipe is not waited for."""
+    """Opens what may be somebody else's: a link is an error, and a pipe is not waited for."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 

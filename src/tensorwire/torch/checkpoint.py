@@ -42,7 +42,7 @@ def save(
 
 
 def _check_loadable(name: str, state: Any) -> None:
-    """Before anything is written: `load` takes no other objects than these."""
+    """Raises, before anything is written, for objects that `load` would refuse."""
     outline = io.BytesIO()
     torch.save(_copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), outline)
     outline.seek(0)

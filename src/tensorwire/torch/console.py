@@ -49,7 +49,7 @@ class ProgressLine:
             self._task = self._bar.add_task(text, total=None, values="")
 
     def expect(self, steps: int) -> None:
-        """So many steps will come."""
+        """Tells how many steps will come."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=steps)
 

@@ -62,7 +62,7 @@ class ExplainRow:
 
     @property
     def state(self) -> str:
-        """Of a gradient: "in place", "copied", or "no gradient" where it never came."""
+        """What became of the gradient: "in place", "copied", or "no gradient" where none came."""
         if not self.arrived:
             return "no gradient"
         return "in place" if self.in_place else "copied"

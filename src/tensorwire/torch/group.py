@@ -33,7 +33,7 @@ class Machines:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return len(self.peers or {}) + 1
 
     def meet(self, label: str, *, failed: bool = False) -> None:

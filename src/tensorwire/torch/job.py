@@ -184,7 +184,7 @@ class Job:
 
     @property
     def batches(self) -> int:
-        """How many this worker's loaders have given out."""
+        """The number of batches that this worker's loaders have given out."""
         return self.session.batches
 
     @property

@@ -302,7 +302,7 @@ def _sgd(on: _Operands, hyper: Hyper) -> None:
 
 
 def _sgd_by_parts(on: _Operands, hyper: Hyper) -> None:
-    """For 16 bits, where torch 2.13's fused kernel leaves parameters with momentum as they are."""
+    """Steps 16-bit parameters, which torch 2.13's fused kernel with momentum does not change."""
     lr, momentum, dampening, decay, nesterov, maximize = hyper
     gradient = on.gradient
     if maximize:

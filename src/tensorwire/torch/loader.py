@@ -29,7 +29,7 @@ _MASK = (1 << 64) - 1
 
 
 def deal(count: int, slices: int, batch_size: int, drop_last: bool) -> list[list[tuple[int, int]]]:
-    """For every step, for every slice: [start, stop) of the samples in the epoch's order.
+    """Returns for every step and slice [start, stop) of its samples in the epoch's order.
 
     What does not fill a step is a step of its own, shared equally; if it has not a sample for every
     slice, the step before takes it too.

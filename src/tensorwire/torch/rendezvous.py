@@ -205,7 +205,7 @@ def _find(rank: int | None, workers: int | None, group: Start | None) -> Start |
 
 
 def check_alone() -> None:
-    """Where nothing is said of others: whether this process looks as if there were some.
+    """Raises if this process, which was told of no others, looks as if there were some.
 
     Raises:
         ValueError: `torch.multiprocessing.spawn` has started it.

@@ -93,6 +93,6 @@ def rows_of(gradient: torch.Tensor, like: torch.Tensor) -> tuple[Rows, Bytes, in
 
 
 def address_of(gradient: torch.Tensor) -> int:
-    """Where the elements of a gradient lie, dense or sparse."""
+    """Returns the address of the elements of a gradient, dense or sparse."""
     dense: torch.Tensor = gradient if gradient.layout == torch.strided else gradient._values()
     return int(dense.data_ptr())

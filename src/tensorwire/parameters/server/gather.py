@@ -61,7 +61,7 @@ class EverySlice:
     """The policy of synchronous training: a version is made of the commits of all slices."""
 
     def due(self, contributors: Sequence[Contributor]) -> Iterable[Contributor]:
-        """Those whose commits of the next version are waited for, one after the other."""
+        """Returns whose commits of the next version are waited for, one after the other."""
         return contributors
 
 

@@ -110,7 +110,7 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
 
 
 def committers_of(spec: Spec, workers: int) -> list[int]:
-    """Of each commit of a version, which worker makes it; see `Opening`."""
+    """Returns which worker makes each commit of a version; see `Opening`."""
     pipeline = spec.pipeline
     if workers % pipeline or spec.slices % (workers // pipeline):
         raise ValueError(f"{spec.slices} slices and {workers} workers in pipelines of {pipeline}")

@@ -129,7 +129,7 @@ class Server:
             raise self._failure
 
     def _wait_for(self, value: int) -> bool:
-        """Until all workers want store number `value`; False when all have left instead."""
+        """Waits until all workers want store number `value`; False when all have left instead."""
         while True:
             self._watch()
             self.member.tell_readers(list(self._described()))

@@ -227,7 +227,7 @@ class GradientSlots:
 
 
 class _Pool:
-    """For which gradients the pool is open.
+    """Knows for which gradients the pool is open.
 
     Attributes:
         number: at the allocator.
@@ -287,7 +287,7 @@ class _Pool:
             self._close(index)
 
     def stepped(self) -> None:
-        """Who has had no gradient for a while is not waited for."""
+        """Stops to wait for parameters that have had no gradient for a while."""
         self.steps += 1
         if self._missed:
             late = [i for i, step in self._missed.items() if self.steps - step > _PATIENCE]

@@ -120,7 +120,7 @@ def find() -> str:
 
 
 def _brought() -> Path:
-    """Where the one of a wheel is for this minor version of torch (CMakeLists.txt)."""
+    """Returns where a wheel has the library for this minor version of torch (CMakeLists.txt)."""
     minor = ".".join(torch.__version__.split(".")[:2])
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     return _FOLDER / f"allocator-{minor}-{digest}.so"
@@ -189,7 +189,7 @@ def _command(compiler: Sequence[str]) -> list[str]:
 
 
 def _folder() -> Path:
-    """Where only this user can put a library; made if need be."""
+    """Returns a folder in which only this user can put a library; makes it if need be."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base, "tensorwire")
     try:

@@ -244,7 +244,7 @@ class _Cutter:
         return stage
 
     def _add_gradient(self, node: fx.Node) -> None:
-        """It needs one if what it is made of needs one, also what was written into that before."""
+        """Gives a value a gradient if what it is made of, or was written into that, needs one."""
         inputs = node.all_input_nodes
         if not any(each in self._grads or _base(each) in self._grads for each in inputs):
             return

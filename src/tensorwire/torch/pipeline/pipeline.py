@@ -185,7 +185,7 @@ class Split:
         return self._last in self.stages
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this process, for its optimizer."""
+        """Yields the parameters of this process, for its optimizer."""
         yield from self.module.parameters()
 
     def _trainer(self) -> Replica | None:

@@ -205,7 +205,7 @@ def _interleaved(
 
 
 def _with_weights(actions: Sequence[Action], late: int) -> list[Action]:
-    """Behind every input part the weights of the one `late` before it; at the end what is left."""
+    """Adds, behind each input part, the weights part of the one `late` before it; then the rest."""
     made: list[Action] = []
     pending: deque[Action] = deque()
     for action in actions:

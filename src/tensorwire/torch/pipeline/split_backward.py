@@ -103,7 +103,7 @@ class Later:
 
 
 class _Through(torch.autograd.Function):
-    """The same values on the other side, and notes which gradients come back."""
+    """Passes values through unchanged, and notes which gradients come back."""
 
     @staticmethod
     def forward(

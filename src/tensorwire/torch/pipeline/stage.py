@@ -177,7 +177,7 @@ class Stage:
         return back
 
     def forget(self) -> None:
-        """After a failure: nothing is kept for `backward`."""
+        """Drops all that was kept for `backward`, after a failure."""
         self._kept.clear()
         self._cuts.clear()
         self._later.clear()

@@ -86,7 +86,7 @@ class Buffers:
         return found
 
     def specs(self) -> list[TensorSpec]:
-        """How they are declared."""
+        """Returns what the servers are told of the buffers."""
         kind = _KINDS[self._kind]
         specs = []
         for full, tensor in self._likes.items():
@@ -118,7 +118,7 @@ class Buffers:
                 yield self.indices[name], data
 
     def push(self, store: Store, slice_index: int) -> None:
-        """After a slice's forward and backward."""
+        """Sends the buffers after a slice's forward and backward."""
         if self._kind == "local" or not self._owners:
             return
         if self._kind == "broadcast" and slice_index != 0:

@@ -18,10 +18,10 @@ class Holder(Protocol):
     """Another optimizer's replica of the same model."""
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """It has the parameter in its store."""
+        """Tells whether the replica has a parameter in its store."""
 
     def release(self, parameter: nn.Parameter) -> None:
-        """It gives up a parameter that does not change with it."""
+        """Gives up a parameter that does not change with this replica."""
 
 
 class Declared(NamedTuple):
@@ -34,7 +34,7 @@ class Declared(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """In the order of the store.
+    """What a replica declares to the servers, in the order of the store.
 
     Attributes:
         tensors: the parameters as the servers know them.
@@ -134,7 +134,7 @@ def declare_whole(
 
 
 def tables_of(model: nn.Module) -> set[int]:
-    """By `id`, the parameters that get sparse gradients: those of such tables, and of nothing else.
+    """Returns the `id` of each parameter that gets sparse gradients: tables that nothing else uses.
 
     A table that something else uses too gets a dense gradient.
     """

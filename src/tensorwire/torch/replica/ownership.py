@@ -39,11 +39,11 @@ class Replicated:
         return type(model).__name__
 
     def shares(self, model: Any) -> bool:
-        """It is a split model of which this process has a part."""
+        """Tells whether a model is a split one of which this process has a part."""
         return False
 
     def speaks_for(self, name: str) -> bool:
-        """Of the processes of a replica, this one says what becomes of a tensor."""
+        """Tells whether this process of a replica says what becomes of a tensor."""
         return True
 
     def declare(

@@ -151,7 +151,7 @@ class Reducer:
         ]
 
     def _find_views(self) -> list[dict[int, torch.Tensor]]:
-        """Each slice's places in the store, for a process that trains alone."""
+        """Returns, for a process that trains alone, each slice's tensors over the store."""
         store = self._store
         if not isinstance(store, LocalStore):
             return []
@@ -253,14 +253,14 @@ class Reducer:
             )
 
     def _is_in_place(self, state: GradientState, gradient: torch.Tensor) -> bool:
-        """It is to be sent, from where it was to be produced."""
+        """Tells whether a gradient that is to be sent lies where it was to be produced."""
         slots = self._slots
         if state.shared or state.is_table or not isinstance(slots, GradientSlots):
             return False
         return slots.find(state.index, gradient) is not None
 
     def count_copied(self, state: GradientState, copied: int) -> None:
-        """This process has copied so many bytes of a gradient."""
+        """Notes how many bytes of a gradient this process has copied."""
         state.bytes_copied = (state.bytes_copied or 0) + copied
         self._statistics.bytes_copied += copied
 
@@ -337,7 +337,7 @@ class Reducer:
         return now != left.checksum
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Those that there are, by the index of the parameter."""
+        """Yields the gradients that parameters have, with the index of each parameter."""
         for state in self.states:
             if (gradient := state.parameter.grad) is not None:
                 yield state.index, gradient

@@ -164,7 +164,7 @@ class Replica:
         self._forget_average()
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """It lies in this store."""
+        """Tells whether a parameter lies in the store of this replica."""
         index = self._index.get(id(parameter))
         return index is not None and index in self._residency.parameters
 
@@ -187,7 +187,7 @@ class Replica:
         return self._ownership.split
 
     def shares(self, model: Any) -> bool:
-        """It is the model of this optimizer, or has parameters of it."""
+        """Tells whether a model is the one of this optimizer, or has parameters of it."""
         if self._ownership.shares(model):
             return True
         own = {id(parameter) for parameter in model.parameters()}
@@ -207,7 +207,7 @@ class Replica:
             )
 
     def replan(self, saved: dict[str, Any]) -> None:
-        """After the optimizer got another group: all tensors into a new store."""
+        """Moves all tensors into a new store, after the optimizer got another group."""
         self._residency.guard.check()
         self.withdraw()
         self._residency.make_private()
@@ -548,7 +548,7 @@ class Replica:
         self.session.barrier()
 
     def _trained_parameters(self) -> dict[int, torch.Tensor]:
-        """Those of other processes too."""
+        """Returns all trained parameters by index, those of other processes too."""
         return {i: self.parameters[i] for i in self.store.layout.trained}
 
     def tensors(self) -> Iterator[Found]:

@@ -58,7 +58,7 @@ class SameBatches:
         self._found = hash((self._found, tuple(found)))
 
     def stepped(self) -> None:
-        """After the version; warns in worker 0, at most once."""
+        """Called after each version; warns in worker 0, at most once."""
         self._steps -= 1
         if self._steps:
             return

@@ -6,7 +6,7 @@ from ..session import Session
 
 
 class SampleCount:
-    """Of one optimizer.
+    """Counts the samples of one optimizer's slices.
 
     A batch counts once, when a gradient comes while it is the loader's present one. So evaluation,
     a look at a batch, and what was withdrawn do not count.
