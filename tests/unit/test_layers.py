@@ -191,6 +191,49 @@ def long_files(folder: Path, *patterns: str) -> list[str]:
     return [f"{path} has {lines} lines" for path, lines in lengths.items() if lines > MOST_LINES]
 
 
+TENSORS = {"_version", "_values", "_indices"}  # of torch's tensors, which have no other names
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in TENSORS
+
+
+def reaches(package: Path) -> list[str]:
+    """Uses of attributes that are private to objects of another folder of the package."""
+    defined: dict[str, set[Path]] = {}
+    used: list[tuple[Path, int, str]] = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(ast.Name("self" | "cls"), name) | ast.FunctionDef(name=name):
+                    defined.setdefault(name, set()).add(path.parent)
+                case ast.AnnAssign(ast.Name(name)):  # a field of a dataclass
+                    defined.setdefault(name, set()).add(path.parent)
+                case ast.Attribute(_, name) if _private(name):
+                    used.append((path, node.lineno, name))
+    return [
+        f"{path.relative_to(package)}:{line} uses {name}"
+        for path, line, name in used
+        if name in defined and path.parent not in defined[name]
+    ]
+
+
+def test_what_is_private_stays_in_its_folder() -> None:
+    assert reaches(ROOT / "src/tensorwire") == []
+
+
+def test_a_reach_into_another_folder_is_found(tmp_path: Path) -> None:
+    texts = {
+        "a/one.py": "class One:\n    _field: int\n    def __init__(self):\n        self._x = 1\n",
+        "a/two.py": "def f(one):\n    return one._x + one._field\n",
+        "b/three.py": "def f(one, torch):\n    torch._C\n    return one._x + one._field\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(reaches(tmp_path)) == ["b/three.py:3 uses _field", "b/three.py:3 uses _x"]
+
+
 def test_imports_point_down() -> None:
     assert python_violations(ROOT / "src/tensorwire") == []
 

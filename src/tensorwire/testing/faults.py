@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tensorwire._core import FaultPlan
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Peer, Transfer
+from tensorwire.memory import Transfer
+from tensorwire.memory.faults import FaultPlan, inject
 
 from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair
@@ -23,19 +23,6 @@ from .pair import Pair, node_pair
 __all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
 
 ACTIONS = ("fail", "drop", "delay", "cut")
-
-
-def inject(peer: Peer, plan: FaultPlan | None) -> None:
-    """Lets a plan act on the operations of one connection, or with None ends that.
-
-    Args:
-        peer: the connection, at the side that starts the operations.
-        plan: `FaultPlan(nth, action, delay_s)` counts operations from 1 and acts on the n-th only.
-            "fail": it is not carried out and completes with UnavailableError. "drop": it is not
-            carried out and ends when the connection does. "delay": it starts `delay_s` later.
-            "cut": the connection is lost at that moment.
-    """
-    peer._core.inject(plan)
 
 
 class Exchange:

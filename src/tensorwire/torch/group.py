@@ -36,6 +36,10 @@ class Machines:
         """The number of processes."""
         return len(self.peers or {}) + 1
 
+    def next_split(self) -> int:
+        """A number for the next model that these processes split, the same at all of them."""
+        return next(self._splits)
+
     def meet(self, label: str, *, failed: bool = False) -> None:
         """Returns when all have called it with the same label, once each; at once if this failed.
 

@@ -90,12 +90,11 @@ def split(
         found = find_machines() if job is None else job.machines()
     try:
         taken = capture(model, split_spec, example, dynamic_shapes)
-        made = Split(taken, model, found, loss, microbatches, schedule, weights, timeout_s)
+        made = Split(taken, model, found, own, loss, microbatches, schedule, weights, timeout_s)
     except BaseException:
         if own:
             found.close()
         raise
-    made._owns_machines = own
     return made
 
 
@@ -115,6 +114,7 @@ class Split:
         taken: Capture,
         model: nn.Module,
         machines: Machines,
+        owns_machines: bool,
         loss: Callable[[Any, Any], torch.Tensor] | None,
         microbatches: int,
         schedule: str,
@@ -127,7 +127,7 @@ class Split:
         self._taken = taken
         self._loss = loss
         self._microbatches = microbatches
-        self._owns_machines = False
+        self._owns_machines = owns_machines
         self._failed = False
         self.machines = machines
         self.stages = tuple(stage for stage, home in enumerate(homes) if home == rank)
@@ -136,7 +136,7 @@ class Split:
         self._last = count - 1
         self.plan = plan(graph_of(taken, homes))
         ties = plan(_ties_graph(self.whole))
-        number = next(machines._splits)
+        number = machines.next_split()
         _check_schedules(machines, f"split/{number}", schedule, microbatches, timeout_s)
         turns = flights(schedule, size, count, microbatches)
         edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
