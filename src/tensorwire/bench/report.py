@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,41 +57,59 @@ def machine_line(report: Report) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
-def new_table(title: str, **more: Any) -> Table:
-    """An empty table as all reports have them."""
+def new_table(title: str, *columns: str, **more: Any) -> Table:
+    """An empty table as all reports have them; the ">" before a heading aligns right."""
     look = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
-    return Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
+    table = Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
+    for heading in columns:
+        right = heading.startswith(">")
+        table.add_column(heading.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+    return table
+
+
+def add_groups(table: Table, rows: Iterable[Sequence[str | Text]]) -> None:
+    """Adds rows; those with one first cell are a group, which shows it once."""
+    previous: str | Text | None = None
+    for first, *others in rows:
+        if previous not in (None, first):
+            table.add_section()
+        table.add_row(first if first != previous else "", *others)
+        previous = first
+
+
+def shown(figure: float | None, form: str) -> str:
+    """A figure in this format, or a dash for one that is not known."""
+    return "–" if figure is None else format(figure, form)
 
 
 def case_table(case: str, rows: Iterable[Row]) -> Table:
     """The rows of one case, sizes apart."""
-    table = new_table(case)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for heading in ("median", "p99", "GB/s", "of limit (95 %)", "CPU here", "there"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = None
-    for row in sorted(rows, key=lambda row: row.bytes):
-        if previous is not None and row.bytes != previous:
-            table.add_section()
-        table.add_row(
-            format_size(row.bytes) if row.bytes != previous else "",
+    table = new_table(
+        case,
+        ">size",
+        "system",
+        ">median",
+        ">p99",
+        ">GB/s",
+        ">of limit (95 %)",
+        ">CPU here",
+        ">there",
+    )  # fmt: skip
+    cells = (
+        (
+            format_size(row.bytes),
             row.system,
             format_seconds(row.seconds_median),
             format_seconds(row.seconds_p99),
-            _bandwidth(row.gb_per_s),
+            "<0.01" if (row.gb_per_s or 1.0) < 0.01 else shown(row.gb_per_s, ".3g"),
             _ratio(row),
             format_seconds(row.cpu_seconds_local),
             format_seconds(row.cpu_seconds_remote),
         )
-        previous = row.bytes
+        for row in sorted(rows, key=lambda row: row.bytes)
+    )
+    add_groups(table, cells)
     return table
-
-
-def _bandwidth(gb_per_s: float | None) -> str:
-    if gb_per_s is None:
-        return "–"
-    return f"{gb_per_s:.3g}" if gb_per_s >= 0.01 else "<0.01"
 
 
 def _ratio(row: Row) -> Text:

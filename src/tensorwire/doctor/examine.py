@@ -20,8 +20,8 @@ from tensorwire.doctor.advice import (
     NOTE,
     WARNING,
     Finding,
-    Link,
-    Route,
+    LinkFacts,
+    TriedPath,
     about_link,
     about_machine,
     worst,
@@ -59,7 +59,7 @@ class Examination:
     address: str
     here: Facts
     there: Facts | None = None
-    link: Link | None = None
+    link: LinkFacts | None = None
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     failure: str = ""
@@ -188,7 +188,7 @@ class _Look:
         self._effort = effort
         self._secret = secret
         self._progress = progress
-        self._routes: list[Route] = []
+        self._routes: list[TriedPath] = []
         self._sessions: list[Session] = []
 
     def run(self) -> None:
@@ -218,17 +218,17 @@ class _Look:
             try:
                 session = Session(self._address, path, self._secret)
             except UnavailableError as error:
-                self._routes.append(Route(path, False, str(error)))
+                self._routes.append(TriedPath(path, False, str(error)))
                 continue
             self._sessions.append(session)
-            self._routes.append(Route(path, True, session.reason))
+            self._routes.append(TriedPath(path, True, session.reason))
         helper = next((session for session in self._sessions if session.helped), None)
         offer = offered_by(self._address)
         host = split_address(self._address)[0]
         name = interface_of(host)
         there = helper.facts if helper is not None else None
         self._found.there = there
-        self._found.link = Link(
+        self._found.link = LinkFacts(
             address=self._address,
             alone=not self._found.address,
             loopback=name == "lo",
