@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from tensorwire.bench.operations import RAW
 from tensorwire.bench.rows import Row
 from tensorwire.doctor import advice
 from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, LinkFacts, TriedPath
 from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
-from tensorwire.doctor.measure import RAW
 from tensorwire.memory.devices import Interface, RdmaPort
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tensorwire.bench import machine
-from tensorwire.bench.device import CPP, LIMITS, PAUSE_S, PYTHON, batch_of
+from tensorwire.bench.device import PAUSE_S, batch_of
 from tensorwire.bench.harness import (
     Block,
     Budget,
@@ -31,6 +31,7 @@ from tensorwire.bench.harness import (
     paired_ratio,
 )
 from tensorwire.bench.harness import median as median_of
+from tensorwire.bench.operations import CPP, LIMITS, PYTHON
 from tensorwire.bench.processes import Pair, PairError
 from tensorwire.bench.rivals import RIVALS, Rival
 from tensorwire.bench.rows import Comparison, Report, Row, format_size

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tensorwire.bench.operations import PYTHON, RAW
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
-from tensorwire.doctor.measure import LARGE_BYTES, OWN, RAW
+from tensorwire.doctor.measure import LARGE_BYTES
 from tensorwire.memory.devices import UCX_REMEDY, Interface, RdmaPort
 from tensorwire.memory.path_warning import why_slower
 
@@ -105,7 +106,7 @@ class LinkFacts:
         """Facts of the ends that are known."""
         return [facts for facts in (self.here, self.there) if facts is not None]
 
-    def find(self, case: str, system: str = OWN) -> Row | None:
+    def find(self, case: str, system: str = PYTHON) -> Row | None:
         """The largest size of a case that was measured."""
         rows = [r for r in self.rows if r.case == case and r.system == system and r.measured]
         return max(rows, key=lambda row: row.bytes, default=None)

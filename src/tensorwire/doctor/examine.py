@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tensorwire.bench import machine
+from tensorwire.bench.operations import PYTHON
 from tensorwire.bench.rows import Report, Row, format_size
 from tensorwire.doctor import facts as facts_module
 from tensorwire.doctor.advice import (
@@ -27,7 +28,7 @@ from tensorwire.doctor.advice import (
     worst,
 )
 from tensorwire.doctor.facts import Facts
-from tensorwire.doctor.measure import BENCH, OWN, Effort, Session, plan
+from tensorwire.doctor.measure import BENCH, Effort, PathProbe, plan
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.bandwidth import interface_of, source_address
@@ -189,7 +190,7 @@ class _Look:
         self._secret = secret
         self._progress = progress
         self._routes: list[TriedPath] = []
-        self._sessions: list[Session] = []
+        self._sessions: list[PathProbe] = []
 
     def run(self) -> None:
         """Everything; findings are added also when the peer is lost on the way."""
@@ -216,7 +217,7 @@ class _Look:
         chosen, reason = self._choose()
         for path in PATHS:
             try:
-                session = Session(self._address, path, self._secret)
+                session = PathProbe(self._address, path, self._secret)
             except UnavailableError as error:
                 self._routes.append(TriedPath(path, False, str(error)))
                 continue
@@ -260,8 +261,8 @@ class _Look:
             Node(name, listen=listen, secret=self._secret) as node,
         ):
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
-            core = node.connect(self._address)._core
-            return core.transport, core.reason
+            path = node.connect(self._address).path
+            return path.transport, path.reason
 
     def _listen(self) -> str:
         """Where a Node of a job would listen: where the peer reaches it, if there is a secret.
@@ -298,6 +299,6 @@ def _explain(rows: list[Row]) -> Iterator[Finding]:
     """What is missing in the figures, each reason once."""
     told = set()
     for row in rows:
-        if row.system == OWN and row.note and row.note not in told:
+        if row.system == PYTHON and row.note and row.note not in told:
             told.add(row.note)
             yield Finding(NOTE, f"{row.case} {format_size(row.bytes)}", row.note)

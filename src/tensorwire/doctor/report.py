@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorwire.bench.operations import PYTHON, RAW
 from tensorwire.bench.report import add_groups, new_table, shown
 from tensorwire.bench.rows import Row, format_seconds, format_size
 from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, LinkFacts
 from tensorwire.doctor.examine import Examination
 from tensorwire.doctor.facts import Facts
-from tensorwire.doctor.measure import LARGE_BYTES, OWN, RAW
+from tensorwire.doctor.measure import LARGE_BYTES
 
 _STYLES = {OK: "green", NOTE: "yellow", WARNING: "bold red"}
 
@@ -63,10 +64,10 @@ def figures_table(rows: Sequence[Row], link: LinkFacts | None) -> Table:
     promised = {path: link.promised_gb_per_s(path) if link else None for path in paths}
     if any(promised.values()):
         headings.append(">of promise")
-    limits = {(row.case, row.bytes): row for row in rows if row.system != OWN}
+    limits = {(row.case, row.bytes): row for row in rows if row.system != PYTHON}
     lines = []
     for row in rows:
-        if row.system != OWN or not row.measured:
+        if row.system != PYTHON or not row.measured:
             continue
         path, _, action = row.case.partition(".")
         share = None

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.bench.operations import pong
 from tensorwire.bench.raw_socket import RawServer
 from tensorwire.doctor import facts
 from tensorwire.doctor.mailbox import (
@@ -92,7 +93,7 @@ class Doctor:
             return  # somebody who only measures what needs no help
         except TensorwireError:
             return  # gone already
-        self._say(f"{peer.name} measures by {peer._core.transport}")
+        self._say(f"{peer.name} measures by {peer.path.transport}")
         try:
             box = Mailbox(self.node.allocate(AREA_BYTES), theirs, peer)
             Attendant(peer, box, self._host).run(self._facts)
@@ -153,10 +154,8 @@ class Attendant:
 
     def _pong(self, first: int, count: int) -> None:
         assert self._box.theirs is not None
-        mine, theirs = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
-        for value in range(first, first + count):
-            mine.wait_until(value, 10.0, peer=self._peer)
-            theirs.set(value)
+        words = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
+        pong(*words, range(first, first + count), self._peer, timeout_s=10.0)
 
 
 def _interface_of(host: str) -> str | None:

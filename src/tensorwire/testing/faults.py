@@ -16,6 +16,7 @@ from typing import Any
 from tensorwire._core import FaultPlan
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Peer, Transfer
+from tensorwire.memory.peer import core_of
 
 from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair
@@ -35,7 +36,7 @@ def inject(peer: Peer, plan: FaultPlan | None) -> None:
             carried out and ends when the connection does. "delay": it starts `delay_s` later.
             "cut": the connection is lost at that moment.
     """
-    peer._core.inject(plan)
+    core_of(peer).inject(plan)
 
 
 class Exchange:
