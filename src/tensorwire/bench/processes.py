@@ -35,7 +35,7 @@ class PairError(Exception):
     """A pair could not do what it was asked; the message is the reason for a row's note."""
 
 
-class Pair:
+class ProcessPair:
     """Owns the driver and the target process of one system.
 
     Calls block and are for one thread. `close` always ends both processes and may be called twice.
@@ -129,7 +129,7 @@ class Pair:
                     process.join(2)
         self._control.close()
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> ProcessPair:
         return self
 
     def __exit__(
