@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorwire.bench.operations import CPP, LIMITS, PYTHON
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
 from tensorwire.errors import UnavailableError
 
@@ -154,29 +154,26 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> list[Text]:
 # --- figure -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
+def _style(color: str, marker: str, line: str, width: float = 1.4) -> dict[str, Any]:
     """Colour, marker and line all differ, so that it reads without colour too (Okabe–Ito)."""
-
-    color: str
-    marker: str
-    line: str
-    width: float = 1.4
+    return {
+        "color": color, "marker": marker, "linestyle": line, "linewidth": width, "markersize": 4,
+    }  # fmt: skip
 
 
 _STYLES = {
-    "tensorwire": _Style("#0072B2", "o", "-", 2.2),
-    "tensorwire-c++": _Style("#56B4E9", "s", "-", 1.8),
-    "memcpy": _Style("#000000", "", ":", 1.6),
-    "raw-socket": _Style("#000000", "", ":", 1.6),
-    "nixl": _Style("#D55E00", "^", "--"),
-    "nixl-huge": _Style("#D55E00", "<", ":"),
-    "torch-rpc": _Style("#009E73", "D", "-."),
-    "gloo": _Style("#CC79A7", "v", "--"),
-    "grpc": _Style("#E69F00", "P", "-."),
+    "tensorwire": _style("#0072B2", "o", "-", 2.2),
+    "tensorwire-c++": _style("#56B4E9", "s", "-", 1.8),
+    "memcpy": _style("#000000", "", ":", 1.6),
+    "raw-socket": _style("#000000", "", ":", 1.6),
+    "nixl": _style("#D55E00", "^", "--"),
+    "nixl-huge": _style("#D55E00", "<", ":"),
+    "torch-rpc": _style("#009E73", "D", "-."),
+    "gloo": _style("#CC79A7", "v", "--"),
+    "grpc": _style("#E69F00", "P", "-."),
 }
-_OWN = ("tensorwire", "tensorwire-c++")  # drawn with their intervals; the rest would hide them
-_OTHER = _Style("#666666", "x", "-")
+_OWN = (PYTHON, CPP)  # drawn with their intervals; the rest would hide them
+_OTHER = _style("#666666", "x", "-")
 _PANELS = ("median until complete, µs", "bandwidth, GB/s", "speed / speed of the limit")
 
 
@@ -270,27 +267,19 @@ def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
     highest = max((row.ratio_to_limit or 0.0 for row in rows), default=1.0)
     axes[2].set_ylim(0, min(2.5, max(1.25, 1.1 * highest)))
     for system in dict.fromkeys(row.system for row in rows):
-        style = _STYLES.get(system, _OTHER)
+        look = _STYLES.get(system, _OTHER)
         mine = sorted((row for row in rows if row.system == system), key=lambda row: row.bytes)
-        look = {
-            "color": style.color, "marker": style.marker, "linestyle": style.line,
-            "linewidth": style.width, "markersize": 4,
-        }  # fmt: skip
         figures = (
             [(row.bytes, row.seconds_median) for row in mine],
             [(row.bytes, row.gb_per_s) for row in mine],
             [(row.bytes, row.ratio_to_limit) for row in mine],
         )
-        label = f"{system} (limit)" if system in ("memcpy", "raw-socket") else system
+        label = f"{system} (limit)" if system in LIMITS.values() else system
         for panel, points in zip(axes, figures, strict=True):
             known = [(x, y) for x, y in points if y is not None]
             if known:
                 panel.plot(*zip(*known, strict=True), label=label, **look)
-        banded = [row for row in mine if row.ratio_interval is not None]
-        if banded and system in _OWN:
-            axes[2].fill_between(
-                [row.bytes for row in banded],
-                [row.ratio_interval[0] for row in banded if row.ratio_interval],
-                [row.ratio_interval[1] for row in banded if row.ratio_interval],
-                color=style.color, alpha=0.15, linewidth=0,
-            )  # fmt: skip
+        bands = [(row.bytes, *row.ratio_interval) for row in mine if row.ratio_interval is not None]
+        if bands and system in _OWN:
+            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            axes[2].fill_between(*zip(*bands, strict=True), **band)
