@@ -20,6 +20,7 @@ from tensorwire.bench.rows import Report, parse_size
 from tensorwire.command import Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _FIGURES = (".svg", ".pdf", ".png")
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -77,8 +78,7 @@ def sizes(*flags: str, help: str) -> Decorator:
 
 def json_option(help: str) -> Decorator:
     """Where a file of results goes; the parameter is `json_path`."""
-    path = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--json", "json_path", type=path, metavar="FILE", help=help)
+    return click.option("--json", "json_path", type=_FILE, metavar="FILE", help=help)
 
 
 def outputs(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,14 +86,11 @@ def outputs(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
         click.option(
-            "--figure",
-            "figure_path",
-            type=click.Path(dir_okay=False, path_type=Path),
-            metavar="FILE",
+            "--figure", "figure_path", type=_FILE, metavar="FILE",
             help="Draw a figure; .svg, .pdf or .png.",
         ),
         json_option("Write all rows, the machine and the verdicts to FILE."),
-    ):
+    ):  # fmt: skip
         command = option(command)
     return command
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
 from tensorwire.command import Command, Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
@@ -34,13 +35,7 @@ DEFAULT_LISTEN = "127.0.0.1:0"
     type=click.FloatRange(0.1, 600),
     help="Time for the figures (default 4 alone, 8 with a peer); more for a slow network.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write rows, facts of both machines and findings to FILE.",
-)
+@json_option("Write rows, facts of both machines and findings to FILE.")
 def doctor(
     address: str | None,
     serve: bool,

@@ -157,10 +157,6 @@ class Facts:
     rdma: Rdma
     interfaces: tuple[Interface, ...]
 
-    def find_interface(self, name: str | None) -> Interface | None:
-        """By name."""
-        return next((each for each in self.interfaces if each.name == name), None)
-
     def to_json(self) -> dict[str, Any]:
         """JSON-ready data."""
         return {"format": FORMAT, **dataclasses.asdict(self)}

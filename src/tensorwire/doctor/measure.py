@@ -40,6 +40,7 @@ from tensorwire.doctor.mailbox import (
 )
 from tensorwire.errors import BusyError, PeerLostError
 from tensorwire.memory import Handle, Node, RemoteRegion
+from tensorwire.memory.devices import Interface
 from tensorwire.memory.handle import split_address
 
 BENCH = "doctor"
@@ -156,16 +157,16 @@ class PathProbe:
         except ValueError as error:
             self.facts_fault = str(error)
 
-    def interface_there(self) -> str | None:
+    def interface_there(self) -> Interface | None:
         """The peer's interface that has the address by which it was reached."""
-        if not self.helped:
+        if self.facts is None:
             return None
         try:
             host = socket.getaddrinfo(self._host, None)[0][4][0]
             name = self._box.ask({"do": "interface", "host": host}).get("name")
         except (socket.gaierror, ValueError):
             return None
-        return name if isinstance(name, str) else None
+        return next((each for each in self.facts.interfaces if each.name == name), None)
 
     def close(self) -> None:
         """Ends the connection; what was leased is freed there. Idempotent."""

@@ -6,6 +6,7 @@ makes itself known by a region in its own Node; each connection gets a mailbox a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -38,10 +39,6 @@ _MOST_RAW_BYTES = 64 << 20
 Say = Callable[[str], None]
 
 
-def _no_say(line: str) -> None:
-    del line
-
-
 class Doctor:
     """A Node that helps others to measure; `close` ends it.
 
@@ -49,7 +46,7 @@ class Doctor:
         ValueError, UnavailableError, BusyError: as for `Node`.
     """
 
-    def __init__(self, listen: str = "127.0.0.1:0", say: Say = _no_say) -> None:
+    def __init__(self, listen: str = "127.0.0.1:0", say: Say = lambda line: None) -> None:
         self.node = Node(
             f"doctor-{os.getpid()}",
             listen=listen,
@@ -89,10 +86,8 @@ class Doctor:
     def _attend(self, peer: Peer) -> None:
         try:
             theirs = peer.region(CLIENT_REGION)
-        except LookupError:
-            return  # somebody who only measures what needs no help
-        except TensorwireError:
-            return  # gone already
+        except (LookupError, TensorwireError):
+            return  # somebody who only measures what needs no help, or is gone already
         self._say(f"{peer.name} measures by {peer.path.transport}")
         try:
             box = Mailbox(self.node.allocate(AREA_BYTES), theirs, peer)
@@ -126,10 +121,8 @@ class Attendant:
                 self._answer(self._box.receive(timeout_s=None))
         finally:
             self._raw.close()
-            try:
+            with contextlib.suppress(ClosedError):
                 self._box.mine.free()
-            except ClosedError:
-                pass
 
     def _answer(self, request: dict[str, Any]) -> None:
         kind = request.get("do")

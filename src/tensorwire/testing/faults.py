@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,7 @@ from tensorwire.memory.peer import core_of
 
 from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair
+from .target import beside
 
 __all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
 
@@ -130,32 +131,21 @@ def _run(
     deadline_s: float,
     options: dict[str, Any],
 ) -> None:
-    errors: list[BaseException] = []
     with build(transports, **options) as pair:
         exchange = Exchange(pair, timeout_s)
         inject(pair.to_far, plan)
-
-        def body() -> None:
-            try:
-                script(exchange)
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=body, name="exchange", daemon=True)
-        thread.start()
-        thread.join(deadline_s)
-        hung = thread.is_alive()
+        running = beside(script, exchange)
+        hung = not wait([running], deadline_s).done
         if hung:
             faulthandler.dump_traceback(all_threads=True)
         early = [(t, t.code) for t in exchange.transfers if t.done()]
-    thread.join(deadline_s)
+    wait([running], deadline_s)
     assert not hung, f"{where}: the script still ran after {deadline_s:g} s"
     allowed = plan.hit and action != "delay"
-    while errors:
-        error = errors.pop()
-        if not (allowed and isinstance(error, TensorwireError)):
-            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
-        del error  # it refers to the script's frame, and that to the Nodes
+    error = running.exception()
+    if error is not None and not (allowed and isinstance(error, TensorwireError)):
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+    del error, running  # they refer to the script's frame, and that to the Nodes
     if not allowed:
         failed = [t.code for t, code in early if code != 0]
         assert not failed, f"{where}: transfers failed with codes {failed}"
