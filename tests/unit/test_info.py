@@ -103,16 +103,13 @@ def test_info_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> N
             *advice.about_memory(facts.read_memory()),
         )
     }  # fmt: skip
-    for check in (
-        info_module.check_locked_memory, info_module.check_cores, info_module.check_load,
-        info_module.check_huge_pages,
-    ):  # fmt: skip
-        found = check()
+    for subject in ("locked memory", "cores", "load", "huge pages"):
+        found = info_module.CHECKS[subject]()
         of_doctor = judged[found.subject]
         assert found.text.startswith(of_doctor.text)
         assert found.remedy == of_doctor.remedy
         assert found.level == of_doctor.level
-    assert (info_module.check_locked_memory().level == advice.OK) == (state == "DOWN")
+    assert (info_module.CHECKS["locked memory"]().level == advice.OK) == (state == "DOWN")
 
 
 def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

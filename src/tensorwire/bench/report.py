@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorwire.bench.operations import CPP, LIMITS, PYTHON
-from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
+from tensorwire.bench.rows import Report, Row, format_seconds, format_size
 from tensorwire.errors import UnavailableError
 
 # --- tables -------------------------------------------------------------------------------------
@@ -35,8 +35,10 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
     if report.settings.get("interrupted"):
         console.print(Text("interrupted: the rows so far", style="yellow"))
-    for line in verdict_lines(report.verdicts):
-        console.print(line, soft_wrap=True)
+    console.print(Text("against the bars", style="bold"))
+    styles = {True: "green", False: "bold red", None: "yellow"}
+    for verdict in report.verdicts:
+        console.print(Text(verdict.line(), style=styles[verdict.met]), soft_wrap=True)
 
 
 def machine_line(report: Report) -> Text:
@@ -142,13 +144,6 @@ def print_comparisons(report: Report, title: str, console: Console) -> None:
     for item in report.comparisons:
         around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
         console.print(f"{item.case:24} {item.rival:10} {item.ratio:.2f}{around}", highlight=False)
-
-
-def verdict_lines(verdicts: Iterable[Verdict]) -> list[Text]:
-    """All verdicts, missed ones in red."""
-    styles = {True: "green", False: "bold red", None: "yellow"}
-    lines = [Text(verdict.line(), style=styles[verdict.met]) for verdict in verdicts]
-    return [Text("against the bars", style="bold"), *lines]
 
 
 # --- figure -------------------------------------------------------------------------------------

@@ -134,17 +134,6 @@ def check_open_files() -> Finding:
     return Finding(OK, "open files", text)
 
 
-def check_locked_memory() -> Finding:
-    """What rdma may lock."""
-    rdma = facts.Rdma(ports=tuple(rdma_ports()), locked_bytes=facts.locked_limit())
-    return advice.about_locked_memory(rdma)
-
-
-def check_huge_pages() -> Finding:
-    """Whether shared memory may have them."""
-    return _of_doctor("huge pages", advice.about_memory(facts.read_memory()))
-
-
 def check_cores() -> Finding:
     """Waiting is cheapest and fastest when both processes have a core."""
     cpu = facts.read_cpu()
@@ -158,11 +147,6 @@ def check_memory() -> Finding:
     if total is None or free is None:
         return Finding(NOTE, "memory", "unknown")
     return Finding(OK, "memory", f"{free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB available")
-
-
-def check_load() -> Finding:
-    """Whether others want the cores."""
-    return _of_doctor("load", advice.about_cpu(facts.read_cpu()))
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
@@ -180,11 +164,13 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "placement": check_placement,
     "compiler": check_compiler,
     "open files": check_open_files,
-    "locked memory": check_locked_memory,
-    "huge pages": check_huge_pages,
+    "locked memory": lambda: advice.about_locked_memory(
+        facts.Rdma(ports=tuple(rdma_ports()), locked_bytes=facts.locked_limit())
+    ),
+    "huge pages": lambda: _of_doctor("huge pages", advice.about_memory(facts.read_memory())),
     "cores": check_cores,
     "memory": check_memory,
-    "load": check_load,
+    "load": lambda: _of_doctor("load", advice.about_cpu(facts.read_cpu())),
 }  # fmt: skip
 """All subjects in the order in which they are shown."""
 

@@ -84,14 +84,21 @@ class Doctor:
             thread.join(5)
 
     def _attend(self, peer: Peer) -> None:
+        """Introduces itself to a client, then answers until one of the two leaves."""
         try:
             theirs = peer.region(CLIENT_REGION)
         except (LookupError, TensorwireError):
             return  # somebody who only measures what needs no help, or is gone already
         self._say(f"{peer.name} measures by {peer.path.transport}")
         try:
-            box = Mailbox(self.node.allocate(AREA_BYTES), theirs, peer)
-            Attendant(peer, box, self._host).run(self._facts)
+            with (
+                contextlib.closing(RawServer(self._host, RAW_PATIENCE_S, _MOST_RAW_BYTES)) as raw,
+                self.node.allocate(AREA_BYTES) as mine,
+            ):
+                box = Mailbox(mine, theirs, peer)
+                box.send({"handle": mine.handle().to_bytes().hex(), "facts": self._facts})
+                while True:
+                    _answer(box, raw, box.receive(timeout_s=None))
         except (PeerLostError, ClosedError):
             pass  # the usual end
         except (TensorwireError, ValueError) as error:
@@ -100,55 +107,34 @@ class Doctor:
         self._say(f"{peer.name} is done")
 
 
-class Attendant:
-    """Serves one client until it leaves."""
+def _answer(box: Mailbox, raw: RawServer, request: dict[str, Any]) -> None:
+    """Does what a client asks.
 
-    def __init__(self, peer: Peer, box: Mailbox, host: str) -> None:
-        self._peer = peer
-        self._box = box
-        self._raw = RawServer(host, RAW_PATIENCE_S, _MOST_RAW_BYTES)
-
-    def run(self, about: dict[str, Any]) -> None:
-        """Introduces itself, then answers.
-
-        Raises:
-            PeerLostError, ClosedError: the client left, or this Node ended.
-            ValueError, TimeoutError: it does not keep to the protocol.
-        """
+    Raises:
+        PeerLostError, ClosedError: the client left, or this Node ended.
+        ValueError, TimeoutError: it does not keep to the protocol.
+    """
+    kind = request.get("do")
+    if kind == "pong":
+        first, count = request.get("first"), request.get("count")
+        if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
+            raise ValueError(f"signals from {first!r}, {count!r} times")
+        if not 0 < count <= _MAX_PINGS:
+            raise ValueError(f"{count} signals at once")
+        box.send({})
+        assert box.theirs is not None
+        words = box.mine.word(PING_WORD), box.theirs.word(PING_WORD)
+        pong(*words, range(first, first + count), box.peer, timeout_s=10.0)
+    elif kind == "raw":
         try:
-            self._box.send({"handle": self._box.mine.handle().to_bytes().hex(), "facts": about})
-            while True:
-                self._answer(self._box.receive(timeout_s=None))
-        finally:
-            self._raw.close()
-            with contextlib.suppress(ClosedError):
-                self._box.mine.free()
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        kind = request.get("do")
-        if kind == "pong":
-            first, count = request.get("first"), request.get("count")
-            if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
-                raise ValueError(f"signals from {first!r}, {count!r} times")
-            if not 0 < count <= _MAX_PINGS:
-                raise ValueError(f"{count} signals at once")
-            self._box.send({})
-            self._pong(first, count)
-        elif kind == "raw":
-            try:
-                port, token = self._raw.listen(str(request.get("mode")), int(request["bytes"]))
-                self._box.send({"port": port, "token": token})
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self._box.send({"error": f"no raw socket: {error}"})
-        elif kind == "interface":
-            self._box.send({"name": _interface_of(str(request.get("host")))})
-        else:
-            self._box.send({"error": f"this doctor does not know {str(kind)[:40]!r}"})
-
-    def _pong(self, first: int, count: int) -> None:
-        assert self._box.theirs is not None
-        words = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
-        pong(*words, range(first, first + count), self._peer, timeout_s=10.0)
+            port, token = raw.listen(str(request.get("mode")), int(request["bytes"]))
+            box.send({"port": port, "token": token})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            box.send({"error": f"no raw socket: {error}"})
+    elif kind == "interface":
+        box.send({"name": _interface_of(str(request.get("host")))})
+    else:
+        box.send({"error": f"this doctor does not know {str(kind)[:40]!r}"})
 
 
 def _interface_of(host: str) -> str | None:

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from tensorwire._core import FaultPlan
@@ -113,7 +114,7 @@ def for_every_n(
         where = f"{action} of operation {nth} on {chosen}"
         plan = FaultPlan(nth, action, delay_s)
         before = Footprint.now()
-        _run(script, plan, action, where, build, chosen, timeout_s, deadline_s, options)
+        _run(script, plan, action, where, partial(build, chosen, **options), timeout_s, deadline_s)
         check_no_growth(before)
         if not plan.hit:
             return nth - 1
@@ -126,12 +127,10 @@ def _run(
     action: str,
     where: str,
     build: PairBuilder,
-    transports: list[str] | None,
     timeout_s: float,
     deadline_s: float,
-    options: dict[str, Any],
 ) -> None:
-    with build(transports, **options) as pair:
+    with build() as pair:
         exchange = Exchange(pair, timeout_s)
         inject(pair.to_far, plan)
         running = beside(script, exchange)

@@ -143,6 +143,19 @@ def failure_of(start: Callable[..., Any], *args: Any, **options: Any) -> Excepti
     return None
 
 
+def operations_on(remote: RemoteRegion) -> list[Callable[[], object]]:
+    """Every kind of operation on the memory of a peer; what they need is made now."""
+    word, writing = remote.word(0), remote.peer.prepare_write([b"x"], [remote])
+    return [
+        lambda: remote.write(b"x"),
+        lambda: remote.read(bytearray(1)),
+        lambda: remote.peer.write([b"x"], [remote]),
+        lambda: writing.start(),
+        lambda: word.set(1),
+        lambda: word.fetch_add(1, WAIT_S),
+    ]
+
+
 def all_must_fail(kind: type[Exception], *starts: Callable[[], Any]) -> None:
     """As `must_fail`, each of these."""
     for start in starts:

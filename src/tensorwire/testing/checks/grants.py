@@ -11,7 +11,16 @@ import numpy as np
 from tensorwire.errors import BusyError, StaleHandleError
 from tensorwire.memory import RemoteRegion
 
-from ..stage import WAIT_S, CheckStage, all_must_fail, failure_of, finish, must_fail, pattern
+from ..stage import (
+    WAIT_S,
+    CheckStage,
+    all_must_fail,
+    failure_of,
+    finish,
+    must_fail,
+    operations_on,
+    pattern,
+)
 
 
 def access(stage: CheckStage) -> None:
@@ -94,20 +103,14 @@ def stale_after_free(stage: CheckStage) -> None:
     """After free every use fails alike, also when the slot was given to another region."""
     handle = stage.target.allocate("r", 4096)
     remote = stage.peer.region(handle)
-    word = remote.word(0)
-    writing = stage.peer.prepare_write([b"x"], [remote])
-    finish(writing.start())
+    word, operations = remote.word(0), operations_on(remote)
+    assert [failure_of(start) for start in operations] == [None] * len(operations)
     stage.target.free("r")
     again = stage.remote("again", 4096)
     all_must_fail(
         StaleHandleError,
-        lambda: remote.write(b"x"),
+        *operations,
         lambda: remote.write(bytes(4096)),
-        lambda: remote.read(bytearray(1)),
-        lambda: stage.peer.write([b"x"], [remote]),
-        lambda: writing.start(),
-        lambda: word.set(1),
-        lambda: word.fetch_add(1, WAIT_S),
         lambda: again.write(b"x", signal=(word, 1)),
         lambda: stage.peer.region(handle),
     )

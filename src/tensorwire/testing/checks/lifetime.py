@@ -28,6 +28,7 @@ from ..stage import (
     failure_of,
     finish,
     must_fail,
+    operations_on,
     pattern,
     run_threads,
 )
@@ -57,7 +58,7 @@ def local_close(stage: CheckStage) -> None:
     remote = stage.remote("r", 32 << 20)
     word = stage.near.allocate(8).word(0)
     local = np.ones(32 << 20, np.uint8)
-    writing = stage.peer.prepare_write([b"x"], [remote])
+    operations = operations_on(remote)
     transfers = [remote.write(local) for _ in range(4)] + [remote.read(local.copy())]
     waiting = threading.Event()
     ended: list[Exception | None] = []
@@ -77,12 +78,7 @@ def local_close(stage: CheckStage) -> None:
         assert isinstance(failure_of(transfer.wait, WAIT_S), ClosedError | None)
     all_must_fail(
         ClosedError,
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: stage.peer.write([b"x"], [remote]),
-        lambda: writing.start(),
-        lambda: remote.word(0).set(1),
-        lambda: remote.word(0).fetch_add(),
+        *operations,
         lambda: stage.peer.region("r"),
         lambda: stage.peer.allocate(8),
         lambda: stage.near.allocate(8),
@@ -101,6 +97,7 @@ def local_close(stage: CheckStage) -> None:
 def peer_close(stage: CheckStage) -> None:
     """Closing one connection ends its transfers; the Node and other connections go on."""
     remote = stage.remote("r", 8 << 20)
+    operations = operations_on(remote)
     stage.target.accept()
     other = stage.near.connect(stage.target.address())
     assert stage.target.accept() == "near"
@@ -111,13 +108,7 @@ def peer_close(stage: CheckStage) -> None:
     early = [(transfer, transfer.code) for transfer in transfers]
     for transfer in transfers:
         assert isinstance(failure_of(transfer.wait, WAIT_S), ClosedError | None)
-    all_must_fail(
-        ClosedError,
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: remote.word(0).fetch_add(),
-        lambda: stage.peer.region("r"),
-    )
+    all_must_fail(ClosedError, *operations, lambda: stage.peer.region("r"))
     check_completed_once(transfers, early, "peer close")
     finish(again.write(b"y"))
     assert stage.near.peers == [other]
@@ -146,7 +137,7 @@ def lost_by_kill(stage: CheckStage) -> None:
 
 def _lost(stage: CheckStage, end: Callable[[], object]) -> None:
     remote = stage.remote("r", 16 << 20)
-    writing = stage.peer.prepare_write([b"x"], [remote])
+    operations = operations_on(remote)
     transfers: list[Transfer] = []
     errors: list[Exception] = []
     half, local = threading.Event(), np.ones(16 << 20, np.uint8)
@@ -175,12 +166,8 @@ def _lost(stage: CheckStage, end: Callable[[], object]) -> None:
     for transfer in transfers:
         error = failure_of(transfer.wait, WAIT_S)
         assert isinstance(error, PeerLostError | None), repr(error)
-    refused: list[Callable[[], object]] = [
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: writing.start(),
-        lambda: remote.word(0).set(1),
-        lambda: remote.word(0).fetch_add(1, WAIT_S),
+    refused = [
+        *operations,
         lambda: stage.peer.region("r", WAIT_S),
         lambda: stage.peer.allocate(8, None, WAIT_S),
     ]
