@@ -118,11 +118,6 @@ class Block:
     cpu_seconds_remote: float
     operations: int
 
-    @property
-    def median(self) -> float:
-        """Of the block's samples."""
-        return median(self.seconds)
-
 
 def run_block(
     runner: Runner, count: int, remote_pid: int, batch: int = 1, extra_operations: int = 0
@@ -161,7 +156,7 @@ class Series:
     @property
     def medians(self) -> list[float]:
         """One figure per block: what pairs with another system's."""
-        return [block.median for block in self.blocks]
+        return [median(block.seconds) for block in self.blocks]
 
     def cpu_per_operation(self) -> tuple[float, float]:
         """CPU seconds per operation, local and remote."""

@@ -159,10 +159,7 @@ def run(settings: MemorySettings, progress: Progress | None = None) -> Report:
         BENCH,
         about,
         settings={
-            "sizes": list(settings.sizes),
-            "wires": list(settings.wires),
-            "systems": list(settings.systems),
-            "cases": list(settings.cases),
+            **{key: list(getattr(settings, key)) for key in ("sizes", "wires", "systems", "cases")},
             "seconds_per_case": settings.budget.case_s,
             "interrupted": False,
             "warnings": machine.warnings_about(about),

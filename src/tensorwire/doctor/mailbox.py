@@ -10,7 +10,7 @@ import json
 import struct
 from typing import Any
 
-from tensorwire.memory import Peer, Region, RemoteRegion
+from tensorwire.memory import Peer, Region, RemoteRegion, RemoteWord, Word
 
 CLIENT_REGION = "tensorwire-doctor-client"
 SERVER_REGION = "tensorwire-doctor"
@@ -20,7 +20,7 @@ AREA_BYTES = 256 << 10
 RAW_PATIENCE_S = 10
 """How long either end of a raw socket waits for the other."""
 
-_MESSAGES_WORD, PING_WORD = 0, 64
+_MESSAGES_WORD, _PING_WORD = 0, 64
 _SIZE_OFFSET, _TEXT_OFFSET = 128, 136
 _MAX_TEXT_BYTES = AREA_BYTES - _TEXT_OFFSET
 _SIZE = struct.Struct("<Q")
@@ -37,6 +37,12 @@ class Mailbox:
         self.theirs = theirs
         self.peer = peer
         self._sent = self._seen = 0
+
+    @property
+    def ping_words(self) -> tuple[Word, RemoteWord]:
+        """The words of the two ends by which signals are measured."""
+        assert self.theirs is not None, "the other end is not known yet"
+        return self.mine.word(_PING_WORD), self.theirs.word(_PING_WORD)
 
     def send(self, message: dict[str, Any], timeout_s: float = 10.0) -> None:
         """Writes a message; the last one must have been answered.

@@ -33,7 +33,6 @@ from tensorwire.doctor.facts import Facts
 from tensorwire.doctor.mailbox import (
     AREA_BYTES,
     CLIENT_REGION,
-    PING_WORD,
     RAW_PATIENCE_S,
     SERVER_REGION,
     Mailbox,
@@ -265,12 +264,10 @@ class PathProbe:
 
     def _ping(self, count: int) -> Sequence[float]:
         """Round trips of a signal; the first of them wakes the other side and is not counted."""
-        assert self._box.theirs is not None
         first, count = self._signals + 1, count + 1
         self._signals += count
         self._box.ask({"do": "pong", "first": first, "count": count})
-        words = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
-        return ping(*words, range(first, first + count), self.peer)[1:]
+        return ping(*self._box.ping_words, range(first, first + count), self.peer)[1:]
 
 
 def _once(remote: RemoteRegion, source: Any) -> float:

@@ -21,7 +21,6 @@ from tensorwire.doctor import facts
 from tensorwire.doctor.mailbox import (
     AREA_BYTES,
     CLIENT_REGION,
-    PING_WORD,
     RAW_PATIENCE_S,
     SERVER_REGION,
     Mailbox,
@@ -122,9 +121,7 @@ def _answer(box: Mailbox, raw: RawServer, request: dict[str, Any]) -> None:
         if not 0 < count <= _MAX_PINGS:
             raise ValueError(f"{count} signals at once")
         box.send({})
-        assert box.theirs is not None
-        words = box.mine.word(PING_WORD), box.theirs.word(PING_WORD)
-        pong(*words, range(first, first + count), box.peer, timeout_s=10.0)
+        pong(*box.ping_words, range(first, first + count), box.peer, timeout_s=10.0)
     elif kind == "raw":
         try:
             port, token = raw.listen(str(request.get("mode")), int(request["bytes"]))

@@ -44,7 +44,6 @@ class Target:
         self._options = options
         self._node = Node(**{"name": "far", **options})
         self._regions: dict[str, Region] = {}
-        self._views: dict[str, Any] = {}
         self._peer: Peer | None = None
 
     def address(self) -> str:
