@@ -36,7 +36,7 @@ from tensorwire.bench.operations import (
 from tensorwire.bench.processes import serve_messages
 from tensorwire.bench.raw_socket import LOOPBACK, RawClient, RawServer
 from tensorwire.memory import Node, RemoteRegion
-from tensorwire.memory.peer import core_of
+from tensorwire.memory.core import core_of
 
 PAUSE_S = 2e-3
 """Far above every spin bound: after it the other side sleeps."""

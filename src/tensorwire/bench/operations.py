@@ -13,7 +13,7 @@ from typing import Any
 from tensorwire import _core
 from tensorwire.bench.harness import time_each
 from tensorwire.memory import Peer, RemoteRegion, RemoteWord, Word
-from tensorwire.memory.peer import core_of
+from tensorwire.memory.core import core_of
 
 PYTHON, CPP = "tensorwire", "tensorwire-c++"
 MEMCPY, RAW = "memcpy", "raw-socket"

@@ -596,8 +596,3 @@ def _check_signal(signal: Any, peer: Peer) -> Signal:
             "they must be at the same peer"
         )
     return word, word_value(value)
-
-
-def core_of(wrapped: Any) -> Any:
-    """The core's object behind a Node, Peer, region or prepared batch, for loops written in C++."""
-    return wrapped._core

@@ -17,7 +17,7 @@ from typing import Any
 from tensorwire._core import FaultPlan
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import Peer, Transfer
-from tensorwire.memory.peer import core_of
+from tensorwire.memory.core import core_of
 
 from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair

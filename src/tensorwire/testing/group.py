@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -356,9 +356,7 @@ def _run_member(descriptor: int) -> None:
     if os.getppid() != parent:
         return  # it died before it could be watched
     try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function = pkgutil.resolve_name(f"{module}:{name}")
         result = function(Channel(connection), *pickle.loads(args))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send(("result", result))
