@@ -253,13 +253,13 @@ class _Wire:
         self, pair: str, names: Iterable[str], taken: _Taken, method: str, *args: Any,
         timeout_s: float = 120.0,
     ) -> Any:  # fmt: skip
-        """Asks a pair; if it fails, the result is None and its systems get the reason."""
+        """Asks a pair; if it fails, the result is None and the first reason stays."""
         try:
             if pair not in self._pairs:
                 raise PairError(self._missing[pair])
             return self._pairs[pair].call(method, *args, timeout_s=timeout_s)
         except PairError as error:
-            taken.failed |= dict.fromkeys(names, str(error))
+            taken.failed = dict.fromkeys(names, str(error)) | taken.failed
             if pair in self._pairs and self._pairs[pair].closed:
                 self._missing[pair] = f"its processes ended: {error}"
                 del self._pairs[pair]
@@ -315,7 +315,7 @@ class _Wire:
         cost = {name: (seconds + pause_s) * counts[name] for name, seconds in each.items()}
         systems = [name for name in ours if name in each]
         beside = limit if limit in each else None
-        if not ours:  # a limit alone, beside rivals, is a system like another
+        if not systems:  # a limit alone, beside rivals, is a system like another
             systems, beside = [limit] if limit in each else [], None
         round_s = sum(cost[name] + (cost[beside] if beside else 0.0) for name in systems)
         slow = sum(cost[name] for name in rivals if name in cost) > 0.2

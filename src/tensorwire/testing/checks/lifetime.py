@@ -30,9 +30,8 @@ from ..stage import (
     must_fail,
     operations_on,
     pattern,
-    run_threads,
 )
-from ..target import round_value
+from ..target import beside, round_value
 
 # On these a target need not be awake for writes and reads.
 ONE_SIDED = ("shm", "rdma")
@@ -60,19 +59,9 @@ def local_close(stage: CheckStage) -> None:
     local = np.ones(32 << 20, np.uint8)
     operations = operations_on(remote)
     transfers = [remote.write(local) for _ in range(4)] + [remote.read(local.copy())]
-    waiting = threading.Event()
-    ended: list[Exception | None] = []
-
-    def wait() -> None:
-        waiting.set()
-        ended.append(failure_of(word.wait_until, 1))
-
-    def close() -> None:
-        waiting.wait(WAIT_S)
-        stage.near.close()
-
-    run_threads(wait, close)
-    assert isinstance(ended[0], ClosedError), ended[0]
+    ended = beside(failure_of, word.wait_until, 1)
+    stage.near.close()
+    assert isinstance(ended.result(WAIT_S), ClosedError)
     early = [(transfer, transfer.code) for transfer in transfers]
     for transfer in transfers:
         assert isinstance(failure_of(transfer.wait, WAIT_S), ClosedError | None)
@@ -139,29 +128,22 @@ def _lost(stage: CheckStage, end: Callable[[], object]) -> None:
     remote = stage.remote("r", 16 << 20)
     operations = operations_on(remote)
     transfers: list[Transfer] = []
-    errors: list[Exception] = []
     half, local = threading.Event(), np.ones(16 << 20, np.uint8)
 
     def load() -> None:
         # Until an operation fails; there is no end but the loss.
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            try:
-                transfers.append(remote.write(local, signal=(remote.word(0), 1)))
-                transfers.append(remote.read(np.empty(1000, np.uint8)))
-                transfers[-1].wait(WAIT_S)
-            except Exception as error:
-                errors.append(error)
-                return
-            finally:
-                half.set()
+            transfers.append(remote.write(local, signal=(remote.word(0), 1)))
+            transfers.append(remote.read(np.empty(1000, np.uint8)))
+            transfers[-1].wait(WAIT_S)
+            half.set()
 
-    def cut() -> None:
-        assert half.wait(WAIT_S)
-        end()
-
-    run_threads(load, cut)
-    assert isinstance(errors[0], PeerLostError), repr(errors[0])
+    loading = beside(load)
+    assert half.wait(WAIT_S)
+    end()
+    lost = loading.exception(2 * WAIT_S)
+    assert isinstance(lost, PeerLostError), repr(lost)
     early = [(transfer, transfer.code) for transfer in transfers if transfer.done()]
     for transfer in transfers:
         error = failure_of(transfer.wait, WAIT_S)
