@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.bench.harness import Budget, Ratio, median, paired_ratio, time_each
+from tensorwire.bench.harness import Budget, Ratio, Runner, median, paired_ratio, time_each
 from tensorwire.bench.operations import (
     LIMITS,
     MEMCPY,
@@ -50,7 +50,6 @@ LARGE_BYTES = 64 << 10
 _BLOCK = Budget(block_s=2e-3, max_count=200)
 _MAX_ROUNDS = 200
 
-Run = Callable[[int], Sequence[float]]
 Progress = Callable[[int, str], None]
 
 
@@ -239,7 +238,7 @@ class PathProbe:
 
     def _limit(
         self, case: ProbeCase, near: Any, far: RemoteRegion, stack: contextlib.ExitStack
-    ) -> tuple[Run | None, str]:
+    ) -> tuple[Runner | None, str]:
         """The limit beside a case, or None and the reason if there should be one.
 
         What it opens is closed by the stack.
@@ -284,7 +283,9 @@ class Taken:
     ratio: Ratio | None
 
 
-def take(own: Run, limit: Run | None, seconds: float, size_bytes: int, case_bytes: int) -> Taken:
+def take(
+    own: Runner, limit: Runner | None, seconds: float, size_bytes: int, case_bytes: int
+) -> Taken:
     """Alternates the two for about `seconds`, and never for more payload than `case_bytes`.
 
     Each runs once to warm up, and at least once to count.
