@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tensorwire.bench.harness import median, paired_ratio
-from tensorwire.bench.processes import Pair, PairError
+from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Row, Verdict, format_seconds
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.figures import extra_seconds
@@ -78,7 +78,7 @@ def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[R
     rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
     pairs = _PASSES_PER_TURN * settings.turns
     try:
-        with Pair(__name__, {"model": model, "optimizer": settings.optimizer}) as pair:
+        with ProcessPair(__name__, {"model": model, "optimizer": settings.optimizer}) as pair:
             own, plain = pair.call("digests")
             if abs(plain - own) > _SAME * plain:
                 raise PairError(f"after one pass the parameters differ: {own}, plain {plain}")
@@ -113,7 +113,7 @@ def beside_copy(bench: Bench, model: Model, settings: Settings) -> tuple[list[Ro
     optimizer = model.optimizer or settings.optimizer
     pairs = settings.steps or OVERHEAD_PAIRS
     try:
-        with Pair(__name__, {"model": model, "optimizer": optimizer}) as pair:
+        with ProcessPair(__name__, {"model": model, "optimizer": optimizer}) as pair:
             begun: First = pair.call("first", _ROUNDS, timeout_s=300 + 120 * _ROUNDS)
             walls, cpus = pair.call("steps", pairs, timeout_s=60 + 60 * pairs)
     except PairError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tensorwire.bench import machine
 from tensorwire.bench.harness import laps_of, median
-from tensorwire.bench.processes import Pair, PairError
+from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Comparison, Row, format_seconds
 from tensorwire.parameters import CELL_BYTES, threads_for
 from tensorwire_benchmarks import link
@@ -71,7 +71,7 @@ class Stage:
             if name in settings.systems and (name == LIMIT or name in self._systems)
         ]
         self._teams: dict[str, Team] = {}
-        self._pair: Pair | None = None
+        self._pair: ProcessPair | None = None
         self._limit = _LimitTurns()
         self._failed: dict[str, str] = {}
         self._each_s: dict[str, float] = {}
@@ -211,7 +211,7 @@ class Stage:
             "hosts": self._hosts,
         }
         try:
-            self._pair = Pair("tensorwire_benchmarks.limit", options)
+            self._pair = ProcessPair("tensorwire_benchmarks.limit", options)
         except PairError as error:
             self._fail(LIMIT, error)
 

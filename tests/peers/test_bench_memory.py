@@ -8,15 +8,15 @@ from click.testing import CliRunner
 
 from tensorwire.bench import memory, rivals
 from tensorwire.bench.harness import Budget
-from tensorwire.bench.processes import Pair, PairError
+from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 
 TINY = Budget(case_s=0.02, block_s=2e-4, min_rounds=7, max_rounds=7, max_count=20)
 
 
-def tiny(**changes: object) -> memory.Settings:
-    settings = memory.Settings(
+def tiny(**changes: object) -> memory.MemorySettings:
+    settings = memory.MemorySettings(
         sizes=(8, 4096), systems=("tensorwire", "tensorwire-c++", "memcpy", "raw-socket"),
         budget=TINY, warm_s=0.01, waiting_s=0.7,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
     if reason is not None:
         assert rival.remedy in reason
         pytest.skip(reason)
-    with Pair(rival.module, rival.options["shm"]) as pair:
+    with ProcessPair(rival.module, rival.options["shm"]) as pair:
         for case in ("write", "read"):
             assert isinstance(pair.call("prepare", case, 4096), str)
             assert pair.call("warm", rival.name, 0.01) > 0
@@ -119,7 +119,7 @@ def test_an_installed_rival_runs_or_says_why_not(rival: rivals.Rival) -> None:
 
 @pytest.mark.slow
 def test_a_pair_that_does_not_answer_is_ended() -> None:
-    pair = Pair("tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096})
+    pair = ProcessPair("tensorwire.bench.device", {"wire": "shm", "size_bytes": 4096})
     with pytest.raises(PairError, match="no answer"):
         pair.call("waiting", 30.0, timeout_s=0.2)
     assert pair.closed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tensorwire.bench.processes import Pair
+from tensorwire.bench.processes import ProcessPair
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 from tensorwire_benchmarks import link, stage
@@ -168,7 +168,7 @@ def test_the_limit_between_two_hosts_is_that_of_the_link() -> None:
         traffic = Traffic.dense(elements, 2)
         options = {"wire": "1gbit", "traffic": traffic, "workers": 2, "threads": 1,
                    "optimizer": "sgd", "hosts": hosts}  # fmt: skip
-        with Pair("tensorwire_benchmarks.limit", options) as pair:
+        with ProcessPair("tensorwire_benchmarks.limit", options) as pair:
             samples, _, _ = pair.call("block", 20)
     least_s = 2 * 4 * elements * 8 / 1e9
     burst_s = 1e-3  # what the bucket lets through at once, per direction

@@ -24,8 +24,8 @@ import tensorwire as tw
 from tensorwire.bench.raw_socket import RawClient, RawServer
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
+from tensorwire.doctor.dialogue import CLIENT_REGION, SERVER_REGION, Dialogue
 from tensorwire.doctor.examine import examine_peer
-from tensorwire.doctor.mailbox import CLIENT_REGION, SERVER_REGION, Mailbox
 from tensorwire.doctor.measure import Effort
 from tensorwire.doctor.serve import Doctor
 from tensorwire.memory import Handle
@@ -496,42 +496,42 @@ def test_help_teaches() -> None:
 # ---- peers that do not keep to it
 
 
-def introduce(node: tw.Node, address: str) -> Mailbox:
+def introduce(node: tw.Node, address: str) -> tuple[Dialogue, tw.RemoteRegion]:
     """What an honest client does first."""
     mine = node.allocate(256 << 10, name=CLIENT_REGION)
     peer = node.connect(address)
-    box = Mailbox(mine, None, peer)
-    hello = box.receive()
-    box.theirs = peer.region(Handle.from_bytes(bytes.fromhex(hello["handle"])))
-    return box
+    dialogue = Dialogue(mine, peer)
+    hello = dialogue.receive()
+    theirs = peer.region(Handle.from_bytes(bytes.fromhex(hello["handle"])))
+    dialogue.answer_to(theirs)
+    return dialogue, theirs
 
 
 def test_clients_that_lie_do_not_end_the_doctor() -> None:
     with serving() as (_, address):
         with tw.Node("asks") as node:
-            box = introduce(node, address)
+            dialogue, _ = introduce(node, address)
             for message in ({}, {"do": "dance"}, {"do": "raw", "mode": "send", "bytes": 1 << 40},
                             {"do": "raw", "mode": "rm", "bytes": 8}, {"do": "raw"}):  # fmt: skip
                 with pytest.raises(ValueError, match=r"doctor|raw socket"):
-                    box.ask(message)
-            assert box.ask({"do": "interface", "host": "no address"}) == {"name": None}
+                    dialogue.ask(message)
+            assert dialogue.ask({"do": "interface", "host": "no address"}) == {"name": None}
         for message in (
             {"do": "pong", "first": 1, "count": 10**9},
             {"do": "pong", "first": "1", "count": None},
         ):
             with tw.Node("lies") as node:
-                box = introduce(node, address)
-                box.send(message)
+                dialogue, _ = introduce(node, address)
+                dialogue.send(message)
                 with pytest.raises(tw.PeerLostError):
-                    box.receive()
+                    dialogue.receive()
         for raw in (b"[1, 2]", b"no json", b"\xff", b"[" * 100_000):
             with tw.Node("babbles") as node:
-                box = introduce(node, address)
-                assert box.theirs is not None
+                dialogue, theirs = introduce(node, address)
                 data = len(raw).to_bytes(8, "little") + raw
-                box.theirs[128:].write(data, signal=(box.theirs.word(0), 1)).wait(WAIT_S)
+                theirs[128:].write(data, signal=(theirs.word(64), 1)).wait(WAIT_S)
                 with pytest.raises(tw.PeerLostError):
-                    box.receive()
+                    dialogue.receive()
         with tw.Node("silent") as node:
             node.connect(address)  # a stranger: no region of a client
         done = run(address, "--seconds", "0.2")
@@ -551,7 +551,7 @@ def test_a_server_that_lies_is_an_error_not_a_crash() -> None:
                 except (LookupError, tw.PeerLostError):
                     peer = node.accept(WAIT_S)  # that one only looked at what is chosen
             data = len(text).to_bytes(8, "little") + text
-            theirs[128:].write(data, signal=(theirs.word(0), 1)).wait(WAIT_S)
+            theirs[128:].write(data, signal=(theirs.word(64), 1)).wait(WAIT_S)
 
         for text in (b"no json", b"{}", b'{"handle": "00"}', b'{"handle": 7}'):
             with subprocess.Popen(

@@ -79,9 +79,9 @@ class MachineMember(Member):
             time.sleep(0.05)
         return self.log()
 
-    def _end(self, deadline: float) -> None:
+    def end(self, deadline: float) -> list[str]:
         self._expected_end |= not self.process.machine.is_on
-        super()._end(deadline)
+        return super().end(deadline)
 
 
 class _AsPopen:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from tensorwire.bench.operations import RAW
 from tensorwire.bench.rows import Row
 from tensorwire.doctor import advice
-from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
+from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, LinkFacts, TriedPath
 from tensorwire.doctor.facts import Cpu, Facts, Rdma, SharedMemory, Tcp
-from tensorwire.doctor.measure import RAW
 from tensorwire.memory.devices import Interface, RdmaPort
 
 MIB = 1 << 20
@@ -36,12 +36,12 @@ def row(case: str, gb_per_s: float | None, system: str = "tensorwire", **changes
     return Row("doctor", case, system, size, seconds, seconds, gb_per_s, **changes)
 
 
-def link(**changes: Any) -> Link:
-    basis = Link(
+def link(**changes: Any) -> LinkFacts:
+    basis = LinkFacts(
         "10.0.0.1:7000", False, "tcp", "the peer is on another host",
-        routes=(Route("shm", False, "another host"), Route("tcp", True, "")),
+        routes=(TriedPath("shm", False, "another host"), TriedPath("tcp", True, "")),
         here=HERE, there=HERE, interface_here=ETH, interface_there=ETH,
-        offered_there=frozenset({"shm", "tcp"}),
+        offered_there=("shm", "tcp"),
     )  # fmt: skip
     return replace(basis, **changes)
 
@@ -165,7 +165,7 @@ def test_devices_of_a_version_without_rdma() -> None:
 
 
 def test_the_choice_is_the_fastest() -> None:
-    routes = (Route("shm", True, ""), Route("tcp", True, ""))
+    routes = (TriedPath("shm", True, ""), TriedPath("tcp", True, ""))
     rows = [row("shm.write", 8.0), row("tcp.write", 2.0)]
     found = of(advice.about_choice(link(chosen="shm", routes=routes, rows=rows)), "path")
     assert found.level == OK
@@ -177,7 +177,7 @@ def test_the_choice_is_the_fastest() -> None:
 
 
 def test_paths_are_compared_at_one_size() -> None:
-    routes = (Route("shm", True, ""), Route("tcp", True, ""))
+    routes = (TriedPath("shm", True, ""), TriedPath("tcp", True, ""))
     rows = [row("shm.write", 1.0), row("tcp.write", 9.0, size=MIB)]
     assert of(advice.about_choice(link(chosen="shm", routes=routes, rows=rows)), "path").level == OK
 
@@ -191,7 +191,7 @@ def test_one_host_by_tcp() -> None:
 
 def test_rdma_at_both_ends() -> None:
     ready = replace(HERE, rdma=READY)
-    routes = (Route("rdma", False, "no route"), Route("tcp", True, ""))
+    routes = (TriedPath("rdma", False, "no route"), TriedPath("tcp", True, ""))
 
     def judge(here: Facts, there: Facts, **changes: Any) -> list[Finding]:
         return list(

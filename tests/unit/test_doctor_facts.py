@@ -140,8 +140,7 @@ GOOD["rdma"] = {
 def test_a_peers_facts() -> None:
     found = Facts.from_json(json.loads(json.dumps(GOOD)))
     assert found.rdma.active[0].gids == ("fe80::1",)
-    assert found.find_interface("eth0") is not None
-    assert found.find_interface(None) is None
+    assert [each.name for each in found.interfaces] == ["eth0"]
 
 
 def test_text_from_a_peer_cannot_steer_a_terminal() -> None:

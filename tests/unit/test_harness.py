@@ -28,7 +28,7 @@ from tensorwire.bench.harness import (
 def test_median() -> None:
     assert median([3, 1, 2]) == 2
     assert median([4, 1, 3, 2]) == 2.5
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="no median"):
         median([])
 
 

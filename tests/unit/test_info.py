@@ -65,24 +65,26 @@ def test_the_table_reads_without_colour() -> None:
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_broken() -> info_module.Finding:
+    def check_broken() -> advice.Finding:
         raise OSError("no such thing")
 
-    monkeypatch.setattr(info_module, "CHECKS", (check_broken,))
+    monkeypatch.setattr(info_module, "CHECKS", {"broken": check_broken})
+    shown = json.loads(CliRunner().invoke(main, ["info", "--json"]).output)["findings"]
+    assert [(each["subject"], each["state"]) for each in shown] == [("broken", "partly")]
     (found,) = info_module.look()
-    assert (found.subject, found.state) == ("broken", "partly")
-    assert "no such thing" in found.detail
+    assert (found.subject, found.level) == ("broken", advice.NOTE)
+    assert "no such thing" in found.text
 
 
 def test_without_any_transport_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = info_module.Finding("shm", info_module.MISSING, "none", "another kernel")
-    monkeypatch.setattr(info_module, "CHECKS", (lambda: nothing,))
+    nothing = advice.Finding(advice.MISSING, "shm", "none", "another kernel")
+    monkeypatch.setattr(info_module, "CHECKS", {"shm": lambda: nothing})
     assert CliRunner().invoke(main, ["info"]).exit_code == 1
 
 
 def test_missing_torch_comes_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info_module.importlib.util, "find_spec", lambda _: None)
-    assert "tensorwire[torch]" in info_module.check_torch().remedy
+    assert "tensorwire[torch]" in info_module.CHECKS["torch"]().remedy
 
 
 @pytest.mark.parametrize("state", ["ACTIVE", "DOWN"])
@@ -101,16 +103,13 @@ def test_info_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, state: str) -> N
             *advice.about_memory(facts.read_memory()),
         )
     }  # fmt: skip
-    for check in (
-        info_module.check_locked_memory, info_module.check_cores, info_module.check_load,
-        info_module.check_huge_pages,
-    ):  # fmt: skip
-        found = check()
+    for subject in ("locked memory", "cores", "load", "huge pages"):
+        found = info_module.CHECKS[subject]()
         of_doctor = judged[found.subject]
-        assert found.detail.startswith(of_doctor.text)
+        assert found.text.startswith(of_doctor.text)
         assert found.remedy == of_doctor.remedy
-        assert (found.state == "yes") == (of_doctor.level == advice.OK), found
-    assert (info_module.check_locked_memory().state == "yes") == (state == "DOWN")
+        assert found.level == of_doctor.level
+    assert (info_module.CHECKS["locked memory"]().level == advice.OK) == (state == "DOWN")
 
 
 def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,20 +121,20 @@ def test_placement_and_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(library, "_brought", lambda: tmp_path / "none")
     monkeypatch.setattr(library.shutil, "which", {"g++": "/usr/bin/g++"}.get)
     found = info_module.check_placement()
-    assert (found.state, found.detail) == ("yes", "compiled at first use, by /usr/bin/g++")
-    assert info_module.check_compiler().detail == "/usr/bin/g++"
+    assert (found.level, found.text) == (advice.OK, "compiled at first use, by /usr/bin/g++")
+    assert info_module.check_compiler().text == "/usr/bin/g++"
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     without = info_module.check_placement()
-    assert without.state == "partly"
-    assert "gradients are copied: no C++ compiler" in without.detail
+    assert without.level == advice.NOTE
+    assert "gradients are copied: no C++ compiler" in without.text
     assert "g++" in without.remedy
-    assert info_module.check_compiler().state == "no"
+    assert info_module.check_compiler().level == advice.MISSING
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    assert "CXX names 'no-such-compiler'" in info_module.check_compiler().detail
+    assert "CXX names 'no-such-compiler'" in info_module.check_compiler().text
     (tmp_path / "tensorwire" / library._name(["c++"])).touch()
     monkeypatch.delenv("CXX")
-    assert info_module.check_placement().detail.startswith("compiled before, ")
-    assert info_module.check_compiler().state == "partly"
+    assert info_module.check_placement().text.startswith("compiled before, ")
+    assert info_module.check_compiler().level == advice.NOTE
 
 
 def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:

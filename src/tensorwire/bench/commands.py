@@ -20,43 +20,31 @@ from tensorwire.bench.rows import Report, parse_size
 from tensorwire.command import Told, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _FIGURES = (".svg", ".pdf", ".png")
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 S = TypeVar("S")
 
 
-class _List(click.ParamType[tuple[Any, ...]]):
-    """A comma-separated list; `read` makes a value of each word, or raises ValueError."""
-
-    name = "list"
-
-    def __init__(self, read: Callable[[str], Any]) -> None:
-        self._read = read
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        try:
-            return tuple(self._read(word.strip()) for word in str(value).split(","))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 def _list_option(flags: Sequence[str], read: Callable[[str], Any], help: str) -> Decorator:
-    """An option whose lists add up where it is given several times; None if it is not given."""
+    """An option with comma-separated lists, which add up where it is given several times.
+
+    Its value is None if it is not given. `read` makes a value of each word, or raises ValueError.
+    """
 
     def join(
-        ctx: click.Context, param: click.Parameter, lists: tuple[tuple[Any, ...], ...]
+        ctx: click.Context, param: click.Parameter, lists: tuple[str, ...]
     ) -> tuple[Any, ...] | None:
-        joined = tuple(each for part in lists for each in part)
+        try:
+            joined = tuple(read(word.strip()) for text in lists for word in text.split(","))
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
         if twice := [each for each in joined if joined.count(each) > 1]:
             raise click.BadParameter(f"{twice[0]} is named twice", ctx, param)
         return joined or None
 
-    return click.option(
-        *flags, type=_List(read), multiple=True, callback=join, metavar="A,B", help=help
-    )
+    return click.option(*flags, multiple=True, callback=join, metavar="A,B", help=help)
 
 
 def names(*flags: str, known: Sequence[str], help: str) -> Decorator:
@@ -77,8 +65,7 @@ def sizes(*flags: str, help: str) -> Decorator:
 
 def json_option(help: str) -> Decorator:
     """Where a file of results goes; the parameter is `json_path`."""
-    path = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--json", "json_path", type=path, metavar="FILE", help=help)
+    return click.option("--json", "json_path", type=_FILE, metavar="FILE", help=help)
 
 
 def outputs(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,14 +73,11 @@ def outputs(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed."),
         click.option(
-            "--figure",
-            "figure_path",
-            type=click.Path(dir_okay=False, path_type=Path),
-            metavar="FILE",
+            "--figure", "figure_path", type=_FILE, metavar="FILE",
             help="Draw a figure; .svg, .pdf or .png.",
         ),
         json_option("Write all rows, the machine and the verdicts to FILE."),
-    ):
+    ):  # fmt: skip
         command = option(command)
     return command
 

@@ -3,8 +3,7 @@
 The driver writes to, reads from and signals the memory of the target, from Python ("tensorwire")
 and from C++ ("tensorwire-c++"). The limits run in the same two processes on the same memory: memcpy
 into the very pages that a write reaches (shm), and a raw TCP socket that sends from and receives
-into them (tcp). All of it uses regions of 4 KiB pages, touched before the clock starts. A signal's
-figure is the whole round trip.
+into them (tcp). A signal's figure is the whole round trip.
 """
 
 from __future__ import annotations
@@ -13,36 +12,41 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from tensorwire import _core
 from tensorwire.bench.harness import Block, Series, alternate, run_block, time_each, warm_up
 from tensorwire.bench.machine import pin_process, process_cpu_seconds
+from tensorwire.bench.operations import (
+    CPP,
+    MEMCPY,
+    PATIENCE_S,
+    PYTHON,
+    RAW,
+    Runner,
+    copying,
+    loops,
+    moving,
+    ping,
+    pong,
+)
 from tensorwire.bench.processes import serve_messages
 from tensorwire.bench.raw_socket import LOOPBACK, RawClient, RawServer
-from tensorwire.memory import Node
+from tensorwire.memory import Node, RemoteRegion
+from tensorwire.memory.core import core_of
 
-PYTHON, CPP = "tensorwire", "tensorwire-c++"
-LIMITS = {"shm": "memcpy", "tcp": "raw-socket"}
 PAUSE_S = 2e-3
 """Far above every spin bound: after it the other side sleeps."""
 
-_WAIT_S = 30.0
+_TARGET, _TARGET_WORDS, _DRIVER_WORDS = "bench-target", "bench-target-words", "bench-driver-words"
 _WORDS_BYTES = 4096
 _MIN_SAMPLE_S = 2e-6
 """The C++ loops average over so many operations that a sample is at least this long."""
 
 _UNTIMED_PINGS = 20
-
-Samples = Sequence[float]
-Runner = Callable[[int, int], Samples]
-"""Runs `count` samples of `batch` operations each."""
-
-# Any: the loops also take what _native finds behind the public objects.
-_loops: Any = _core.bench_loops
 
 
 def batch_of(case: str) -> tuple[int, int]:
@@ -61,24 +65,24 @@ class Driver:
         self._link = link
         self._wire = str(options["wire"])
         self._target_pid = int(link.recv())
-        link.send(("start", options["wire"], options["size_bytes"]))
-        address = link.recv()
         self._node = Node("bench-driver", transports=[self._wire])
         self._local = self._node.allocate(options["size_bytes"], access="none")
-        self._words = self._node.allocate(_WORDS_BYTES, name="bench-driver-words")
+        self._words = self._node.allocate(_WORDS_BYTES, name=_DRIVER_WORDS)
         self._array = self._local.array()
         self._array[:] = 1
-        self._peer = self._node.connect(address)
-        self._link.send(("join",))
-        self._link.recv()
-        self._remote = self._peer.region("bench-target")
-        self._remote_words = self._peer.region("bench-target-words")
+        self._peer = self._node.connect(self._tell("address"))
+        self._tell("join")
+        self._remote = self._peer.region(_TARGET)
+        self._remote_words = self._peer.region(_TARGET_WORDS)
         self._peer.write(self._array, self._remote).wait()
         self._client: RawClient | None = None
         self._runners: dict[str, Runner] = {}
         self._batches: dict[str, int] = {}
         self._signals = 0
-        self._size_bytes = 0
+
+    def _tell(self, *message: Any) -> Any:
+        self._link.send(message)
+        return self._link.recv()
 
     def spin_bound_s(self) -> float | None:
         """How long this node polls before it sleeps, as of now; it may change with the load."""
@@ -88,8 +92,7 @@ class Driver:
     def pin(self, driver_cores: Sequence[int], target_cores: Sequence[int]) -> None:
         """Lets every thread of the two processes run on these cores only."""
         pin_process(driver_cores)
-        self._link.send(("pin", list(target_cores)))
-        self._link.recv()
+        self._tell("pin", list(target_cores))
 
     # --- preparing a case -----------------------------------------------------------------------
 
@@ -98,9 +101,7 @@ class Driver:
         if self._client is not None:
             self._client.close()
             self._client = None
-        self._size_bytes = size_bytes
         self._batches = {}
-        kind = case.partition("_")[0]
         makers: dict[str, Callable[[str, int], dict[str, Runner]]] = {
             "write": self._move,
             "read": self._move,
@@ -109,41 +110,30 @@ class Driver:
             "signal": self._signal,
             "fetch": self._fetch_add,
         }
-        self._runners = makers[kind](case, size_bytes)
+        self._runners = makers[case.partition("_")[0]](case, size_bytes)
         return list(self._runners)
 
-    def _raw(self, mode: str, size_bytes: int) -> Runner:
-        self._link.send(("raw", mode, size_bytes))
-        port, token = self._link.recv()
+    def _raw(self, mode: str, size_bytes: int) -> dict[str, Runner]:
+        """The limit of tcp; nothing on shm."""
+        if self._wire == "shm":
+            return {}
+        port, token = self._tell("raw", mode, size_bytes)
         self._client = RawClient(LOOPBACK, port, token, mode, self._array[:size_bytes])
-        return self._client.run
+        return {RAW: self._client.run}
 
     def _move(self, case: str, size_bytes: int) -> dict[str, Runner]:
-        source, target = self._array[:size_bytes], self._remote[:size_bytes]
-        near, peer, far = self._array.ctypes.data, _native(self._peer), _native(self._remote)
-        read = case == "read"
-        call = target.read if read else target.write
-
-        def native(count: int, batch: int) -> Samples:
-            loop = _loops.read_complete if read else _loops.write_complete
-            samples: Samples = loop(peer, near, size_bytes, far, 0, count, batch)
-            return samples
-
+        near, far, read = self._array[:size_bytes], self._remote[:size_bytes], case == "read"
+        loop = loops.read_complete if read else loops.write_complete
         runners: dict[str, Runner] = {
-            PYTHON: lambda count, batch: time_each(lambda: call(source).wait(), count),
-            CPP: native,
-        }
+            PYTHON: moving(far, near, read),
+            CPP: partial(
+                loop, core_of(self._peer), near.ctypes.data, size_bytes, core_of(far), 0
+            ),
+        }  # fmt: skip
         if self._wire == "shm":
-            mapped = _loops.mapped_address(far)
-            to, origin = (near, mapped) if read else (mapped, near)
-            runners["memcpy"] = lambda count, batch: _loops.copy_memory(
-                to, origin, size_bytes, count, batch
-            )
-        elif case == "round_trip":
-            runners["raw-socket"] = self._raw("echo", size_bytes)
-        else:
-            runners["raw-socket"] = self._raw("fetch" if read else "send", size_bytes)
-        return runners
+            return {**runners, MEMCPY: copying(far, near, read)}
+        modes = {"read": "fetch", "round_trip": "echo"}
+        return runners | self._raw(modes.get(case, "send"), size_bytes)
 
     def _batch(self, case: str, size_bytes: int) -> dict[str, Runner]:
         pieces, piece = batch_of(case)
@@ -155,83 +145,47 @@ class Driver:
         )
         indices = np.arange(pieces, dtype=np.int64) if case.endswith("_by_index") else None
         chosen = [] if indices is None else indices.tolist()
-        native_list = _native(prepared)
-
-        def native(count: int, batch: int) -> Samples:
-            samples: Samples = _loops.start_complete(native_list, chosen, count, batch)
-            return samples
-
         runners: dict[str, Runner] = {
             PYTHON: lambda count, batch: time_each(lambda: prepared.start(indices).wait(), count),
-            CPP: native,
+            CPP: partial(loops.start_complete, core_of(prepared), chosen),
         }
         if self._wire == "shm":
-            near, mapped = self._array.ctypes.data, _loops.mapped_address(_native(self._remote))
-            runners["memcpy"] = lambda count, batch: _loops.copy_pieces(
-                mapped, near, piece, stride, pieces, count, batch
-            )
-        else:
-            runners["raw-socket"] = self._raw("send", size_bytes)
-        return runners
+            ends = loops.mapped_address(core_of(self._remote)), self._array.ctypes.data
+            runners[MEMCPY] = partial(loops.copy_pieces, *ends, piece, stride, pieces)
+        return runners | self._raw("send", size_bytes)
 
     def _signal(self, case: str, size_bytes: int) -> dict[str, Runner]:
         pause_s = PAUSE_S if case.endswith("asleep") else 0.0
         runners: dict[str, Runner] = {
-            PYTHON: lambda count, batch: self._ping(count, pause_s),
-            CPP: lambda count, batch: self._ping_native(count, pause_s),
+            PYTHON: lambda count, batch: self._ping(PYTHON, count, pause_s),
+            CPP: lambda count, batch: self._ping(CPP, count, pause_s),
         }
-        if self._wire == "tcp" and not pause_s:
-            runners["raw-socket"] = self._raw("echo", size_bytes)
-        return runners
+        return runners if pause_s else runners | self._raw("echo", size_bytes)
 
-    def _next_signals(self, system: str, count: int) -> int:
-        first = self._signals + 1
+    def _ping(self, system: str, count: int, pause_s: float) -> Sequence[float]:
+        extra = 0 if pause_s else _UNTIMED_PINGS
+        first, count = self._signals + 1, count + extra
         self._signals += count
         self._link.send(("pong", system, first, count))
-        return first
-
-    def _ping(self, count: int, pause_s: float) -> Samples:
-        extra = 0 if pause_s else _UNTIMED_PINGS
-        first = self._next_signals(PYTHON, count + extra)
-        mine, theirs = self._words.word(0), self._remote_words.word(0)
-        clock, samples = time.perf_counter, []
-        for value in range(first, first + count + extra):
-            if pause_s:
-                time.sleep(pause_s)
-            begin = clock()
-            theirs.set(value)
-            mine.wait_until(value, _WAIT_S)
-            samples.append(clock() - begin)
-        self._link.recv()
-        return samples[extra:]
-
-    def _ping_native(self, count: int, pause_s: float) -> Samples:
-        extra = 0 if pause_s else _UNTIMED_PINGS
-        first = self._next_signals(CPP, count + extra)
-        samples: Samples = _loops.signal_ping(
-            _native(self._node), _native(self._words), 0, _native(self._peer),
-            _native(self._remote_words), 0, first, count + extra, pause_s, _WAIT_S,
-        )  # fmt: skip
+        samples: Sequence[float]
+        if system == PYTHON:
+            words = self._words.word(0), self._remote_words.word(0)
+            samples = ping(*words, range(first, first + count), pause_s=pause_s)
+        else:
+            samples = loops.signal_ping(
+                core_of(self._node), core_of(self._words), 0, core_of(self._peer),
+                core_of(self._remote_words), 0, first, count, pause_s, PATIENCE_S,
+            )  # fmt: skip
         self._link.recv()
         return samples[extra:]
 
     def _fetch_add(self, case: str, size_bytes: int) -> dict[str, Runner]:
         word, peer = self._remote_words.word(64), self._peer
-        native_peer, native_words = _native(peer), _native(self._remote_words)
-
-        def native(count: int, batch: int) -> Samples:
-            samples: Samples = _loops.fetch_add_complete(
-                native_peer, native_words, 64, count, batch
-            )
-            return samples
-
         runners: dict[str, Runner] = {
             PYTHON: lambda count, batch: time_each(lambda: peer.fetch_add(word, 1).wait(), count),
-            CPP: native,
+            CPP: partial(loops.fetch_add_complete, core_of(peer), core_of(self._remote_words), 64),
         }
-        if self._wire == "tcp":
-            runners["raw-socket"] = self._raw("echo", size_bytes)
-        return runners
+        return runners | self._raw("echo", size_bytes)
 
     # --- running it -----------------------------------------------------------------------------
 
@@ -279,57 +233,44 @@ class Driver:
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
     """The target: owns the memory, answers signals, serves the raw socket."""
-    del options
-    state: dict[str, Any] = {}
     server = RawServer()
-
-    def start(wire: str, size_bytes: int) -> str:
-        node = Node("bench-target", transports=[wire])
-        state["node"] = node
-        state["region"] = node.allocate(size_bytes, name="bench-target")
-        state["words"] = node.allocate(_WORDS_BYTES, name="bench-target-words")
-        state["array"] = state["region"].array()
-        state["array"][:] = 2
-        return str(node.address)
+    node = Node("bench-target", transports=[options["wire"]])
+    region = node.allocate(options["size_bytes"], name=_TARGET)
+    words = node.allocate(_WORDS_BYTES, name=_TARGET_WORDS)
+    array = region.array()
+    array[:] = 2
+    joined: list[RemoteRegion] = []
 
     def join() -> bool:
-        state["peer"] = state["node"].accept(_WAIT_S)
-        state["theirs"] = state["peer"].region("bench-driver-words")
+        joined.append(node.accept(PATIENCE_S).region(_DRIVER_WORDS))
         return True
 
-    def pong(system: str, first: int, count: int) -> bool:
-        mine, theirs = state["words"].word(0), state["theirs"].word(0)
-        if system == CPP:
-            _loops.signal_pong(
-                _native(state["node"]), _native(state["words"]), 0, _native(state["peer"]),
-                _native(state["theirs"]), 0, first, count, _WAIT_S,
+    def answer(system: str, first: int, count: int) -> bool:
+        (theirs,) = joined
+        if system == PYTHON:
+            pong(words.word(0), theirs.word(0), range(first, first + count))
+        else:
+            loops.signal_pong(
+                core_of(node), core_of(words), 0, core_of(theirs.peer), core_of(theirs), 0,
+                first, count, PATIENCE_S,
             )  # fmt: skip
-            return True
-        for value in range(first, first + count):
-            mine.wait_until(value, _WAIT_S)
-            theirs.set(value)
         return True
-
-    def raw(mode: str, size_bytes: int) -> tuple[int, str]:
-        return server.listen(mode, size_bytes, state["array"])
 
     def wait(seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            state["words"].word(128).wait_until(1, seconds)
+            words.word(128).wait_until(1, seconds)
         return True
 
+    handlers: dict[str, Callable[..., object]] = {
+        "address": lambda: node.address,
+        "join": join,
+        "pong": answer,
+        "raw": lambda mode, size_bytes: server.listen(mode, size_bytes, array),
+        "wait": wait,
+    }
     try:
-        serve_messages(
-            link,
-            {"start": start, "join": join, "pong": pong, "raw": raw, "wait": wait},
-        )
+        serve_messages(link, handlers)
     finally:
         server.close()
-        if "node" in state:
-            state["node"].close()
+        node.close()
     os._exit(0)
-
-
-def _native(wrapped: Any) -> Any:
-    """The compiled object behind one of the public API; the C++ loops take nothing else."""
-    return wrapped._core

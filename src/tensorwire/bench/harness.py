@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median as median
 
 from tensorwire.bench.machine import process_cpu_seconds
 
@@ -22,21 +23,6 @@ Runner = Callable[[int], Sequence[float]]
 
 
 # --- statistics ---------------------------------------------------------------------------------
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("the median of no values")
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -50,39 +36,27 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return sorted(values)[max(1, math.ceil(fraction * len(values))) - 1]
 
 
-def median_rank(count: int, confidence: float = 0.95) -> int | None:
-    """The rank whose value and mirror image enclose the true median with this confidence.
+def median_rank(count: int) -> int | None:
+    """The rank whose value and mirror image enclose the true median with 95 % confidence.
 
     Counted from 1: of `count` sorted values the r-th smallest and the r-th largest are the
-    interval. None when even the extremes do not suffice (count < 6 at 95 %). The number of values
-    below the median is binomial with p = 1/2, whatever their distribution: r is the largest rank
-    with P(fewer than r below) <= (1 - confidence) / 2.
+    interval. None when even the extremes do not suffice (count < 6). The number of values below
+    the median is binomial with p = 1/2, whatever their distribution: r is the largest rank with
+    P(fewer than r below) <= 2.5 %.
     """
-    tail = (1 - confidence) / 2
-    probability = math.exp(-count * math.log(2)) if count < 1000 else 0.0
-    if count >= 1000:  # the normal approximation is exact to a rank here
-        return max(1, math.floor((count - _normal_quantile(1 - tail) * math.sqrt(count)) / 2))
-    cumulative, rank = 0.0, 0
+    ways, term, rank = 0, 1, 0  # of 2**count: with fewer below, with exactly so many below
     for below in range(count):
-        cumulative += probability
-        if cumulative > tail:
+        ways += term
+        if 40 * ways > 1 << count:
             break
         rank = below + 1
-        probability *= (count - below) / (below + 1)
+        term = term * (count - below) // rank
     return rank or None
 
 
-def _normal_quantile(fraction: float) -> float:
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(fraction)
-
-
-def median_interval(
-    values: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float] | None:
-    """The interval of the true median by order statistics; None with too few values."""
-    rank = median_rank(len(values), confidence)
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the true median by order statistics; None with too few values."""
+    rank = median_rank(len(values))
     if rank is None:
         return None
     ordered = sorted(values)
@@ -144,11 +118,6 @@ class Block:
     cpu_seconds_remote: float
     operations: int
 
-    @property
-    def median(self) -> float:
-        """Of the block's samples."""
-        return median(self.seconds)
-
 
 def run_block(
     runner: Runner, count: int, remote_pid: int, batch: int = 1, extra_operations: int = 0
@@ -187,7 +156,7 @@ class Series:
     @property
     def medians(self) -> list[float]:
         """One figure per block: what pairs with another system's."""
-        return [block.median for block in self.blocks]
+        return [median(block.seconds) for block in self.blocks]
 
     def cpu_per_operation(self) -> tuple[float, float]:
         """CPU seconds per operation, local and remote."""

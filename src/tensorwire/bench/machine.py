@@ -11,11 +11,11 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorwire.memory.devices import read_number
+from tensorwire.memory.devices import read_line, read_number
 
 PACKAGES = ("tensorwire", "numpy", "torch", "grpcio", "nixl-cu12", "nixl-cu13", "nixl")
 """Distributions whose version may explain a figure."""
@@ -23,47 +23,37 @@ PACKAGES = ("tensorwire", "numpy", "torch", "grpcio", "nixl-cu12", "nixl-cu13", 
 _ROOT = Path("/")
 
 
-def read_text(path: str | Path) -> str | None:
-    """The stripped content of a small file, None when it cannot be read."""
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def chosen(path: str) -> str | None:
+def chosen(path: Path) -> str | None:
     """The bracketed word of a kernel switch: "always [madvise] never" gives "madvise"."""
-    text = read_text(path)
-    if text is None:
-        return None
-    for word in text.split():
-        if word.startswith("[") and word.endswith("]"):
-            return word[1:-1]
-    return text
+    text = read_line(path)
+    words = (text or "").split()
+    return next((word[1:-1] for word in words if word[0] + word[-1] == "[]"), text)
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    """Key and value of each line "key: value"."""
+    for line in (read_line(path) or "").splitlines():
+        key, _, value = line.partition(":")
+        yield key.strip(), value.strip()
 
 
 def cpu_model(root: Path = _ROOT) -> str | None:
     """The processor's name as the kernel gives it."""
-    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Processor"):
-            return value.strip()
-    return platform.processor() or None
+    keys = ("model name", "Model", "Processor")
+    found = (value for key, value in _entries(root / "proc/cpuinfo") if key in keys)
+    return next(found, None) or platform.processor() or None
 
 
 def memory_bytes(key: str = "MemTotal", root: Path = _ROOT) -> int | None:
     """A figure of /proc/meminfo in bytes."""
-    for line in (read_text(root / "proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    return None
+    value = dict(_entries(root / "proc/meminfo")).get(key)
+    return None if value is None else int(value.split()[0]) * 1024
 
 
 def control_groups(root: Path = _ROOT) -> list[Path]:
     """The control groups (version 2) of this process, its own first, each bounding those before."""
     top = root / "sys/fs/cgroup"
-    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_line(root / "proc/self/cgroup") or "").splitlines():
         if line.startswith("0::/"):
             own = top / line[4:]
             return [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
@@ -74,7 +64,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     """Cores that the control groups grant this process, None when they set no limit."""
     found = []
     for folder in control_groups(root):
-        quota, _, period = (read_text(folder / "cpu.max") or "max").partition(" ")
+        quota, _, period = (read_line(folder / "cpu.max") or "max").partition(" ")
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             found.append(int(quota) / int(period))
     old = root / "sys/fs/cgroup/cpu"
@@ -103,6 +93,7 @@ def load_average() -> tuple[float, float, float] | None:
 def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Everything about this machine that a reader of the figures needs, as JSON-ready data."""
     load = load_average()
+    huge = _ROOT / "sys/kernel/mm/transparent_hugepage"
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
@@ -110,14 +101,14 @@ def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "affinity": sorted(os.sched_getaffinity(0)),
         "cpu_quota": cpu_quota(),
-        "governor": read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "governor": read_line(_ROOT / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "hypervisor": _hypervisor(),
         "kernel": platform.release(),
         "memory_bytes": memory_bytes(),
         "memory_available_bytes": memory_bytes("MemAvailable"),
         "page_bytes": os.sysconf("SC_PAGE_SIZE"),
-        "transparent_huge_pages": chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "transparent_huge_pages_shmem": chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "transparent_huge_pages": chosen(huge / "enabled"),
+        "transparent_huge_pages_shmem": chosen(huge / "shmem_enabled"),
         "python": platform.python_version(),
         "c_library": " ".join(platform.libc_ver()),
         "packages": {package: version(package) for package in packages},
@@ -126,17 +117,9 @@ def describe(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
 
 
 def _hypervisor() -> str | None:
-    flags = next(
-        (
-            line.partition(":")[2].split()
-            for line in (read_text("/proc/cpuinfo") or "").splitlines()
-            if line.startswith("flags")
-        ),
-        [],
-    )
-    if "hypervisor" not in flags:
+    if "hypervisor" not in dict(_entries(_ROOT / "proc/cpuinfo")).get("flags", "").split():
         return None
-    return read_text("/sys/class/dmi/id/sys_vendor") or "unknown"
+    return read_line(_ROOT / "sys/class/dmi/id/sys_vendor") or "unknown"
 
 
 def warnings_about(machine: dict[str, Any]) -> list[str]:

@@ -14,13 +14,16 @@ another; ratios do, mostly.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tensorwire.bench import machine
-from tensorwire.bench.device import CPP, LIMITS, PAUSE_S, PYTHON, batch_of
+from tensorwire.bench.device import PAUSE_S, batch_of
 from tensorwire.bench.harness import (
     Block,
     Budget,
@@ -28,11 +31,12 @@ from tensorwire.bench.harness import (
     Series,
     flatten,
     laps_of,
+    median,
     paired_ratio,
 )
-from tensorwire.bench.harness import median as median_of
-from tensorwire.bench.processes import Pair, PairError
-from tensorwire.bench.rivals import RIVALS, Rival
+from tensorwire.bench.operations import CPP, LIMITS, PYTHON
+from tensorwire.bench.processes import PairError, ProcessPair
+from tensorwire.bench.rivals import RIVALS
 from tensorwire.bench.rows import Comparison, Report, Row, format_size
 from tensorwire.bench.verdicts import judge
 
@@ -43,6 +47,7 @@ WIRES = ("shm", "tcp")
 BATCHES = ("batch_256x1KiB", "batch_64x64KiB")
 CASES = ("write", "read", "batch", "signal", "fetch_add", "round_trip", "waiting")
 SYSTEMS = (PYTHON, CPP, *LIMITS.values(), *(rival.name for rival in RIVALS))
+_DEVICE = "device"
 _LAPS = 10
 _SLOW_LAPS = 7  # the fewest with an interval that is not just the extremes
 
@@ -88,13 +93,18 @@ class Case:
         return 2 * self.size_bytes if "batch" in self.action else max(8, self.size_bytes)
 
     @property
+    def kind(self) -> str:
+        """The first word of the action."""
+        return self.action.partition("_")[0]
+
+    @property
     def moves_bytes(self) -> bool:
         """Whether there is a limit to hold it against."""
-        return self.action.partition("_")[0] in ("write", "read", "batch", "round")
+        return self.kind in ("write", "read", "batch", "round")
 
 
 @dataclass(slots=True)
-class Settings:
+class MemorySettings:
     """What to run. Defaults are the full bench of about ten minutes."""
 
     sizes: Sequence[int] = SIZES
@@ -106,34 +116,30 @@ class Settings:
     waiting_s: float = 4.0
 
     @classmethod
-    def quick(cls) -> Settings:
+    def quick(cls) -> MemorySettings:
         """A look of about a minute: few sizes, wide intervals."""
         budget = Budget(case_s=0.3, block_s=1e-3, max_count=500)
         return cls(sizes=QUICK_SIZES, budget=budget, warm_s=0.05, waiting_s=1.5)
 
 
-def plan(settings: Settings) -> list[Case]:
+def plan(settings: MemorySettings) -> list[Case]:
     """The cases of a run, in order."""
     first, *others = sorted(os.sched_getaffinity(0))
     two: Pins | None = ((first,), (others[0],)) if others else None
+    batches = [f"{batch}{way}" for batch in BATCHES for way in ("", "_by_index")]
     actions = {
         "write": [("write", size) for size in settings.sizes],
         "read": [("read", size) for size in settings.sizes],
-        "batch": [
-            (f"{batch}{way}", math.prod(batch_of(batch)))
-            for batch in BATCHES
-            for way in ("", "_by_index")
-        ],
+        "batch": [(batch, math.prod(batch_of(batch))) for batch in batches],
         "signal": [("signal_awake", 8), ("signal_asleep", 8)],
         "fetch_add": [("fetch_add", 8)],
-        "round_trip": [],
         "waiting": [("waiting", 0)],
     }
     found = []
     for wire in settings.wires:
         pins = _halves() if wire == "tcp" else None
         for case in (case for case in CASES if case in settings.cases):
-            for action, size_bytes in actions[case]:
+            for action, size_bytes in actions.get(case, []):
                 placed = pins if case != "waiting" else None
                 found.append(Case(wire, f"{wire}.{action}", action, size_bytes, placed))
             if case == "round_trip" and wire == "tcp":
@@ -146,17 +152,14 @@ Progress = Callable[[int, int, str], None]
 """Called before each case with its index, the number of cases and a label."""
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Report:
+def run(settings: MemorySettings, progress: Progress | None = None) -> Report:
     """Runs the bench. Ctrl-C ends it early with the rows so far (`settings["interrupted"]`)."""
     about = machine.describe()
     report = Report(
         BENCH,
         about,
         settings={
-            "sizes": list(settings.sizes),
-            "wires": list(settings.wires),
-            "systems": list(settings.systems),
-            "cases": list(settings.cases),
+            **{key: list(getattr(settings, key)) for key in ("sizes", "wires", "systems", "cases")},
             "seconds_per_case": settings.budget.case_s,
             "interrupted": False,
             "warnings": machine.warnings_about(about),
@@ -183,37 +186,57 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     return report
 
 
-@dataclass(slots=True)
 class _Taken:
-    """What one case gave: series per system, the limit's beside them, and per-lap medians."""
+    """What one case gave.
 
-    series: dict[str, Series] = field(default_factory=dict)
-    lap_medians: dict[str, list[float]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        laps: by system, the series of every lap; the limit beside system s is under "s|limit".
+        notes: on how a rival is tuned.
+        failed: why a system has no figures.
+    """
+
+    def __init__(self) -> None:
+        self.laps: defaultdict[str, list[Series]] = defaultdict(list)
+        self.notes: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+
+    def ratio(self, above: str, below: str) -> Ratio | None:
+        """The paired ratio of two systems, lap by lap."""
+        found = [[median(lap.seconds) for lap in self.laps[name]] for name in (above, below)]
+        pairs = min(map(len, found))
+        return paired_ratio(found[0][:pairs], found[1][:pairs])
+
+    def ratio_to_limit(self, name: str) -> Ratio | None:
+        """The paired ratio of a system and the limit beside it, block by block."""
+        beside = flatten(self.laps[f"{name}|limit"])
+        return (
+            paired_ratio(beside.medians, flatten(self.laps[name]).medians)
+            if beside.blocks
+            else None
+        )
 
 
 class _Wire:
     """All processes of one wire: the device's pair and one pair per rival, kept over the cases."""
 
-    def __init__(self, wire: str, settings: Settings, cases: Sequence[Case]) -> None:
+    def __init__(self, wire: str, settings: MemorySettings, cases: Sequence[Case]) -> None:
         self._wire = wire
         self._settings = settings
         self._largest = max((case.extent for case in cases if case.wire == wire), default=8)
-        self._pairs: dict[str, Pair] = {}
+        self._ours = [name for name in (PYTHON, CPP) if name in settings.systems]
+        self._rivals = [r for r in RIVALS if r.name in settings.systems and wire in r.options]
+        self._pairs: dict[str, ProcessPair] = {}
         self._missing: dict[str, str] = {}
         self._pins: dict[str, Pins | None] = {}
 
     def __enter__(self) -> _Wire:
-        self._start("device", "tensorwire.bench.device", {"size_bytes": self._largest})
-        if not {"write", "read", "batch"} & set(self._settings.cases):
-            return self
-        for rival in self._rivals():
-            reason = rival.missing()
-            if reason is not None:
-                self._missing[rival.name] = reason
-                continue
-            self._start(rival.name, rival.module, rival.options[self._wire])
+        self._start(_DEVICE, "tensorwire.bench.device", {"size_bytes": self._largest})
+        if {"write", "read", "batch"} & set(self._settings.cases):
+            for rival in self._rivals:
+                if reason := rival.missing():
+                    self._missing[rival.name] = reason
+                else:
+                    self._start(rival.name, rival.module, rival.options[self._wire])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,21 +245,32 @@ class _Wire:
 
     def _start(self, name: str, module: str, options: dict[str, object]) -> None:
         try:
-            self._pairs[name] = Pair(module, {"wire": self._wire, **options})
+            self._pairs[name] = ProcessPair(module, {"wire": self._wire, **options})
         except PairError as error:
             self._missing[name] = str(error)
 
-    def _rivals(self) -> Iterator[Rival]:
-        wanted = self._settings.systems
-        return (r for r in RIVALS if r.name in wanted and self._wire in r.options)
+    def _call(
+        self, pair: str, names: Iterable[str], taken: _Taken, method: str, *args: Any,
+        timeout_s: float = 120.0,
+    ) -> Any:  # fmt: skip
+        """Asks a pair; if it fails, the result is None and the first reason stays."""
+        try:
+            if pair not in self._pairs:
+                raise PairError(self._missing[pair])
+            return self._pairs[pair].call(method, *args, timeout_s=timeout_s)
+        except PairError as error:
+            taken.failed = dict.fromkeys(names, str(error)) | taken.failed
+            if pair in self._pairs and self._pairs[pair].closed:
+                self._missing[pair] = f"its processes ended: {error}"
+                del self._pairs[pair]
+            return None
 
-    def _pin(self, name: str, case: Case) -> None:
+    def _pin(self, pair: str, names: Iterable[str], taken: _Taken, case: Case) -> None:
         """Puts a pair on the cores of the case, or back on all of them."""
-        if self._pins.get(name) == case.pins:
-            return
-        everywhere = tuple(sorted(os.sched_getaffinity(0)))
-        self._pairs[name].call("pin", *(case.pins or (everywhere, everywhere)))
-        self._pins[name] = case.pins
+        if self._pins.get(pair) != case.pins:
+            everywhere = tuple(sorted(os.sched_getaffinity(0)))
+            self._call(pair, names, taken, "pin", *(case.pins or (everywhere, everywhere)))
+            self._pins[pair] = case.pins
 
     # --- one case -------------------------------------------------------------------------------
 
@@ -246,130 +280,79 @@ class _Wire:
             return [self._waiting(case)], []
         if case.name.endswith("two_cores") and not case.pins:
             reason = "this process may use one core only"
-            return [Row(BENCH, case.name, name, case.size_bytes, note=reason)
-                    for name in self._ours()], []  # fmt: skip
+            empty = Row(BENCH, case.name, "", case.size_bytes, note=reason)
+            return [replace(empty, system=name) for name in self._ours], []
         taken = _Taken()
-        ours, limit = self._prepare_device(case, taken)
-        rivals = self._prepare_rivals(case, taken)
-        self._take(case, taken, ours, limit, rivals)
-        return self._rows(case, taken, ours, limit), self._compare(case, taken, ours)
+        able = self._prepare(_DEVICE, self._ours or [PYTHON], taken, case) or []
+        ours = [name for name in self._ours if name in able]
+        limit = LIMITS[self._wire]
+        if limit not in able or not (self._ours or limit in self._settings.systems):
+            limit = ""
+        rivals = [rival.name for rival in self._rivals if case.kind in rival.cases]
+        for name in rivals:
+            taken.notes[name] = self._prepare(name, [name], taken, case) or ""
+        self._take(case, taken, ours, limit, [name for name in rivals if name not in taken.failed])
+        rows = self._rows(case, taken, ours, limit, rivals)
+        return rows, list(self._compare(case, taken, ours, rivals))
 
-    def _ours(self) -> list[str]:
-        return [name for name in (PYTHON, CPP) if name in self._settings.systems]
-
-    def _fail(self, taken: _Taken, names: Sequence[str], pair: str, error: PairError) -> None:
-        taken.failed |= dict.fromkeys(names, str(error))
-        if pair in self._pairs and self._pairs[pair].closed:
-            self._missing[pair] = f"its processes ended: {error}"
-            del self._pairs[pair]
-
-    def _prepare_device(self, case: Case, taken: _Taken) -> tuple[list[str], str | None]:
-        """The own systems that can do the case, and the limit or None."""
-        if "device" not in self._pairs:
-            taken.failed |= dict.fromkeys(self._ours(), self._missing["device"])
-            return [], None
-        device = self._pairs["device"]
-        try:
-            self._pin("device", case)
-            able = device.call("prepare", case.action, case.size_bytes)
-        except PairError as error:
-            self._fail(taken, self._ours() or [PYTHON], "device", error)
-            return [], None
-        limit = LIMITS[self._wire] if LIMITS[self._wire] in able else None
-        if limit is not None and limit not in self._settings.systems and not self._ours():
-            limit = None
-        return [name for name in self._ours() if name in able], limit
-
-    def _prepare_rivals(self, case: Case, taken: _Taken) -> list[str]:
-        ready = []
-        kind = case.action.partition("_")[0]
-        for rival in self._rivals():
-            if kind not in rival.cases:
-                continue
-            if rival.name in self._missing:
-                taken.failed[rival.name] = self._missing[rival.name]
-                continue
-            try:
-                self._pin(rival.name, case)
-                taken.notes[rival.name] = self._pairs[rival.name].call(
-                    "prepare", case.action, case.size_bytes
-                )
-                ready.append(rival.name)
-            except PairError as error:
-                self._fail(taken, [rival.name], rival.name, error)
-        return ready
+    def _prepare(self, pair: str, names: Sequence[str], taken: _Taken, case: Case) -> Any:
+        self._pin(pair, names, taken, case)
+        return self._call(pair, names, taken, "prepare", case.action, case.size_bytes)
 
     def _take(
-        self, case: Case, taken: _Taken, ours: list[str], limit: str | None, rivals: list[str]
+        self, case: Case, taken: _Taken, ours: list[str], limit: str, rivals: list[str]
     ) -> None:
         """Alternates own systems and the limit in one process; rivals take a turn once per lap."""
         budget = self._settings.budget
         pause_s = PAUSE_S if case.action == "signal_asleep" else 0.0
         each: dict[str, float] = {}
-        for name in [*ours, *([limit] if limit else []), *rivals]:
-            pair = name if name in rivals else "device"
-            try:
-                each[name] = self._pairs[pair].call("warm", name, self._settings.warm_s)
-            except (PairError, KeyError) as error:
-                reason = error if isinstance(error, PairError) else PairError(self._missing[pair])
-                self._fail(taken, [name], pair, reason)
+        for name in [*ours, *filter(None, [limit]), *rivals]:
+            pair = name if name in rivals else _DEVICE
+            seconds = self._call(pair, [name], taken, "warm", name, self._settings.warm_s)
+            if seconds is not None:
+                each[name] = seconds
         counts = {name: 10 if pause_s else budget.count(seconds) for name, seconds in each.items()}
-        ours = [name for name in ours if name in each]
-        limit = limit if limit in each else None
         cost = {name: (seconds + pause_s) * counts[name] for name, seconds in each.items()}
-        # A limit alone (rivals without tensorwire) is a system like another.
-        systems, beside = (ours, limit) if ours else ([limit] if limit else [], None)
+        systems = [name for name in ours if name in each]
+        beside = limit if limit in each else None
+        if not systems:  # a limit alone, beside rivals, is a system like another
+            systems, beside = [limit] if limit in each else [], None
         round_s = sum(cost[name] + (cost[beside] if beside else 0.0) for name in systems)
         slow = sum(cost[name] for name in rivals if name in cost) > 0.2
-        rounds = budget.rounds(round_s)
-        for lap in laps_of(rounds, _SLOW_LAPS if slow else _LAPS):
+        for rounds in laps_of(budget.rounds(round_s), _SLOW_LAPS if slow else _LAPS):
             if systems:
-                self._device_lap(taken, systems, beside, counts, lap, 30 + 20 * round_s * lap)
+                timeout_s = 30 + 20 * round_s * rounds
+                self._device_lap(taken, systems, beside, counts, rounds, timeout_s)
             for name in rivals:
                 if name in each and name not in taken.failed:
-                    self._rival_lap(taken, name, counts[name], 30 + 20 * cost[name])
+                    timeout_s = 30 + 20 * cost[name]
+                    block: Block | None = self._call(
+                        name, [name], taken, "block", name, counts[name], timeout_s=timeout_s
+                    )
+                    if block is not None:
+                        taken.laps[name].append(Series([block]))
 
     def _device_lap(
         self, taken: _Taken, systems: list[str], limit: str | None, counts: dict[str, int],
         rounds: int, timeout_s: float,
     ) -> None:  # fmt: skip
-        if "device" not in self._pairs:
-            return
-        try:
-            lap: dict[str, Series] = self._pairs["device"].call(
-                "lap", systems, limit, counts, rounds, timeout_s=timeout_s
-            )
-        except PairError as error:
-            self._fail(taken, systems, "device", error)
-            return
-        for name, series in lap.items():
-            taken.series.setdefault(name, Series()).blocks += series.blocks
-        for name in systems:
-            taken.lap_medians.setdefault(name, []).append(median_of(lap[name].seconds))
-        if limit is not None:
-            beside = flatten(lap[f"{name}|limit"] for name in systems)
-            taken.lap_medians.setdefault(limit, []).append(median_of(beside.seconds))
-
-    def _rival_lap(self, taken: _Taken, name: str, count: int, timeout_s: float) -> None:
-        try:
-            block: Block = self._pairs[name].call("block", name, count, timeout_s=timeout_s)
-        except PairError as error:
-            self._fail(taken, [name], name, error)
-            return
-        taken.series.setdefault(name, Series()).blocks.append(block)
-        taken.lap_medians.setdefault(name, []).append(block.median)
+        lap: dict[str, Series] | None = self._call(
+            _DEVICE, systems, taken, "lap", systems, limit, counts, rounds, timeout_s=timeout_s
+        )
+        if lap is not None:
+            for name, series in lap.items():
+                taken.laps[name].append(series)
+            if limit is not None:
+                taken.laps[limit].append(flatten(lap[f"{name}|limit"] for name in systems))
 
     def _waiting(self, case: Case) -> Row:
-        row = Row(BENCH, case.name, PYTHON, 0, note="")
-        if "device" not in self._pairs:
-            return replace(row, note=self._missing["device"])
-        seconds = self._settings.waiting_s
-        try:
-            self._pin("device", case)
-            spin_bound_s = self._pairs["device"].call("spin_bound_s")
-            wall, cpu = self._pairs["device"].call("waiting", seconds, timeout_s=30 + seconds)
-        except PairError as error:
-            return replace(row, note=str(error))
+        row, taken, seconds = Row(BENCH, case.name, PYTHON, 0), _Taken(), self._settings.waiting_s
+        self._pin(_DEVICE, [PYTHON], taken, case)
+        spin_bound_s = self._call(_DEVICE, [PYTHON], taken, "spin_bound_s")
+        found = self._call(_DEVICE, [PYTHON], taken, "waiting", seconds, timeout_s=30 + seconds)
+        if found is None:
+            return replace(row, note=taken.failed[PYTHON])
+        wall, cpu = found
         return replace(
             row,
             seconds_median=wall,
@@ -381,78 +364,53 @@ class _Wire:
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _rows(self, case: Case, taken: _Taken, ours: list[str], limit: str | None) -> list[Row]:
+    def _rows(
+        self, case: Case, taken: _Taken, ours: list[str], limit: str, rivals: list[str]
+    ) -> list[Row]:
         rows = []
-        spin_bound_s = None
-        if "device" in self._pairs and ours:
-            spin_bound_s = self._pairs["device"].call("spin_bound_s")
-        for name in self._ours():
+        spin_bound_s = self._call(_DEVICE, [], taken, "spin_bound_s") if ours else None
+        for name in self._ours:
             if name in ours or name in taken.failed:
-                ratio = None
-                if f"{name}|limit" in taken.series and case.moves_bytes:
-                    beside = taken.series[f"{name}|limit"].medians
-                    ratio = paired_ratio(beside, taken.series[name].medians)
-                rows.append(self._row(case, taken, name, ratio, "", spin_bound_s))
-        if limit is not None:
-            series = flatten(
-                found
-                for name, found in taken.series.items()
-                if name == limit or name.endswith("|limit")
-            )
-            taken.series[limit] = series
-            rows.append(self._row(case, taken, limit, None, "the limit", None))
-        for rival in self._rivals():
-            if case.action.partition("_")[0] not in rival.cases:
-                continue
-            ratio = self._lap_ratio(taken, limit, rival.name) if limit is not None else None
-            note = taken.notes.get(rival.name, "")
-            rows.append(self._row(case, taken, rival.name, ratio, note, None))
+                ratio = taken.ratio_to_limit(name) if case.moves_bytes else None
+                rows.append(_row(case, taken, name, ratio, "", spin_bound_s))
+        if limit:
+            rows.append(_row(case, taken, limit, None, "the limit"))
+        for name in rivals:
+            ratio = taken.ratio(limit, name) if limit else None
+            rows.append(_row(case, taken, name, ratio, taken.notes[name]))
         return rows
 
-    def _row(
-        self, case: Case, taken: _Taken, name: str, ratio: Ratio | None, note: str,
-        spin_bound_s: float | None,
-    ) -> Row:  # fmt: skip
-        row = Row(BENCH, case.name, name, case.size_bytes)
-        series = taken.series.get(name)
-        if name in taken.failed or series is None or not series.blocks:
-            return replace(row, note=taken.failed.get(name, "it took no sample"))
-        local, remote = series.cpu_per_operation()
-        if case.pins is not None:
-            placed = f"driver on cores {_cores(case.pins[0])}, target on {_cores(case.pins[1])}"
-            note = f"{note}; {placed}" if note else placed
-        return row.timed(
-            series.seconds,
-            moves=case.moves_bytes,
-            cpu_seconds_local=local,
-            cpu_seconds_remote=remote,
-            operations=series.operations,
-            spin_bound_s=spin_bound_s,
-            note=note,
-        ).beside(ratio)
-
-    @staticmethod
-    def _lap_ratio(taken: _Taken, above: str, below: str) -> Ratio | None:
-        first, second = taken.lap_medians.get(above, []), taken.lap_medians.get(below, [])
-        pairs = min(len(first), len(second))
-        return paired_ratio(first[:pairs], second[:pairs])
-
-    def _compare(self, case: Case, taken: _Taken, ours: list[str]) -> list[Comparison]:
-        found = []
-        for rival in self._rivals():
-            for name in ours:
-                if name in taken.failed or rival.name in taken.failed:
-                    continue
-                ratio = self._lap_ratio(taken, rival.name, name)
-                if ratio is not None:
-                    found.append(
-                        Comparison(
-                            case.name, case.size_bytes, name, rival.name, ratio.median,
-                            ratio.interval, ratio.pairs,
-                        )
-                    )  # fmt: skip
-        return found
+    def _compare(
+        self, case: Case, taken: _Taken, ours: list[str], rivals: list[str]
+    ) -> Iterator[Comparison]:
+        for rival, name in itertools.product(rivals, ours):
+            ratio = taken.ratio(rival, name)
+            if ratio is not None and not {name, rival} & taken.failed.keys():
+                yield Comparison(
+                    case.name, case.size_bytes, name, rival, ratio.median, ratio.interval,
+                    ratio.pairs,
+                )  # fmt: skip
 
 
-def _cores(cores: tuple[int, ...]) -> str:
-    return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
+def _row(
+    case: Case, taken: _Taken, name: str, ratio: Ratio | None, note: str,
+    spin_bound_s: float | None = None,
+) -> Row:  # fmt: skip
+    row = Row(BENCH, case.name, name, case.size_bytes)
+    series = flatten(taken.laps[name])
+    if name in taken.failed or not series.blocks:
+        return replace(row, note=taken.failed.get(name, "it took no sample"))
+    local, remote = series.cpu_per_operation()
+    if case.pins is not None:
+        driver, target = ("-".join(map(str, dict.fromkeys((c[0], c[-1])))) for c in case.pins)
+        placed = f"driver on cores {driver}, target on {target}"
+        note = f"{note}; {placed}" if note else placed
+    return row.timed(
+        series.seconds,
+        moves=case.moves_bytes,
+        cpu_seconds_local=local,
+        cpu_seconds_remote=remote,
+        operations=series.operations,
+        spin_bound_s=spin_bound_s,
+        note=note,
+    ).beside(ratio)

@@ -25,70 +25,60 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from tensorwire.bench.machine import pin_process
+
+_ANSWER_S = 120.0
 
 
 class PairError(Exception):
     """A pair could not do what it was asked; the message is the reason for a row's note."""
 
 
-class Pair:
+class ProcessPair:
     """Owns the driver and the target process of one system.
 
     Calls block and are for one thread. `close` always ends both processes and may be called twice.
 
+    Attributes:
+        closed: the pair has ended, by close or because it failed.
+
     Raises:
-        PairError: the two did not come up within `start_timeout_s`.
+        PairError: the two did not come up.
     """
 
-    def __init__(
-        self, module: str, options: dict[str, Any] | None = None, start_timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, module: str, options: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._module = module
         self._control, driver_control = context.Pipe()
         driver_link, target_link = context.Pipe()
-        options = options or {}
         self._target = context.Process(
             target=_run_target, args=(module, target_link, options), daemon=True
         )
         self._driver = context.Process(
             target=_run_driver, args=(module, driver_control, driver_link, options), daemon=True
         )
-        self._closed = False
+        self.closed = False
         try:
             self._target.start()
             target_link.close()
             self._driver.start()
             driver_link.close()
             driver_control.close()
-            self._answer("start", start_timeout_s)
+            self._answer("start", _ANSWER_S)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def target_pid(self) -> int:
-        """The process number of the target."""
-        assert self._target.pid is not None
-        return self._target.pid
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pair has ended, by close or because it failed."""
-        return self._closed
-
-    def call(self, method: str, *args: Any, timeout_s: float = 120.0) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Calls a method of the Driver in its process and returns the result.
 
         Raises:
             PairError: the method raised, a process died, or no answer came in time. After the last
                 two the pair is closed.
         """
-        if self._closed:
+        if self.closed:
             raise PairError(f"{self._module}: its processes have ended")
         try:
             self._control.send((method, args))
@@ -114,9 +104,9 @@ class Pair:
 
     def close(self) -> None:
         """Ends both processes: asks first, then kills. Always succeeds."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         with contextlib.suppress(OSError):
             self._control.send(("stop", ()))
         for process in (self._driver, self._target):
@@ -129,15 +119,10 @@ class Pair:
                     process.join(2)
         self._control.close()
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> ProcessPair:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -31,16 +31,12 @@ _PATIENCE_S = 10
 _STRANGERS = 8
 
 _loops: Any = _core.bench_loops
-_SERVED = {
-    "send": _loops.serve_sink,
-    "fetch": _loops.serve_source,
-    "echo": _loops.serve_echo,
+_MODES = {
+    "send": (_loops.socket_send, _loops.serve_sink),
+    "fetch": (_loops.socket_fetch, _loops.serve_source),
+    "echo": (_loops.socket_ping_pong, _loops.serve_echo),
 }
-_RUN = {
-    "send": _loops.socket_send,
-    "fetch": _loops.socket_fetch,
-    "echo": _loops.socket_ping_pong,
-}
+"""The loops of the measuring side and of the server."""
 
 
 def _tune(stream: socket.socket, patience_s: int) -> None:
@@ -76,7 +72,7 @@ class RawServer:
             ValueError: a mode or size that is not offered.
             OSError: no port to listen on.
         """
-        if mode not in _SERVED or not 1 <= size_bytes <= self.most_bytes:
+        if mode not in _MODES or not 1 <= size_bytes <= self.most_bytes:
             raise ValueError(f"no raw socket for {mode!r} and {size_bytes} bytes")
         self.close()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -102,7 +98,7 @@ class RawServer:
                         continue
                     _tune(stream, self._patience_s)
                     served = np.ones(size_bytes, np.uint8) if memory is None else memory
-                    _SERVED[mode](stream.fileno(), served.ctypes.data, size_bytes)
+                    _MODES[mode][1](stream.fileno(), served.ctypes.data, size_bytes)
                     return
 
     def close(self) -> None:
@@ -135,7 +131,7 @@ class RawClient:
         self, host: str, port: int, token: str, mode: str, memory: Bytes, patience_s: int = 0
     ) -> None:
         self._memory = memory
-        self._loop = _RUN[mode]
+        self._loop = _MODES[mode][0]
         proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)
         try:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -16,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorwire.bench.rows import Report, Row, Verdict, format_seconds, format_size
+from tensorwire.bench.operations import CPP, LIMITS, PYTHON
+from tensorwire.bench.rows import Report, Row, format_seconds, format_size
 from tensorwire.errors import UnavailableError
 
 # --- tables -------------------------------------------------------------------------------------
@@ -35,8 +35,10 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
     if report.settings.get("interrupted"):
         console.print(Text("interrupted: the rows so far", style="yellow"))
-    for line in verdict_lines(report.verdicts):
-        console.print(line, soft_wrap=True)
+    console.print(Text("against the bars", style="bold"))
+    styles = {True: "green", False: "bold red", None: "yellow"}
+    for verdict in report.verdicts:
+        console.print(Text(verdict.line(), style=styles[verdict.met]), soft_wrap=True)
 
 
 def machine_line(report: Report) -> Text:
@@ -57,41 +59,59 @@ def machine_line(report: Report) -> Text:
     return Text(" · ".join(parts), style="dim")
 
 
-def new_table(title: str, **more: Any) -> Table:
-    """An empty table as all reports have them."""
+def new_table(title: str, *columns: str, **more: Any) -> Table:
+    """An empty table as all reports have them; the ">" before a heading aligns right."""
     look = {"title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
-    return Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
+    table = Table(title=title, box=box.SIMPLE_HEAD, **(look | more))
+    for heading in columns:
+        right = heading.startswith(">")
+        table.add_column(heading.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+    return table
+
+
+def add_groups(table: Table, rows: Iterable[Sequence[str | Text]]) -> None:
+    """Adds rows; those with one first cell are a group, which shows it once."""
+    previous: str | Text | None = None
+    for first, *others in rows:
+        if previous not in (None, first):
+            table.add_section()
+        table.add_row(first if first != previous else "", *others)
+        previous = first
+
+
+def shown(figure: float | None, form: str) -> str:
+    """A figure in this format, or a dash for one that is not known."""
+    return "–" if figure is None else format(figure, form)
 
 
 def case_table(case: str, rows: Iterable[Row]) -> Table:
     """The rows of one case, sizes apart."""
-    table = new_table(case)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for heading in ("median", "p99", "GB/s", "of limit (95 %)", "CPU here", "there"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = None
-    for row in sorted(rows, key=lambda row: row.bytes):
-        if previous is not None and row.bytes != previous:
-            table.add_section()
-        table.add_row(
-            format_size(row.bytes) if row.bytes != previous else "",
+    table = new_table(
+        case,
+        ">size",
+        "system",
+        ">median",
+        ">p99",
+        ">GB/s",
+        ">of limit (95 %)",
+        ">CPU here",
+        ">there",
+    )  # fmt: skip
+    cells = (
+        (
+            format_size(row.bytes),
             row.system,
             format_seconds(row.seconds_median),
             format_seconds(row.seconds_p99),
-            _bandwidth(row.gb_per_s),
+            "<0.01" if (row.gb_per_s or 1.0) < 0.01 else shown(row.gb_per_s, ".3g"),
             _ratio(row),
             format_seconds(row.cpu_seconds_local),
             format_seconds(row.cpu_seconds_remote),
         )
-        previous = row.bytes
+        for row in sorted(rows, key=lambda row: row.bytes)
+    )
+    add_groups(table, cells)
     return table
-
-
-def _bandwidth(gb_per_s: float | None) -> str:
-    if gb_per_s is None:
-        return "–"
-    return f"{gb_per_s:.3g}" if gb_per_s >= 0.01 else "<0.01"
 
 
 def _ratio(row: Row) -> Text:
@@ -126,39 +146,29 @@ def print_comparisons(report: Report, title: str, console: Console) -> None:
         console.print(f"{item.case:24} {item.rival:10} {item.ratio:.2f}{around}", highlight=False)
 
 
-def verdict_lines(verdicts: Iterable[Verdict]) -> list[Text]:
-    """All verdicts, missed ones in red."""
-    styles = {True: "green", False: "bold red", None: "yellow"}
-    lines = [Text(verdict.line(), style=styles[verdict.met]) for verdict in verdicts]
-    return [Text("against the bars", style="bold"), *lines]
-
-
 # --- figure -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
+def _style(color: str, marker: str, line: str, width: float = 1.4) -> dict[str, Any]:
     """Colour, marker and line all differ, so that it reads without colour too (Okabe–Ito)."""
-
-    color: str
-    marker: str
-    line: str
-    width: float = 1.4
+    return {
+        "color": color, "marker": marker, "linestyle": line, "linewidth": width, "markersize": 4,
+    }  # fmt: skip
 
 
 _STYLES = {
-    "tensorwire": _Style("#0072B2", "o", "-", 2.2),
-    "tensorwire-c++": _Style("#56B4E9", "s", "-", 1.8),
-    "memcpy": _Style("#000000", "", ":", 1.6),
-    "raw-socket": _Style("#000000", "", ":", 1.6),
-    "nixl": _Style("#D55E00", "^", "--"),
-    "nixl-huge": _Style("#D55E00", "<", ":"),
-    "torch-rpc": _Style("#009E73", "D", "-."),
-    "gloo": _Style("#CC79A7", "v", "--"),
-    "grpc": _Style("#E69F00", "P", "-."),
+    "tensorwire": _style("#0072B2", "o", "-", 2.2),
+    "tensorwire-c++": _style("#56B4E9", "s", "-", 1.8),
+    "memcpy": _style("#000000", "", ":", 1.6),
+    "raw-socket": _style("#000000", "", ":", 1.6),
+    "nixl": _style("#D55E00", "^", "--"),
+    "nixl-huge": _style("#D55E00", "<", ":"),
+    "torch-rpc": _style("#009E73", "D", "-."),
+    "gloo": _style("#CC79A7", "v", "--"),
+    "grpc": _style("#E69F00", "P", "-."),
 }
-_OWN = ("tensorwire", "tensorwire-c++")  # drawn with their intervals; the rest would hide them
-_OTHER = _Style("#666666", "x", "-")
+_OWN = (PYTHON, CPP)  # drawn with their intervals; the rest would hide them
+_OTHER = _style("#666666", "x", "-")
 _PANELS = ("median until complete, µs", "bandwidth, GB/s", "speed / speed of the limit")
 
 
@@ -252,27 +262,19 @@ def _draw_case(axes: Any, case: str, rows: list[Row]) -> None:
     highest = max((row.ratio_to_limit or 0.0 for row in rows), default=1.0)
     axes[2].set_ylim(0, min(2.5, max(1.25, 1.1 * highest)))
     for system in dict.fromkeys(row.system for row in rows):
-        style = _STYLES.get(system, _OTHER)
+        look = _STYLES.get(system, _OTHER)
         mine = sorted((row for row in rows if row.system == system), key=lambda row: row.bytes)
-        look = {
-            "color": style.color, "marker": style.marker, "linestyle": style.line,
-            "linewidth": style.width, "markersize": 4,
-        }  # fmt: skip
         figures = (
             [(row.bytes, row.seconds_median) for row in mine],
             [(row.bytes, row.gb_per_s) for row in mine],
             [(row.bytes, row.ratio_to_limit) for row in mine],
         )
-        label = f"{system} (limit)" if system in ("memcpy", "raw-socket") else system
+        label = f"{system} (limit)" if system in LIMITS.values() else system
         for panel, points in zip(axes, figures, strict=True):
             known = [(x, y) for x, y in points if y is not None]
             if known:
                 panel.plot(*zip(*known, strict=True), label=label, **look)
-        banded = [row for row in mine if row.ratio_interval is not None]
-        if banded and system in _OWN:
-            axes[2].fill_between(
-                [row.bytes for row in banded],
-                [row.ratio_interval[0] for row in banded if row.ratio_interval],
-                [row.ratio_interval[1] for row in banded if row.ratio_interval],
-                color=style.color, alpha=0.15, linewidth=0,
-            )  # fmt: skip
+        bands = [(row.bytes, *row.ratio_interval) for row in mine if row.ratio_interval is not None]
+        if bands and system in _OWN:
+            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            axes[2].fill_between(*zip(*bands, strict=True), **band)

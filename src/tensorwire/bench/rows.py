@@ -161,10 +161,8 @@ class Report:
 
     def find(self, case: str, system: str, size_bytes: int) -> Row | None:
         """The row of a case, system and size; None when there is none."""
-        for row in self.rows:
-            if row.case == case and row.system == system and row.bytes == size_bytes:
-                return row
-        return None
+        wanted = (case, system, size_bytes)
+        return next((row for row in self.rows if (row.case, row.system, row.bytes) == wanted), None)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data. Not-a-number never appears: it becomes null."""
@@ -205,19 +203,9 @@ class Report:
             bench=data["bench"],
             machine=dict(data["machine"]),
             settings={"interrupted": False, **data["settings"]},
-            rows=[Row(**_with_interval(row, "ratio_interval")) for row in data["rows"]],
-            comparisons=[
-                Comparison(**_with_interval(item, "interval")) for item in data["comparisons"]
-            ],
-            verdicts=[
-                Verdict(
-                    **_with_interval(
-                        {k: v for k, v in item.items() if k not in ("distance", "line")},
-                        "interval",
-                    )
-                )
-                for item in data["verdicts"]
-            ],
+            rows=[_made(Row, row) for row in data["rows"]],
+            comparisons=[_made(Comparison, item) for item in data["comparisons"]],
+            verdicts=[_made(Verdict, item) for item in data["verdicts"]],
         )
 
 
@@ -236,14 +224,14 @@ def _plain(item: Row | Comparison | Verdict) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, tuple):
-        return [_finite(part) for part in value]
-    return value
+    return [_finite(part) for part in value] if isinstance(value, tuple) else value
 
 
-def _with_interval(data: dict[str, Any], key: str) -> dict[str, Any]:
-    interval = data.get(key)
-    return {**data, key: tuple(interval) if interval is not None else None}
+def _made(kind: Any, data: dict[str, Any]) -> Any:
+    """What `_plain` made plain; an interval is a pair. What is no field was computed from them."""
+    names = {field.name for field in dataclasses.fields(kind)} & data.keys()
+    found = {name: data[name] for name in names}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tensorwire.bench.operations import CPP, PYTHON
 from tensorwire.bench.rows import Comparison, Report, Row, Verdict, format_size
 
 MIB = 1 << 20
@@ -103,39 +104,37 @@ class Bar:
         return "; ".join(sorted(notes)) or f"no row of {system} in {self.case} for these sizes"
 
 
-_OWN, _CPP = "tensorwire", "tensorwire-c++"
-
 BARS: tuple[Bar, ...] = (
     *(
-        Bar(f"shm {case} of memcpy, 1 MiB up", ">=", 0.9, "", f"shm.{case}", _OWN, least=MIB)
+        Bar(f"shm {case} of memcpy, 1 MiB up", ">=", 0.9, "", f"shm.{case}", PYTHON, least=MIB)
         for case in ("write", "read")
     ),
-    Bar("shm 8 B write from Python", "<=", 2.0, "µs", "shm.write", _OWN, _microseconds, 8, 8),
-    Bar("shm 8 B write from C++", "<=", 0.2, "µs", "shm.write", _CPP, _microseconds, 8, 8),
+    Bar("shm 8 B write from Python", "<=", 2.0, "µs", "shm.write", PYTHON, _microseconds, 8, 8),
+    Bar("shm 8 B write from C++", "<=", 0.2, "µs", "shm.write", CPP, _microseconds, 8, 8),
     *(
-        Bar(f"shm {case} against {name}, every size", ">=", EQUAL, "", f"shm.{case}", _OWN,
+        Bar(f"shm {case} against {name}, every size", ">=", EQUAL, "", f"shm.{case}", PYTHON,
             rival=rival)
         for rival, name in (("nixl", "NIXL on like pages"), ("nixl-huge", "NIXL on huge pages"))
         for case in ("write", "read")
     ),
-    Bar("shm 64 MiB write, remote CPU by its duration", "<=", 1.0, "%", "shm.write", _OWN,
+    Bar("shm 64 MiB write, remote CPU by its duration", "<=", 1.0, "%", "shm.write", PYTHON,
         _remote_cpu, 64 * MIB, 64 * MIB),
     *(
-        Bar(f"tcp {case} of the raw socket, 1 MiB up", ">=", 0.9, "", f"tcp.{case}", _CPP,
+        Bar(f"tcp {case} of the raw socket, 1 MiB up", ">=", 0.9, "", f"tcp.{case}", CPP,
             least=MIB)
         for case in ("write", "read")
     ),
     *(
         Bar(f"tcp 8 B round trip on {count} {cores}", "<=", bar, "x the raw socket",
-            f"tcp.round_trip.{count}_{cores}", _CPP, by_limit)
+            f"tcp.round_trip.{count}_{cores}", CPP, by_limit)
         for count, cores, bar in (("one", "core", 1.6), ("two", "cores", 1.2))
     ),
     *(
-        Bar(f"{wire} waiting process, share of a core", "<=", 2.0, "%", f"{wire}.waiting", _OWN,
+        Bar(f"{wire} waiting process, share of a core", "<=", 2.0, "%", f"{wire}.waiting", PYTHON,
             _remote_cpu)
         for wire in ("shm", "tcp")
     ),
-    Bar("shm signal ping-pong, both awake", "<=", 10.0, "µs", "shm.signal_awake", _OWN,
+    Bar("shm signal ping-pong, both awake", "<=", 10.0, "µs", "shm.signal_awake", PYTHON,
         _microseconds, 8, 8),
 )  # fmt: skip
 

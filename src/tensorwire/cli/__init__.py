@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import click
 
+from tensorwire.bench import machine
 from tensorwire.cli.bench import bench as bench_commands
 from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.explain import explain as explain_command
@@ -14,18 +13,11 @@ from tensorwire.cli.run import run as run_command
 from tensorwire.cli.status import status as status_command
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tensorwire")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Each command has its own --help with examples.",
 )
-@click.version_option(_version(), prog_name="tensorwire")
+@click.version_option(machine.version("tensorwire") or "unknown", prog_name="tensorwire")
 def main() -> None:
     """Train PyTorch models with several processes; use another process as memory.
 
@@ -55,9 +47,7 @@ def main() -> None:
     """  # noqa: D301 (\b is what click reads)
 
 
-main.add_command(info_command)
-main.add_command(doctor_command)
-main.add_command(bench_commands)
-main.add_command(run_command)
-main.add_command(status_command)
-main.add_command(explain_command)
+for _command in (
+    info_command, doctor_command, bench_commands, run_command, status_command, explain_command,
+):  # fmt: skip
+    main.add_command(_command)

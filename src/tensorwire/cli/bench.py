@@ -12,7 +12,7 @@ import click
 
 from tensorwire.bench import checkout
 from tensorwire.bench.commands import carry_out, chosen, names, outputs, sizes
-from tensorwire.bench.memory import CASES, SYSTEMS, WIRES, Settings, run
+from tensorwire.bench.memory import CASES, SYSTEMS, WIRES, MemorySettings, run
 from tensorwire.bench.rows import Report
 from tensorwire.command import Command
 from tensorwire.errors import UnavailableError
@@ -107,7 +107,7 @@ def memory(
                 raise click.UsageError(f"{name} is of write and read, which --cases leaves out")
     if cases == ("round_trip",) and wires == ("shm",):
         raise click.UsageError("round_trip is measured on tcp, which --wires leaves out")
-    settings = Settings.quick() if quick else Settings()
+    settings = MemorySettings.quick() if quick else MemorySettings()
     settings = chosen(settings, systems=systems, cases=cases, sizes=sizes, wires=wires)
     if seconds is not None:
         settings.budget = dataclasses.replace(settings.budget, case_s=seconds)

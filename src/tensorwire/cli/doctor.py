@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
-from tensorwire.command import Command, Told, check_file, terminal, with_bar
+from tensorwire.command import Command, check_file, terminal, with_bar
 from tensorwire.errors import TensorwireError
-
-if TYPE_CHECKING:
-    from tensorwire.doctor.examine import Examination
 
 DEFAULT_LISTEN = "127.0.0.1:0"
 
@@ -34,13 +32,7 @@ DEFAULT_LISTEN = "127.0.0.1:0"
     type=click.FloatRange(0.1, 600),
     help="Time for the figures (default 4 alone, 8 with a peer); more for a slow network.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write rows, facts of both machines and findings to FILE.",
-)
+@json_option("Write rows, facts of both machines and findings to FILE.")
 def doctor(
     address: str | None,
     serve: bool,
@@ -88,17 +80,11 @@ def _examine(address: str | None, seconds: float | None, json_path: Path | None)
 
     effort = None if seconds is None else Effort(seconds=seconds)
     console = terminal(120)
-
-    def run(told: Told) -> Examination:
-        def progress(share: float, text: str) -> None:
-            told(share, 1.0, text)
-
-        if address is None:
-            return examine_machine(effort, progress)
-        return examine_peer(address, effort, progress)
-
+    examine = examine_machine if address is None else partial(examine_peer, address)
     try:
-        found = with_bar(run, console)
+        found = with_bar(
+            lambda told: examine(effort, lambda share, text: told(share, 1.0, text)), console
+        )
     except (ValueError, MemoryError, TensorwireError) as error:
         click.echo(f"Error: {error}", err=True)
         return 2

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tensorwire import tracebacks
 from tensorwire.bench import checkout
+from tensorwire.bench.commands import json_option
 from tensorwire.bench.rows import write_json
 from tensorwire.command import Command, check_file, terminal
 
@@ -46,13 +47,7 @@ class _Explain(Command):
     short_help="Show where a script's tensors are, and why some are copied.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the rows there.",
-)
+@json_option("Also write the rows there.")
 @click.option("--tiny", is_flag=True, help="A workload with narrow layers, the same structure.")
 @click.argument("model_or_script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import click
@@ -12,9 +11,12 @@ from rich.text import Text
 
 from tensorwire.bench import machine
 from tensorwire.command import Command, terminal
-from tensorwire.doctor.inventory import MISSING, OK, PART, Finding, look
+from tensorwire.doctor.advice import MISSING, NOTE, OK, WARNING, Finding
+from tensorwire.doctor.inventory import look
 
-_STYLES = {OK: "green", PART: "yellow", MISSING: "red"}
+_PARTLY = ("partly", "yellow")
+_STATES = {OK: ("yes", "green"), NOTE: _PARTLY, WARNING: _PARTLY, MISSING: ("no", "red")}
+"""What each level is called here, and its colour."""
 
 
 @click.command(cls=Command)
@@ -35,19 +37,20 @@ def info(as_json: bool) -> None:
     """  # noqa: D301 (\b is what click reads)
     found = look()
     if as_json:
-        data = {
-            "findings": [dataclasses.asdict(finding) for finding in found],
-            "machine": machine.describe(),
-        }
-        click.echo(json.dumps(data, indent=1))
+        findings = [
+            {"subject": each.subject, "state": _STATES[each.level][0], "detail": each.text,
+             "remedy": each.remedy}
+            for each in found
+        ]  # fmt: skip
+        click.echo(json.dumps({"findings": findings, "machine": machine.describe()}, indent=1))
     else:
-        terminal().print(table(found))
-    usable = {finding.subject for finding in found if finding.state != MISSING}
+        terminal().print(_table(found))
+    usable = {finding.subject for finding in found if finding.level != MISSING}
     if not {"shm", "tcp"} & usable:
         raise SystemExit(1)
 
 
-def table(found: list[Finding]) -> Table:
+def _table(found: list[Finding]) -> Table:
     """The findings as a coloured table; the state is a word too, so it reads without colour."""
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("what", style="bold", no_wrap=True)
@@ -55,7 +58,8 @@ def table(found: list[Finding]) -> Table:
     shown.add_column("found", overflow="fold")
     shown.add_column("remedy", overflow="fold")
     for finding in found:
-        state = Text(finding.state, style=_STYLES[finding.state])
+        state, style = _STATES[finding.level]
         # Text, because a remedy such as tensorwire[torch] is not markup.
-        shown.add_row(finding.subject, state, Text(finding.detail), Text(finding.remedy))
+        remedy = Text(finding.remedy)
+        shown.add_row(finding.subject, Text(state, style=style), Text(finding.text), remedy)
     return shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import subprocess
@@ -14,26 +13,26 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tensorwire.bench import machine
+from tensorwire.bench.operations import PYTHON
 from tensorwire.bench.rows import Report, Row, format_size
 from tensorwire.doctor import facts as facts_module
 from tensorwire.doctor.advice import (
     NOTE,
     WARNING,
     Finding,
-    Link,
-    Route,
+    LinkFacts,
+    TriedPath,
     about_link,
     about_machine,
     worst,
 )
 from tensorwire.doctor.facts import Facts
-from tensorwire.doctor.measure import BENCH, OWN, Effort, Session, plan
+from tensorwire.doctor.measure import BENCH, Effort, PathProbe, plan
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.bandwidth import interface_of, source_address
 from tensorwire.memory.devices import interface
 from tensorwire.memory.handle import join_address, split_address
-from tensorwire.memory.offer import offered_by
 from tensorwire.memory.path_warning import PathWarning
 
 PATHS = ("shm", "rdma", "tcp")
@@ -59,7 +58,7 @@ class Examination:
     address: str
     here: Facts
     there: Facts | None = None
-    link: Link | None = None
+    link: LinkFacts | None = None
     rows: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     failure: str = ""
@@ -74,30 +73,20 @@ class Examination:
             return 130
         return 1 if worst(self.findings) == WARNING else 0
 
-    def report(self) -> Report:
-        """The rows as every bench keeps them."""
-        return Report(
-            BENCH,
-            machine.describe(),
-            self.rows,
-            settings={"address": self.address, "interrupted": self.interrupted},
-        )
-
     def to_json(self) -> dict[str, Any]:
-        """The report with what a doctor adds."""
+        """The report that every bench makes, with what a doctor adds."""
+        settings = {"address": self.address, "interrupted": self.interrupted}
+        here, there = self.here, self.there
         return {
-            **self.report().to_json(),
+            **Report(BENCH, machine.describe(), self.rows, settings=settings).to_json(),
             "versions": {
-                "tensorwire": self.here.tensorwire,
-                "tensorwire_there": self.there.tensorwire if self.there else None,
-                "python": self.here.python,
-                "kernel": self.here.kernel,
-                "ucx": self.here.rdma.ucx or None,
+                "tensorwire": here.tensorwire,
+                "tensorwire_there": there.tensorwire if there else None,
+                "python": here.python,
+                "kernel": here.kernel,
+                "ucx": here.rdma.ucx or None,
             },
-            "facts": {
-                "here": self.here.to_json(),
-                "there": self.there.to_json() if self.there else None,
-            },
+            "facts": {"here": here.to_json(), "there": there.to_json() if there else None},
             "chosen": self.link.chosen if self.link else None,
             "routes": [asdict(route) for route in self.link.routes] if self.link else [],
             "findings": [asdict(finding) for finding in self.findings],
@@ -106,12 +95,8 @@ class Examination:
         }
 
 
-def _no_progress(share: float, text: str) -> None:
-    del share, text
-
-
 def examine_peer(
-    address: str, effort: Effort | None = None, progress: Progress = _no_progress
+    address: str, effort: Effort | None = None, progress: Progress = lambda share, text: None
 ) -> Examination:
     """Measures the way to the Node at an address, and judges it.
 
@@ -129,7 +114,9 @@ def examine_peer(
     return found
 
 
-def examine_machine(effort: Effort | None = None, progress: Progress = _no_progress) -> Examination:
+def examine_machine(
+    effort: Effort | None = None, progress: Progress = lambda share, text: None
+) -> Examination:
     """Looks at this machine, and measures its paths with a second process of its own.
 
     Raises:
@@ -172,28 +159,20 @@ def _second_process(secret: str) -> Iterator[str]:
                 child.kill()
 
 
+@dataclass(slots=True)
 class _Look:
     """Measures the way to one peer into an Examination."""
 
-    def __init__(
-        self,
-        found: Examination,
-        address: str,
-        effort: Effort,
-        secret: bytes | None,
-        progress: Progress,
-    ) -> None:
-        self._found = found
-        self._address = address
-        self._effort = effort
-        self._secret = secret
-        self._progress = progress
-        self._routes: list[Route] = []
-        self._sessions: list[Session] = []
+    found: Examination
+    address: str
+    effort: Effort
+    secret: bytes | None
+    progress: Progress
+    probes: list[PathProbe] = field(default_factory=list)
 
     def run(self) -> None:
         """Everything; findings are added also when the peer is lost on the way."""
-        found = self._found
+        found = self.found
         try:
             self._connect()
             self._measure()
@@ -202,102 +181,95 @@ class _Look:
         except KeyboardInterrupt:
             found.interrupted = True
         finally:
-            for session in self._sessions:
-                session.close()
+            for probe in self.probes:
+                probe.close()
         if found.link is not None:
-            found.link = dataclasses.replace(found.link, rows=found.rows)
             found.findings += about_link(found.link)
             found.findings += _explain(found.rows)
-        self._progress(1.0, "done")
+        self.progress(1.0, "done")
 
     def _connect(self) -> None:
         """By every path, and once as a user would."""
-        self._progress(0.05, f"connecting to {self._address}")
-        chosen, reason = self._choose()
+        self.progress(0.05, f"connecting to {self.address}")
+        chosen, reason, offered = self._choose()
+        routes = []
         for path in PATHS:
             try:
-                session = Session(self._address, path, self._secret)
+                probe = PathProbe(self.address, path, self.secret)
             except UnavailableError as error:
-                self._routes.append(Route(path, False, str(error)))
+                routes.append(TriedPath(path, False, str(error)))
                 continue
-            self._sessions.append(session)
-            self._routes.append(Route(path, True, session.reason))
-        helper = next((session for session in self._sessions if session.helped), None)
-        offer = offered_by(self._address)
-        host = split_address(self._address)[0]
-        name = interface_of(host)
-        there = helper.facts if helper is not None else None
-        self._found.there = there
-        self._found.link = Link(
-            address=self._address,
-            alone=not self._found.address,
+            self.probes.append(probe)
+            routes.append(TriedPath(path, True, probe.reason))
+        helper = next((probe for probe in self.probes if probe.helped), None)
+        name = interface_of(split_address(self.address)[0])
+        self.found.there = there = helper.facts if helper is not None else None
+        self.found.link = LinkFacts(
+            address=self.address,
+            alone=not self.found.address,
             loopback=name == "lo",
             chosen=chosen,
             reason=reason,
-            routes=tuple(self._routes),
-            here=self._found.here,
+            routes=tuple(routes),
+            here=self.found.here,
             there=there,
             interface_here=interface(name) if name is not None else None,
-            interface_there=there.find_interface(helper.interface_there())
-            if helper is not None and there is not None
-            else None,
-            offered_there=offer.transports if offer is not None else frozenset(),
+            interface_there=helper.interface_there() if helper is not None else None,
+            offered_there=offered,
+            rows=self.found.rows,
         )
         if helper is None:
             text = "a Node at work, no doctor: little is measured, and gently"
             remedy = "start 'tensorwire doctor --serve' at the other end for all of it"
-            self._found.findings.append(Finding(NOTE, "peer", text, remedy))
+            self.found.findings.append(Finding(NOTE, "peer", text, remedy))
         elif there is None:
             text = f"its facts cannot be read here: {helper.facts_fault}"
             remedy = "install the same tensorwire on both sides"
-            self._found.findings.append(Finding(WARNING, "versions", text, remedy))
+            self.found.findings.append(Finding(WARNING, "versions", text, remedy))
 
-    def _choose(self) -> tuple[str, str]:
-        """What a plain `connect` takes, and why."""
+    def _choose(self) -> tuple[str, str, tuple[str, ...]]:
+        """Returns what a plain `connect` takes, why, and what the other side offers."""
         name, listen = f"doctor-{os.getpid()}", self._listen()
-        with (
-            warnings.catch_warnings(),
-            Node(name, listen=listen, secret=self._secret) as node,
-        ):
+        with warnings.catch_warnings(), Node(name, listen=listen, secret=self.secret) as node:
             warnings.simplefilter("ignore", PathWarning)  # it becomes a finding
-            core = node.connect(self._address)._core
-            return core.transport, core.reason
+            peer = node.connect(self.address)
+            return peer.path.transport, peer.path.reason, peer.offered
 
     def _listen(self) -> str:
         """Where a Node of a job would listen: where the peer reaches it, if there is a secret.
 
         A Node on loopback is not expected to have peers elsewhere, and chooses accordingly.
         """
-        source = source_address(split_address(self._address)[0])
+        source = source_address(split_address(self.address)[0])
         secret = any(os.environ.get(f"TENSORWIRE_SECRET{end}") for end in ("", "_FILE"))
-        if self._secret is not None or not secret or source is None:
+        if self.secret is not None or not secret or source is None:
             return "127.0.0.1:0"
         return join_address(source, 0)
 
     def _measure(self) -> None:
-        share = 1 / max(1, len(self._sessions))
-        for index, session in enumerate(self._sessions):
-            effort = self._effort if session.helped else self._effort.gentle()
-            cases = len(plan(effort, session.helped))
+        share = 1 / max(1, len(self.probes))
+        for index, probe in enumerate(self.probes):
+            effort = self.effort if probe.helped else self.effort.gentle()
+            cases = len(plan(effort, probe.helped))
 
             def show(done: int, text: str, index: int = index, cases: int = cases) -> None:
-                self._progress(0.1 + 0.9 * share * (index + done / cases), text)
+                self.progress(0.1 + 0.9 * share * (index + done / cases), text)
 
             try:
-                for row in session.measure(effort, effort.seconds * share, show):
-                    self._found.rows.append(row)
+                for row in probe.measure(effort, effort.seconds * share, show):
+                    self.found.rows.append(row)
             except PeerLostError as error:
                 # A raw socket may be the first to see it, and knows less about why.
-                reason = session.peer.lost_reason or str(error)
-                text = f"lost while {session.transport} was measured: {reason}"
+                reason = probe.peer.lost_reason or str(error)
+                text = f"lost while {probe.transport} was measured: {reason}"
                 raise PeerLostError(text) from error
-            session.close()
+            probe.close()
 
 
 def _explain(rows: list[Row]) -> Iterator[Finding]:
     """What is missing in the figures, each reason once."""
     told = set()
     for row in rows:
-        if row.system == OWN and row.note and row.note not in told:
+        if row.system == PYTHON and row.note and row.note not in told:
             told.add(row.note)
             yield Finding(NOTE, f"{row.case} {format_size(row.bytes)}", row.note)

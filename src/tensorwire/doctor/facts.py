@@ -14,6 +14,7 @@ import platform
 import resource
 import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,6 @@ class Facts:
     rdma: Rdma
     interfaces: tuple[Interface, ...]
 
-    def find_interface(self, name: str | None) -> Interface | None:
-        """By name."""
-        return next((each for each in self.interfaces if each.name == name), None)
-
     def to_json(self) -> dict[str, Any]:
         """JSON-ready data."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
@@ -175,52 +172,30 @@ class Facts:
             raise ValueError("no facts of a format that is known here")
         found = {key: value for key, value in data.items() if key != "format"}
         try:
-            rdma = dict(found["rdma"])
-            rdma["ports"] = tuple(
-                _made(RdmaPort, {**port, "gids": tuple(map(str, port["gids"]))})
-                for port in rdma["ports"]
-            )
-            found |= {
-                "transports": tuple(map(str, found["transports"])),
-                "cpu": _made(Cpu, found["cpu"]),
-                "memory": _made(SharedMemory, found["memory"]),
-                "tcp": _made(Tcp, found["tcp"]),
-                "rdma": _made(Rdma, rdma),
-                "interfaces": tuple(_made(Interface, each) for each in found["interfaces"]),
-            }
             made: Facts = _made(cls, found)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"facts that do not fit: {error}") from error
         return made
 
 
-# The type of every field, as `from __future__ import annotations` leaves it: text.
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "bool | None": (bool, type(None)),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float | None": (float, int, type(None)),
-}
+def _made(kind: Any, value: Any) -> Any:
+    """JSON data as what it is declared to be; its texts can be printed.
 
-
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """An instance whose plain fields have the declared types and whose texts can be printed."""
-    for field in dataclasses.fields(kind):
-        allowed = _PLAIN.get(str(field.type))
-        value = values[field.name]
-        if allowed is not None and not isinstance(value, allowed):
-            raise TypeError(f"{field.name} is {type(value).__name__}")
-    clean = {key: _printable(value) for key, value in values.items()}
-    return kind(**clean)
-
-
-def _printable(value: Any) -> Any:
+    Raises:
+        KeyError, TypeError, AttributeError: it is not that.
+    """
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        fields = typing.get_type_hints(kind)
+        if value.keys() - fields.keys():
+            raise TypeError(f"{kind.__name__} with more than its fields")
+        return kind(**{name: _made(field, value[name]) for name, field in fields.items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(_made(typing.get_args(kind)[0], part) for part in value)
+    allowed = typing.get_args(kind) or (kind,)
+    if not isinstance(value, (*allowed, int) if float in allowed else allowed):
+        raise TypeError(f"{type(value).__name__} in place of {kind}")
     if isinstance(value, str):
         return "".join(sign if sign.isprintable() else "?" for sign in value)[:300]
-    if isinstance(value, tuple) and all(isinstance(part, str) for part in value):
-        return tuple(_printable(part) for part in value)
     return value
 
 
@@ -273,7 +248,7 @@ def read_memory(root: Path = _ROOT) -> SharedMemory:
     switch = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return SharedMemory(
         fault=memfd_fault(),
-        huge_pages=machine.chosen(str(switch)) or "",
+        huge_pages=machine.chosen(switch) or "",
         dev_shm_bytes=dev_shm,
         available_bytes=machine.memory_bytes("MemAvailable", root),
         group_left_bytes=min(left, default=None),

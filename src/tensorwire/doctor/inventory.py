@@ -1,51 +1,33 @@
 """What this machine has and lacks before anything is measured: the doctor without a peer.
 
-`tensorwire info` prints it. Each check is a function that returns one Finding. What `advice` judges
-has the doctor's verdict.
+`tensorwire info` prints it. What `advice` judges has the doctor's verdict.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.metadata
 import importlib.util
 import resource
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tensorwire.bench import machine
 from tensorwire.doctor import advice, facts
+from tensorwire.doctor.advice import MISSING, NOTE, OK, Finding
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node
 from tensorwire.memory.devices import rdma_ports
 
-OK, PART, MISSING = "yes", "partly", "no"
-
-_SHARED = "shared memory"  # as the doctor calls shm
 _COMPILER_REMEDY = "a C++ compiler (Debian: apt install g++), or its name in CXX"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing this machine has or lacks.
-
-    Attributes:
-        subject: what was looked at.
-        state: "yes", "partly" or "no".
-        detail: what was found.
-        remedy: what to do about it, "" when there is nothing to do.
-    """
-
-    subject: str
-    state: str
-    detail: str
-    remedy: str = ""
-
-
-Check = Callable[[], Finding]
+def _of_doctor(subject: str, judged: Iterable[Finding]) -> Finding:
+    """What the doctor says of a subject: the two commands have one verdict."""
+    found = (each for each in judged if each.subject == subject)
+    return next(found, Finding(NOTE, subject, "unknown"))
 
 
 # --- transports ---------------------------------------------------------------------------------
@@ -54,12 +36,12 @@ Check = Callable[[], Finding]
 def check_shm() -> Finding:
     """A memfd that can be mapped and sealed, which is what a shm region is."""
     if fault := facts.memfd_fault():
-        (judged,) = (x for x in advice.about_memory(facts.read_memory()) if x.subject == _SHARED)
-        return Finding("shm", MISSING, fault, judged.remedy)
+        judged = _of_doctor("shared memory", advice.about_memory(facts.read_memory()))
+        return Finding(MISSING, "shm", fault, judged.remedy)
     if facts.memfd_fault(read_only=True):
         text = "memfd and size seals; read-only grants cannot be sealed"
-        return Finding("shm", PART, text, "a Linux kernel of 5.1 or newer")
-    return Finding("shm", OK, "memfd, size seals, read-only seals")
+        return Finding(NOTE, "shm", text, "a Linux kernel of 5.1 or newer")
+    return Finding(OK, "shm", "memfd, size seals, read-only seals")
 
 
 def check_tcp() -> Finding:
@@ -67,12 +49,12 @@ def check_tcp() -> Finding:
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
-        return Finding("tcp", MISSING, f"cannot listen on 127.0.0.1: {error}", "bring up 'lo'")
+        return Finding(MISSING, "tcp", f"cannot listen on 127.0.0.1: {error}", "bring up 'lo'")
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        return Finding("tcp", OK, "IPv4 only")
-    return Finding("tcp", OK, "IPv4 and IPv6")
+        return Finding(OK, "tcp", "IPv4 only")
+    return Finding(OK, "tcp", "IPv4 and IPv6")
 
 
 def check_rdma() -> Finding:
@@ -81,9 +63,9 @@ def check_rdma() -> Finding:
     devices = ", ".join(ports) or "no device"
     try:
         with Node("info", transports=["rdma"]):
-            return Finding("rdma", OK, devices)
+            return Finding(OK, "rdma", devices)
     except (TensorwireError, MemoryError) as error:
-        return Finding("rdma", MISSING, devices, str(error))
+        return Finding(MISSING, "rdma", devices, str(error))
 
 
 # --- packages -----------------------------------------------------------------------------------
@@ -94,49 +76,37 @@ def check_core() -> Finding:
     try:
         core = importlib.import_module("tensorwire._core")
     except ImportError as error:
-        return Finding("core", MISSING, str(error), "pip install --force-reinstall tensorwire")
+        return Finding(MISSING, "core", str(error), "pip install --force-reinstall tensorwire")
     found = machine.version("tensorwire") or "not installed as a package"
-    return Finding("core", OK, f"tensorwire {found}, {Path(str(core.__file__)).name}")
+    return Finding(OK, "core", f"tensorwire {found}, {Path(str(core.__file__)).name}")
 
 
-def _check_package(name: str, why: str, remedy: str, needed: bool = False) -> Finding:
+def _check_package(name: str, without: str, why: str, remedy: str) -> Finding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, MISSING if needed else PART, f"not installed; {why}", remedy)
-    return Finding(name, OK, machine.version(name) or "version unknown")
-
-
-def check_numpy() -> Finding:
-    """What every array view is made of."""
-    return _check_package("numpy", "nothing works without it", "pip install numpy", needed=True)
-
-
-def check_torch() -> Finding:
-    """Optional: tensor views, adopting tensors, training."""
-    return _check_package(
-        "torch", "tensors and training need it", "pip install 'tensorwire[torch]'"
-    )
+        return Finding(without, name, f"not installed; {why}", remedy)
+    return Finding(OK, name, machine.version(name) or "version unknown")
 
 
 def check_placement() -> Finding:
     """The library that produces gradients where they are needed: prebuilt, or a compiler for it."""
     if importlib.util.find_spec("torch") is None:
-        return Finding("placement", PART, "torch is not installed; only training needs it")
+        return Finding(NOTE, "placement", "torch is not installed; only training needs it")
     try:
         from tensorwire.torch.allocator import library
     except (ImportError, OSError) as error:
         text = f"torch {machine.version('torch')} cannot be imported: {error}"
-        return Finding("placement", MISSING, text, "install torch anew")
+        return Finding(MISSING, "placement", text, "install torch anew")
     try:
-        return Finding("placement", OK, library.find())
+        return Finding(OK, "placement", library.find())
     except UnavailableError as error:
-        return Finding("placement", PART, f"gradients are copied: {error}", _COMPILER_REMEDY)
+        return Finding(NOTE, "placement", f"gradients are copied: {error}", _COMPILER_REMEDY)
 
 
 def check_compiler() -> Finding:
     """What compiles that library where none came for the installed torch."""
     placement = check_placement()
-    if placement.state == MISSING or importlib.util.find_spec("torch") is None:
-        return Finding("compiler", PART, "not looked for; only placement, with torch, needs one")
+    if placement.level == MISSING or importlib.util.find_spec("torch") is None:
+        return Finding(NOTE, "compiler", "not looked for; only placement, with torch, needs one")
     from tensorwire.torch.allocator.library import find_compiler
 
     try:
@@ -144,10 +114,10 @@ def check_compiler() -> Finding:
     except UnavailableError as error:
         found, text = None, str(error)
     if found is not None:
-        return Finding("compiler", OK, " ".join(found))
-    if placement.state == OK:
-        return Finding("compiler", PART, f"{text}; not needed: placement is {placement.detail}")
-    return Finding("compiler", MISSING, f"{text}; placement needs one", _COMPILER_REMEDY)
+        return Finding(OK, "compiler", " ".join(found))
+    if placement.level == OK:
+        return Finding(NOTE, "compiler", f"{text}; not needed: placement is {placement.text}")
+    return Finding(MISSING, "compiler", f"{text}; placement needs one", _COMPILER_REMEDY)
 
 
 # --- limits and circumstances -------------------------------------------------------------------
@@ -155,82 +125,62 @@ def check_compiler() -> Finding:
 
 def check_open_files() -> Finding:
     """Each peer takes a few descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{_amount(soft)} of at most {_amount(hard)}"
+    soft, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shown = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in limits)
+    text = " of at most ".join(shown)
     if 0 <= soft < 4096:
-        return Finding(
-            "open files", PART, text, f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-        )
-    return Finding("open files", OK, text)
-
-
-def _judged(subject: str, judge: Callable[[], Iterable[advice.Finding]]) -> Check:
-    """A check that says what the doctor says of a subject: the two commands have one verdict."""
-
-    def check() -> Finding:
-        judged = next((each for each in judge() if each.subject == subject), None)
-        if judged is None:
-            return Finding(subject, PART, "unknown")
-        state = OK if judged.level == advice.OK else PART
-        return Finding(subject, state, judged.text, judged.remedy)
-
-    check.__name__ = f"check_{subject}"
-    return check
-
-
-def _rdma() -> facts.Rdma:
-    return facts.Rdma(ports=tuple(rdma_ports()), locked_bytes=facts.locked_limit())
-
-
-check_locked_memory = _judged("locked memory", lambda: [advice.about_locked_memory(_rdma())])
-check_huge_pages = _judged("huge pages", lambda: advice.about_memory(facts.read_memory()))
-check_load = _judged("load", lambda: advice.about_cpu(facts.read_cpu()))
-_usable_cores = _judged("cores", lambda: advice.about_cpu(facts.read_cpu()))
+        more = min(hard, 65536) if hard > 0 else 65536
+        return Finding(NOTE, "open files", text, f"ulimit -n {more}")
+    return Finding(OK, "open files", text)
 
 
 def check_cores() -> Finding:
     """Waiting is cheapest and fastest when both processes have a core."""
-    found, model = _usable_cores(), facts.read_cpu().model or "unknown processor"
-    return dataclasses.replace(found, detail=f"{found.detail}, {model}")
+    cpu = facts.read_cpu()
+    found = _of_doctor("cores", advice.about_cpu(cpu))
+    return dataclasses.replace(found, text=f"{found.text}, {cpu.model or 'unknown processor'}")
 
 
 def check_memory() -> Finding:
     """What regions can be made of."""
     total, free = machine.memory_bytes(), machine.memory_bytes("MemAvailable")
     if total is None or free is None:
-        return Finding("memory", PART, "unknown")
-    return Finding("memory", OK, f"{free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB available")
+        return Finding(NOTE, "memory", "unknown")
+    return Finding(OK, "memory", f"{free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB available")
 
 
-def _amount(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-
-
-CHECKS: tuple[Check, ...] = (
-    check_core,
-    check_shm,
-    check_tcp,
-    check_rdma,
-    check_numpy,
-    check_torch,
-    check_placement,
-    check_compiler,
-    check_open_files,
-    check_locked_memory,
-    check_huge_pages,
-    check_cores,
-    check_memory,
-    check_load,
-)
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "core": check_core,
+    "shm": check_shm,
+    "tcp": check_tcp,
+    "rdma": check_rdma,
+    "numpy": partial(
+        _check_package, "numpy", MISSING, "nothing works without it", "pip install numpy"
+    ),
+    "torch": partial(
+        _check_package, "torch", NOTE, "tensors and training need it",
+        "pip install 'tensorwire[torch]'",
+    ),
+    "placement": check_placement,
+    "compiler": check_compiler,
+    "open files": check_open_files,
+    "locked memory": lambda: advice.about_locked_memory(
+        facts.Rdma(ports=tuple(rdma_ports()), locked_bytes=facts.locked_limit())
+    ),
+    "huge pages": lambda: _of_doctor("huge pages", advice.about_memory(facts.read_memory())),
+    "cores": check_cores,
+    "memory": check_memory,
+    "load": lambda: _of_doctor("load", advice.about_cpu(facts.read_cpu())),
+}  # fmt: skip
+"""All subjects in the order in which they are shown."""
 
 
 def look() -> list[Finding]:
     """All findings; a check that fails unexpectedly is a finding too."""
     found = []
-    for check in CHECKS:
+    for subject, check in CHECKS.items():
         try:
             found.append(check())
         except Exception as error:
-            subject = check.__name__.removeprefix("check_").replace("_", " ")
-            found.append(Finding(subject, PART, f"could not be looked at: {error}"))
+            found.append(Finding(NOTE, subject, f"could not be looked at: {error}"))
     return found

@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorwire.bench.report import new_table
+from tensorwire.bench.operations import PYTHON, RAW
+from tensorwire.bench.report import add_groups, new_table, shown
 from tensorwire.bench.rows import Row, format_seconds, format_size
-from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, Link, Route
+from tensorwire.doctor.advice import NOTE, OK, WARNING, Finding, LinkFacts
 from tensorwire.doctor.examine import Examination
 from tensorwire.doctor.facts import Facts
-from tensorwire.doctor.measure import LARGE_BYTES, OWN, RAW
+from tensorwire.doctor.measure import LARGE_BYTES
 
 _STYLES = {OK: "green", NOTE: "yellow", WARNING: "bold red"}
 
@@ -35,95 +36,74 @@ def print_examination(found: Examination, console: Console) -> None:
 
 
 def _machine_line(side: str, facts: Facts) -> Text:
-    parts = [facts.host, f"{facts.cpu.model or 'unknown processor'}, {facts.cpu.usable} cores",
-             f"Linux {facts.kernel}", f"Python {facts.python}",
-             f"tensorwire {facts.tensorwire}"]  # fmt: skip
+    parts = (
+        facts.host, f"{facts.cpu.model or 'unknown processor'}, {facts.cpu.usable} cores",
+        f"Linux {facts.kernel}", f"Python {facts.python}", f"tensorwire {facts.tensorwire}",
+    )  # fmt: skip
     return Text(f"{side:6}" + " · ".join(parts), style="dim")
 
 
-def routes_table(link: Link) -> Table:
+def routes_table(link: LinkFacts) -> Table:
     """Which paths there are, which one is taken, and why."""
-    table = new_table("paths")
-    table.add_column("path", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    table = new_table("paths", "path", "state")
     table.add_column("because", overflow="fold")
     for route in link.routes:
-        state, reason = _route(route, link)
+        state, reason = Text("no", style="yellow"), route.reason
+        if route.name == link.chosen:
+            state, reason = Text("chosen", style="green"), link.reason
+        elif route.reached:
+            state, reason = Text("possible"), ""
         table.add_row(route.name, state, Text(reason))
     return table
 
 
-def _route(route: Route, link: Link) -> tuple[Text, str]:
-    if route.name == link.chosen:
-        return Text("chosen", style="green"), link.reason
-    if route.reached:
-        return Text("possible"), ""
-    return Text("no", style="yellow"), route.reason
-
-
-def figures_table(rows: Sequence[Row], link: Link | None) -> Table:
+def figures_table(rows: Sequence[Row], link: LinkFacts | None) -> Table:
     """One line per case, the limit beside it."""
-    table = new_table("measured")
-    table.add_column("path", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    headings = ["size", "median", "p99", "GB/s", "limit", "of limit"]
+    headings = ["path", "case", ">size", ">median", ">p99", ">GB/s", ">limit", ">of limit"]
     paths = {row.case.partition(".")[0] for row in rows}
     promised = {path: link.promised_gb_per_s(path) if link else None for path in paths}
     if any(promised.values()):
-        headings.append("of promise")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = None
+        headings.append(">of promise")
+    limits = {(row.case, row.bytes): row for row in rows if row.system != PYTHON}
+    lines = []
     for row in rows:
-        if row.system != OWN or not row.measured:
+        if row.system != PYTHON or not row.measured:
             continue
         path, _, action = row.case.partition(".")
-        if previous not in (None, path):
-            table.add_section()
-        beside = next(
-            (r for r in rows if (r.case, r.bytes) == (row.case, row.bytes) and r.system != OWN),
-            None,
-        )
-        large = row.bytes >= LARGE_BYTES
+        share = None
+        if row.bytes >= LARGE_BYTES and row.gb_per_s is not None and promised[path]:
+            share = row.gb_per_s / (promised[path] or 1.0)
         cells = [
-            path if path != previous else "",
-            {"signal": "round trip"}.get(action, action),
+            path,
+            "round trip" if action == "signal" else action,
             format_size(row.bytes),
             format_seconds(row.seconds_median),
             format_seconds(row.seconds_p99),
-            _bandwidth(row) if large else "–",
-            _limit(beside, large),
-            f"{row.ratio_to_limit:.2f}" if row.ratio_to_limit is not None else "–",
-            _of_promise(row, promised[path] if large else None),
+            _bandwidth(row),
+            _limit(limits.get((row.case, row.bytes))),
+            shown(row.ratio_to_limit, ".2f"),
+            shown(share, ".0%"),
         ]
-        table.add_row(*cells[: len(headings) + 2])
-        previous = path
+        lines.append(cells[: len(headings)])
+    table = new_table("measured", *headings)
+    add_groups(table, lines)
     return table
 
 
 def _bandwidth(row: Row) -> str:
-    return "–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}"
+    return shown(row.gb_per_s if row.bytes >= LARGE_BYTES else None, ".3g")
 
 
-def _limit(row: Row | None, large: bool) -> str:
+def _limit(row: Row | None) -> str:
     if row is None:
         return "–"
-    name = {RAW: "socket"}.get(row.system, row.system)
-    return f"{name} {_bandwidth(row) if large else format_seconds(row.seconds_median)}"
-
-
-def _of_promise(row: Row, promised: float | None) -> str:
-    if promised is None or row.gb_per_s is None:
-        return "–"
-    return f"{row.gb_per_s / promised:.0%}"
+    figure = _bandwidth(row) if row.bytes >= LARGE_BYTES else format_seconds(row.seconds_median)
+    return f"{'socket' if row.system == RAW else row.system} {figure}"
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
     """The level is a word too, so it reads without colour. A remedy has a line of its own."""
-    table = new_table("findings")
-    table.show_header = False
-    table.add_column("level", no_wrap=True)
-    table.add_column("what", no_wrap=True)
+    table = new_table("findings", "level", "what", show_header=False)
     table.add_column("found", overflow="fold")
     for finding in findings:
         # Text, because a remedy may have brackets, which are not markup.
@@ -137,13 +117,12 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 def summary(found: Examination) -> Text:
     """The result in one line."""
-    counts = {level: sum(f.level == level for f in found.findings) for level in (WARNING, NOTE)}
-    said = [
-        f"{count} {level}{'s' if count != 1 else ''}" for level, count in counts.items() if count
-    ]
     if found.failure:
         where = found.address or "this machine"
         return Text(f"{where} was not examined: {found.failure}", style="bold red")
-    if counts[WARNING]:
-        return Text(", ".join(said), style="bold red")
-    return Text(", ".join(["nothing is wrong", *said]), style="green")
+    levels = [finding.level for finding in found.findings]
+    counts = [(levels.count(level), level) for level in (WARNING, NOTE) if level in levels]
+    said = ", ".join(f"{count} {level}{'s' if count != 1 else ''}" for count, level in counts)
+    if WARNING in levels:
+        return Text(said, style="bold red")
+    return Text(f"nothing is wrong, {said}" if said else "nothing is wrong", style="green")

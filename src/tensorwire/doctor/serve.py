@@ -1,11 +1,12 @@
 """The cooperating end of a measurement: answers signals, lends memory, opens raw sockets.
 
 Memory is leased from it as from any Node, so writes and reads need nothing of this module. A client
-makes itself known by a region in its own Node; each connection gets a mailbox and a thread.
+makes itself known by a region in its own Node; each connection gets a dialogue and a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,15 +15,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensorwire.bench.operations import pong
 from tensorwire.bench.raw_socket import RawServer
 from tensorwire.doctor import facts
-from tensorwire.doctor.mailbox import (
+from tensorwire.doctor.dialogue import (
     AREA_BYTES,
     CLIENT_REGION,
-    PING_WORD,
     RAW_PATIENCE_S,
     SERVER_REGION,
-    Mailbox,
+    Dialogue,
 )
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer
@@ -37,10 +38,6 @@ _MOST_RAW_BYTES = 64 << 20
 Say = Callable[[str], None]
 
 
-def _no_say(line: str) -> None:
-    del line
-
-
 class Doctor:
     """A Node that helps others to measure; `close` ends it.
 
@@ -48,7 +45,7 @@ class Doctor:
         ValueError, UnavailableError, BusyError: as for `Node`.
     """
 
-    def __init__(self, listen: str = "127.0.0.1:0", say: Say = _no_say) -> None:
+    def __init__(self, listen: str = "127.0.0.1:0", say: Say = lambda line: None) -> None:
         self.node = Node(
             f"doctor-{os.getpid()}",
             listen=listen,
@@ -86,16 +83,22 @@ class Doctor:
             thread.join(5)
 
     def _attend(self, peer: Peer) -> None:
+        """Introduces itself to a client, then answers until one of the two leaves."""
         try:
             theirs = peer.region(CLIENT_REGION)
-        except LookupError:
-            return  # somebody who only measures what needs no help
-        except TensorwireError:
-            return  # gone already
-        self._say(f"{peer.name} measures by {peer._core.transport}")
+        except (LookupError, TensorwireError):
+            return  # somebody who only measures what needs no help, or is gone already
+        self._say(f"{peer.name} measures by {peer.path.transport}")
         try:
-            box = Mailbox(self.node.allocate(AREA_BYTES), theirs, peer)
-            Attendant(peer, box, self._host).run(self._facts)
+            with (
+                contextlib.closing(RawServer(self._host, RAW_PATIENCE_S, _MOST_RAW_BYTES)) as raw,
+                self.node.allocate(AREA_BYTES) as mine,
+            ):
+                dialogue = Dialogue(mine, peer)
+                dialogue.answer_to(theirs)
+                dialogue.send({"handle": mine.handle().to_bytes().hex(), "facts": self._facts})
+                while True:
+                    _answer(dialogue, raw, dialogue.receive(timeout_s=None))
         except (PeerLostError, ClosedError):
             pass  # the usual end
         except (TensorwireError, ValueError) as error:
@@ -104,59 +107,32 @@ class Doctor:
         self._say(f"{peer.name} is done")
 
 
-class Attendant:
-    """Serves one client until it leaves."""
+def _answer(dialogue: Dialogue, raw: RawServer, request: dict[str, Any]) -> None:
+    """Does what a client asks.
 
-    def __init__(self, peer: Peer, box: Mailbox, host: str) -> None:
-        self._peer = peer
-        self._box = box
-        self._raw = RawServer(host, RAW_PATIENCE_S, _MOST_RAW_BYTES)
-
-    def run(self, about: dict[str, Any]) -> None:
-        """Introduces itself, then answers.
-
-        Raises:
-            PeerLostError, ClosedError: the client left, or this Node ended.
-            ValueError, TimeoutError: it does not keep to the protocol.
-        """
+    Raises:
+        PeerLostError, ClosedError: the client left, or this Node ended.
+        ValueError, TimeoutError: it does not keep to the protocol.
+    """
+    kind = request.get("do")
+    if kind == "pong":
+        first, count = request.get("first"), request.get("count")
+        if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
+            raise ValueError(f"signals from {first!r}, {count!r} times")
+        if not 0 < count <= _MAX_PINGS:
+            raise ValueError(f"{count} signals at once")
+        dialogue.send({})
+        pong(*dialogue.ping_words, range(first, first + count), dialogue.peer, timeout_s=10.0)
+    elif kind == "raw":
         try:
-            self._box.send({"handle": self._box.mine.handle().to_bytes().hex(), "facts": about})
-            while True:
-                self._answer(self._box.receive(timeout_s=None))
-        finally:
-            self._raw.close()
-            try:
-                self._box.mine.free()
-            except ClosedError:
-                pass
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        kind = request.get("do")
-        if kind == "pong":
-            first, count = request.get("first"), request.get("count")
-            if not (isinstance(first, int) and isinstance(count, int) and 0 < first < 1 << 60):
-                raise ValueError(f"signals from {first!r}, {count!r} times")
-            if not 0 < count <= _MAX_PINGS:
-                raise ValueError(f"{count} signals at once")
-            self._box.send({})
-            self._pong(first, count)
-        elif kind == "raw":
-            try:
-                port, token = self._raw.listen(str(request.get("mode")), int(request["bytes"]))
-                self._box.send({"port": port, "token": token})
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self._box.send({"error": f"no raw socket: {error}"})
-        elif kind == "interface":
-            self._box.send({"name": _interface_of(str(request.get("host")))})
-        else:
-            self._box.send({"error": f"this doctor does not know {str(kind)[:40]!r}"})
-
-    def _pong(self, first: int, count: int) -> None:
-        assert self._box.theirs is not None
-        mine, theirs = self._box.mine.word(PING_WORD), self._box.theirs.word(PING_WORD)
-        for value in range(first, first + count):
-            mine.wait_until(value, 10.0, peer=self._peer)
-            theirs.set(value)
+            port, token = raw.listen(str(request.get("mode")), int(request["bytes"]))
+            dialogue.send({"port": port, "token": token})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            dialogue.send({"error": f"no raw socket: {error}"})
+    elif kind == "interface":
+        dialogue.send({"name": _interface_of(str(request.get("host")))})
+    else:
+        dialogue.send({"error": f"this doctor does not know {str(kind)[:40]!r}"})
 
 
 def _interface_of(host: str) -> str | None:

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-from .stage import PLACES, Elsewhere, Stage, stage, warm_up
+from .stage import PLACES, CheckStage, Elsewhere, stage, warm_up
 
-Check = Callable[[Stage], None]
+Check = Callable[[CheckStage], None]
 
 _CHECKS: dict[str, Check] = {
-    check.__name__: check for module in (data, words, grants, lifetime) for check in module.CHECKS
+    name: check
+    for module in (data, words, grants, lifetime)
+    for name, check in vars(module).items()
+    if getattr(check, "__module__", None) == module.__name__ and not name.startswith("_")
 }
 
 

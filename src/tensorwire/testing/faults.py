@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+from tensorwire._core import FaultPlan
 from tensorwire.errors import TensorwireError
-from tensorwire.memory import Transfer
-from tensorwire.memory.faults import FaultPlan, inject
+from tensorwire.memory import Peer, Transfer
+from tensorwire.memory.core import core_of
 
 from .leaks import Footprint, check_no_growth
 from .pair import Pair, node_pair
+from .target import beside
 
 __all__ = ["Exchange", "FaultPlan", "for_every_n", "inject"]
 
 ACTIONS = ("fail", "drop", "delay", "cut")
+
+
+def inject(peer: Peer, plan: FaultPlan | None) -> None:
+    """Lets a plan act on the operations of one connection, or with None ends that.
+
+    Args:
+        peer: the connection, at the side that starts the operations.
+        plan: `FaultPlan(nth, action, delay_s)` counts operations from 1 and acts on the n-th only.
+            "fail": it is not carried out and completes with UnavailableError. "drop": it is not
+            carried out and ends when the connection does. "delay": it starts `delay_s` later.
+            "cut": the connection is lost at that moment.
+    """
+    core_of(peer).inject(plan)
 
 
 class Exchange:
@@ -98,7 +114,7 @@ def for_every_n(
         where = f"{action} of operation {nth} on {chosen}"
         plan = FaultPlan(nth, action, delay_s)
         before = Footprint.now()
-        _run(script, plan, action, where, build, chosen, timeout_s, deadline_s, options)
+        _run(script, plan, action, where, partial(build, chosen, **options), timeout_s, deadline_s)
         check_no_growth(before)
         if not plan.hit:
             return nth - 1
@@ -111,37 +127,24 @@ def _run(
     action: str,
     where: str,
     build: PairBuilder,
-    transports: list[str] | None,
     timeout_s: float,
     deadline_s: float,
-    options: dict[str, Any],
 ) -> None:
-    errors: list[BaseException] = []
-    with build(transports, **options) as pair:
+    with build() as pair:
         exchange = Exchange(pair, timeout_s)
         inject(pair.to_far, plan)
-
-        def body() -> None:
-            try:
-                script(exchange)
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=body, name="exchange", daemon=True)
-        thread.start()
-        thread.join(deadline_s)
-        hung = thread.is_alive()
+        running = beside(script, exchange)
+        hung = not wait([running], deadline_s).done
         if hung:
             faulthandler.dump_traceback(all_threads=True)
         early = [(t, t.code) for t in exchange.transfers if t.done()]
-    thread.join(deadline_s)
+    wait([running], deadline_s)
     assert not hung, f"{where}: the script still ran after {deadline_s:g} s"
     allowed = plan.hit and action != "delay"
-    while errors:
-        error = errors.pop()
-        if not (allowed and isinstance(error, TensorwireError)):
-            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
-        del error  # it refers to the script's frame, and that to the Nodes
+    error = running.exception()
+    if error is not None and not (allowed and isinstance(error, TensorwireError)):
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+    del error, running  # they refer to the script's frame, and that to the Nodes
     if not allowed:
         failed = [t.code for t, code in early if code != 0]
         assert not failed, f"{where}: transfers failed with codes {failed}"

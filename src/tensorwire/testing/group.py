@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -100,7 +99,7 @@ class Member(Channel):
         try:
             super().send(value)
         except OSError as error:
-            raise self._failure(f"cannot be sent to: {error}") from error
+            raise self.failure(f"cannot be sent to: {error}") from error
 
     def recv(self, timeout_s: float | None = 30.0) -> Any:
         """Receives the next object that the process sent.
@@ -114,8 +113,8 @@ class Member(Channel):
             return value
         self._outcome = kind, value
         if kind == "result":
-            raise self._failure(f"returned {value!r} and sends no more")
-        raise self._failure(f"failed:\n{value}")
+            raise self.failure(f"returned {value!r} and sends no more")
+        raise self.failure(f"failed:\n{value}")
 
     def result(self, timeout_s: float | None = 30.0) -> Any:
         """Waits for the function to return and gives what it returned; may be called again.
@@ -134,7 +133,7 @@ class Member(Channel):
                 self._outcome = kind, value
         kind, value = self._outcome
         if kind == "error":
-            raise self._failure(f"failed:\n{value}")
+            raise self.failure(f"failed:\n{value}")
         return value
 
     def kill(self) -> None:
@@ -183,9 +182,10 @@ class Member(Channel):
                 raise
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
-            raise self._failure("ended without a result") from None
+            raise self.failure("ended without a result") from None
 
-    def _failure(self, what: str) -> MemberError:
+    def failure(self, what: str) -> MemberError:
+        """The error that says what the process did, with its log; it counts as seen."""
         self._seen_failure = True
         return MemberError(f"{self!r} {what}\nIts log:\n{self.log()}")
 
@@ -209,17 +209,30 @@ class Member(Channel):
         except OSError:
             return False
 
-    def _end(self, deadline: float) -> None:
-        """Asks, then forces; afterwards nothing of the process is left."""
+    def unnoticed(self) -> list[str]:
+        """The failure that lies in the channel unread, if there is one."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._outcome is None and self._connection.poll(0):
+                kind, value = self._connection.recv()
+                if kind != "value":
+                    self._outcome = kind, value
+        if self._outcome and self._outcome[0] == "error" and not self._seen_failure:
+            return [str(self.failure(f"failed:\n{self._outcome[1]}"))]
+        return []
+
+    def end(self, deadline: float) -> list[str]:
+        """Asks, then forces; nothing of the process is left. Returns the failure, if it is one."""
         self._connection.close()  # the function's next recv raises EOFError
-        if self._process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(deadline - time.monotonic(), 0.0))
-        if self._process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
+        if self.exit_code is None:
             self._expected_end = False
             self._process.kill()
         self._process.wait()
         self._final_log = self.log()
+        if self.exit_code == 0 or self._expected_end or self._seen_failure:
+            return []
+        return [str(self.failure("was not expected to end so"))]
 
 
 class PeerGroup:
@@ -287,7 +300,7 @@ class PeerGroup:
         try:
             channel.send(call)
         except OSError as error:
-            raise member._failure(f"did not start: {error}") from error
+            raise member.failure(f"did not start: {error}") from error
         return member
 
     def kill(self, index: int) -> None:
@@ -308,19 +321,12 @@ class PeerGroup:
     def __enter__(self) -> PeerGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        failures = []
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._logs:
-            if error is None:
-                failures += self._unnoticed()
-            else:
+            failures = [failure for member in self.members for failure in member.unnoticed()]
+            if error is not None:
                 # One's failure is often another's first.
-                for failure in self._unnoticed():
+                for failure in failures:
                     error.add_note(f"Besides: {failure}")
                 for member in self.members:
                     member.kill()
@@ -330,25 +336,9 @@ class PeerGroup:
                     member.cont()
             deadline = time.monotonic() + self._deadline_s
             for member in self.members:
-                member._end(deadline)
-                code = member.exit_code
-                if code != 0 and not member._expected_end and not member._seen_failure:
-                    failures.append(str(member._failure("was not expected to end so")))
+                failures += member.end(deadline)
         if failures and error is None:
             raise MemberError("\n\n".join(failures))
-
-    def _unnoticed(self) -> list[str]:
-        """Failures that lie in the channels unread."""
-        failures = []
-        for member in self.members:
-            with contextlib.suppress(EOFError, OSError):
-                while member._outcome is None and member._connection.poll(0):
-                    kind, value = member._connection.recv()
-                    if kind != "value":
-                        member._outcome = kind, value
-            if member._outcome and member._outcome[0] == "error" and not member._seen_failure:
-                failures.append(str(member._failure(f"failed:\n{member._outcome[1]}")))
-        return failures
 
 
 def _run_member(descriptor: int) -> None:
@@ -366,9 +356,7 @@ def _run_member(descriptor: int) -> None:
     if os.getppid() != parent:
         return  # it died before it could be watched
     try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function = pkgutil.resolve_name(f"{module}:{name}")
         result = function(Channel(connection), *pickle.loads(args))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send(("result", result))

@@ -81,64 +81,58 @@ def _descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
     sockets = _sockets()
     for name in _entries("/proc/self/fd"):
-        target = _link(f"/proc/self/fd/{name}")
-        # The listing itself shows up as a descriptor that is gone by now, or as the folder.
-        if target and not (target.startswith("/proc/") and target.endswith("/fd")):
-            found[sockets.get(target, target)] += 1
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            # The listing itself shows up as a descriptor that is gone by now, or as the folder.
+            if not (target.startswith("/proc/") and target.endswith("/fd")):
+                found[sockets.get(target, target)] += 1
     return found
 
 
 def _sockets() -> dict[str, str]:
     """Link text of a socket -> the same with protocol and address."""
     described = {}
-    for protocol in ("tcp", "tcp6"):
-        for line in _lines(f"/proc/self/net/{protocol}"):
-            words = line.split()
-            described[f"socket:[{words[9]}]"] = (
-                f"socket:[{words[9]}] {protocol} {words[1]} to {words[2]}"
-            )
-    for line in _lines("/proc/self/net/unix"):
-        words = line.split()
-        path = words[7] if len(words) > 7 else "unnamed"
-        described[f"socket:[{words[6]}]"] = f"socket:[{words[6]}] unix {path}"
+    for protocol in ("tcp", "tcp6", "unix"):
+        for line in _lines(f"/proc/self/net/{protocol}")[1:]:
+            words = [*line.split(), "unnamed"]
+            if protocol == "unix":
+                name, address = f"socket:[{words[6]}]", words[7]
+            else:
+                name, address = f"socket:[{words[9]}]", f"{words[1]} to {words[2]}"
+            described[name] = f"{name} {protocol} {address}"
     return described
 
 
 def _mappings() -> Counter[str]:
     found: Counter[str] = Counter()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            words = line.split(maxsplit=5)
-            if len(words) == 6 and words[5].startswith(("/memfd:", "/dev/shm/")):
-                start, end = (int(part, 16) for part in words[0].split("-"))
-                found[f"{words[5]} inode {words[4]}, {end - start} bytes"] += 1
+    for line in _lines("/proc/self/maps"):
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[5].startswith(("/memfd:", "/dev/shm/")):
+            start, end = (int(part, 16) for part in words[0].split("-"))
+            found[f"{words[5]} inode {words[4]}, {end - start} bytes"] += 1
     return found
 
 
 def _threads() -> Counter[str]:
-    found: Counter[str] = Counter()
-    for tid in _entries("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
-            found[f"{tid} ({name})"] += 1
-    return found
+    return Counter(
+        f"{tid} ({name})"
+        for tid in _entries("/proc/self/task")
+        for name in _lines(f"/proc/self/task/{tid}/comm")
+    )
 
 
 def _children() -> Counter[str]:
-    found: Counter[str] = Counter()
-    for tid in _entries("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            for pid in Path(f"/proc/self/task/{tid}/children").read_text().split():
-                found[f"{pid} ({_command(pid)})"] += 1
-    return found
+    return Counter(
+        f"{pid} ({_command(pid)})"
+        for tid in _entries("/proc/self/task")
+        for line in _lines(f"/proc/self/task/{tid}/children")
+        for pid in line.split()
+    )
 
 
 def _command(pid: str) -> str:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        name, _, rest = stat.rpartition(")")
-        return f"{name.partition('(')[2]}, state {rest.split()[0]}"
-    return "gone"
+    name, _, rest = "\n".join(_lines(f"/proc/{pid}/stat")).rpartition(")")
+    return f"{name.partition('(')[2]}, state {rest.split()[0]}" if rest else "gone"
 
 
 def _shared_files() -> Counter[str]:
@@ -154,13 +148,6 @@ def _entries(folder: str) -> list[str]:
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()[1:]
+        return Path(path).read_text().splitlines()
     except OSError:
         return []
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.memory import Node, Peer, RemoteRegion, Transfer
+from tensorwire.memory import Node, Peer, RemoteRegion, Transfer, Word
 
 from .group import Member, PeerGroup
-from .target import Target, serve_target, target_elsewhere
+from .target import Target, beside, serve_target, target_elsewhere
 
 # Generous: on a busy machine only the order of events may matter, never their speed.
 WAIT_S = 30.0
@@ -46,7 +46,7 @@ class Elsewhere:
 
 
 @dataclass
-class Stage:
+class CheckStage:
     """What a check gets.
 
     Attributes:
@@ -72,10 +72,23 @@ class Stage:
         return self.peer.region(self.target.allocate(key, size_bytes, access))
 
     @contextlib.contextmanager
-    def third(self) -> Iterator[Node]:
-        """One more Node, as the near one."""
+    def third(self) -> Iterator[Peer]:
+        """The target as one more Node sees it."""
         with Node("third", **self.options) as node:
-            yield node
+            yield node.connect(self.target.address())
+
+    @contextlib.contextmanager
+    def rounds(self, sizes: list[int]) -> Iterator[tuple[RemoteRegion, Word]]:
+        """The target checks rounds of these sizes; see `Target.answer_rounds`.
+
+        Gives its region, and the word that it raises behind each round.
+        """
+        reply = self.near.allocate(64, name="reply").word(0)
+        self.target.accept()
+        remote = self.remote("r", 64 + max(sizes))
+        finish_target = self.target.begin("answer_rounds", "r", sizes, "reply")
+        yield remote, reply
+        assert finish_target() == []
 
 
 @functools.cache
@@ -87,8 +100,8 @@ def warm_up(transport: str) -> None:
 
 
 @contextlib.contextmanager
-def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[Stage]:
-    """Builds a Stage and takes it down, whatever the check has left of it."""
+def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[CheckStage]:
+    """Builds a CheckStage and takes it down, whatever the check has left of it."""
     options = {"transports": [transport], **options}
     with contextlib.ExitStack() as stack:
         if isinstance(place, Elsewhere):
@@ -104,7 +117,7 @@ def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[St
             target = target_elsewhere(member)
         near = stack.enter_context(Node("near", **options))
         peer = near.connect(target.address())
-        yield Stage(transport, place, near, peer, target, member, options)
+        yield CheckStage(transport, place, near, peer, target, member, options)
 
 
 def pattern(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -128,6 +141,31 @@ def failure_of(start: Callable[..., Any], *args: Any, **options: Any) -> Excepti
     except Exception as error:
         return error
     return None
+
+
+def operations_on(remote: RemoteRegion) -> list[Callable[[], object]]:
+    """Every kind of operation on the memory of a peer; what they need is made now."""
+    word, writing = remote.word(0), remote.peer.prepare_write([b"x"], [remote])
+    return [
+        lambda: remote.write(b"x"),
+        lambda: remote.read(bytearray(1)),
+        lambda: remote.peer.write([b"x"], [remote]),
+        lambda: writing.start(),
+        lambda: word.set(1),
+        lambda: word.fetch_add(1, WAIT_S),
+    ]
+
+
+def all_must_fail(kind: type[Exception], *starts: Callable[[], Any]) -> None:
+    """As `must_fail`, each of these."""
+    for start in starts:
+        must_fail(kind, start)
+
+
+def run_threads(*bodies: Callable[[], object]) -> None:
+    """Runs functions in parallel to their end, and raises the first error of any."""
+    for running in [beside(body) for body in bodies]:
+        running.result(2 * WAIT_S)
 
 
 def must_fail(kind: type[ErrorT], start: Callable[..., Any], *args: Any, **options: Any) -> ErrorT:

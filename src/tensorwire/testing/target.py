@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,20 @@ import numpy as np
 from tensorwire.memory import Handle, Node, Peer, Region
 
 from .group import Channel, Member
+
+
+def beside(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls a function in a thread that does not keep the process alive."""
+    running: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            running.set_result(function(*args))
+        except BaseException as error:
+            running.set_exception(error)
+
+    threading.Thread(target=run, name=f"beside {function!r}", daemon=True).start()
+    return running
 
 
 class Target:
@@ -29,7 +44,6 @@ class Target:
         self._options = options
         self._node = Node(**{"name": "far", **options})
         self._regions: dict[str, Region] = {}
-        self._views: dict[str, Any] = {}
         self._peer: Peer | None = None
 
     def address(self) -> str:
@@ -127,26 +141,8 @@ class Target:
 
     def begin(self, method: str, *args: Any) -> Callable[[], Any]:
         """Starts a method beside the caller; the result waits for it and gives what it returned."""
-        results: list[Any] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(getattr(self, method)(*args))
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name=f"target {method}", daemon=True)
-        thread.start()
-
-        def finish() -> Any:
-            thread.join(60.0)
-            assert not thread.is_alive(), f"{method} hangs"
-            if errors:
-                raise errors[0]
-            return results[0]
-
-        return finish
+        running = beside(getattr(self, method), *args)
+        return lambda: running.result(60.0)
 
 
 class _TargetElsewhere:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
 
 from tensorwire.memory import Transfer, wait_all
 
-from ..stage import WAIT_S, Stage, finish, must_fail, pattern
+from ..stage import WAIT_S, CheckStage, all_must_fail, finish, must_fail, pattern, run_threads
 
 MIB = 1 << 20
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4096, MIB + 3, 16 * MIB)
 
 
-def write_sizes(stage: Stage) -> None:
+def write_sizes(stage: CheckStage) -> None:
     """Writes of every size, at even and odd offsets, change exactly their bytes."""
     for number, size in enumerate(SIZES):
         for offset in (0, 64, 129):
@@ -38,7 +37,7 @@ def write_sizes(stage: Stage) -> None:
             stage.target.free(key)
 
 
-def read_sizes(stage: Stage) -> None:
+def read_sizes(stage: CheckStage) -> None:
     """Reads of every size, at even and odd offsets, bring exactly their bytes."""
     total = SIZES[-1] + 200
     remote = stage.remote("all", total)
@@ -53,7 +52,7 @@ def read_sizes(stage: Stage) -> None:
             assert local[0] == local[-1] == 7
 
 
-def local_kinds(stage: Stage) -> None:
+def local_kinds(stage: CheckStage) -> None:
     """Everything with a buffer can be a source, and what is writable a destination."""
     remote = stage.remote("r", 4096)
     data = pattern(1024)
@@ -78,16 +77,15 @@ def local_kinds(stage: Stage) -> None:
     region.array()[:] = 0
     target_array = np.zeros(1024, np.uint8)
     mutable = bytearray(1024)
-    finish(remote[100:1124].read(target_array))
-    finish(remote[100:1124].read(mutable))
-    finish(remote[100:1124].read(region[512:1536]))
+    for destination in (target_array, mutable, region[512:1536]):
+        finish(remote[100:1124].read(destination))
     assert target_array.tobytes() == bytes(mutable) == data.tobytes()
     assert region.array()[512:1536].tobytes() == data.tobytes()
     assert not region.array()[:512].any()
     assert not region.array()[1536:].any()
 
 
-def slices(stage: Stage) -> None:
+def slices(stage: CheckStage) -> None:
     """A slice of a slice means the bytes that arithmetic says."""
     remote = stage.remote("r", 1000)
     finish(remote[100:900][50:][:10].write(b"0123456789"))
@@ -95,12 +93,15 @@ def slices(stage: Stage) -> None:
     part = bytearray(4)
     finish(remote[150:160][3:7].read(part))
     assert part == b"3456"
-    must_fail(ValueError, remote[0:10].write, bytes(11))
-    must_fail(ValueError, remote[0:10].read, bytearray(11))
+    all_must_fail(
+        ValueError,
+        lambda: remote[0:10].write(bytes(11)),
+        lambda: remote[0:10].read(bytearray(11)),
+    )
     assert stage.target.contents("r", 0, 149) == bytes(149)
 
 
-def batches(stage: Stage) -> None:
+def batches(stage: CheckStage) -> None:
     """A batch is one transfer: pieces of several regions, neighbours, in any order."""
     first, second = stage.remote("a", 10_000), stage.remote("b", 300_000)
     pieces = [pattern(size, seed) for seed, size in enumerate((1, 64, 0, 999, 100_000, 8, 8, 8))]
@@ -130,7 +131,7 @@ def batches(stage: Stage) -> None:
     finish(stage.peer.read([], []))
 
 
-def many_pieces(stage: Stage) -> None:
+def many_pieces(stage: CheckStage) -> None:
     """A batch of thousands of small pieces, scattered, arrives whole."""
     count = 3000
     remote = stage.remote("r", count * 16)
@@ -146,7 +147,7 @@ def many_pieces(stage: Stage) -> None:
     assert not found[:, 8:].any()
 
 
-def prepared(stage: Stage) -> None:
+def prepared(stage: CheckStage) -> None:
     """A prepared batch moves what its memory holds at each start; neighbours are merged."""
     remote = stage.remote("r", 4096)
     local = np.zeros(4096, np.uint8)
@@ -171,7 +172,7 @@ def prepared(stage: Stage) -> None:
     assert not local[1100:2048].any()
 
 
-def prepared_by_index(stage: Stage) -> None:
+def prepared_by_index(stage: CheckStage) -> None:
     """Index vectors choose pieces: none, repeated, out of order, of any integer type."""
     count = 64
     remote = stage.remote("r", count * 32)
@@ -200,7 +201,7 @@ def prepared_by_index(stage: Stage) -> None:
     must_fail(ValueError, reading.start, signal=(word, 10))
 
 
-def source_dropped(stage: Stage) -> None:
+def source_dropped(stage: CheckStage) -> None:
     """A source may lose its last name right after the call."""
     remote = stage.remote("r", 64 * 100_000)
     transfers = [
@@ -216,7 +217,7 @@ def source_dropped(stage: Stage) -> None:
     del scratch
 
 
-def many_in_flight(stage: Stage) -> None:
+def many_in_flight(stage: CheckStage) -> None:
     """Thousands of transfers that nobody waits for, then one wait."""
     remote = stage.remote("r", 8 * 4000)
     data = pattern(8 * 4000)
@@ -225,7 +226,7 @@ def many_in_flight(stage: Stage) -> None:
     assert stage.target.contents("r") == data.tobytes()
 
 
-def transfer_dropped(stage: Stage) -> None:
+def transfer_dropped(stage: CheckStage) -> None:
     """A transfer that nobody keeps is carried out all the same."""
     remote = stage.remote("r", 8 + 50 * 100_000)
     word = remote.word(0)
@@ -237,60 +238,52 @@ def transfer_dropped(stage: Stage) -> None:
     assert stage.target.is_filled("r", 8 + 49 * 100_000, 8 + 50 * 100_000, 50)
 
 
-def threads(stage: Stage) -> None:
+def threads(stage: CheckStage) -> None:
     """Several threads share a Peer, each in its own part of a region."""
     part = 300_000
     remote = stage.remote("r", 4 * part)
-    failures: list[BaseException] = []
 
     def hammer(number: int) -> None:
-        try:
-            mine = remote[number * part : (number + 1) * part]
-            rng = np.random.default_rng(number)
-            for _ in range(60):
-                size = int(rng.choice([1, 8, 500, 70_000, part]))
-                start = int(rng.integers(0, part - size + 1))
-                data = rng.integers(0, 256, size, np.uint8)
-                finish(mine[start : start + size].write(data))
-                back = np.empty_like(data)
-                finish(mine[start : start + size].read(back))
-                assert (back == data).all()
-        except BaseException as error:
-            failures.append(error)
+        mine = remote[number * part : (number + 1) * part]
+        rng = np.random.default_rng(number)
+        for _ in range(60):
+            size = int(rng.choice([1, 8, 500, 70_000, part]))
+            start = int(rng.integers(0, part - size + 1))
+            data = rng.integers(0, 256, size, np.uint8)
+            finish(mine[start : start + size].write(data))
+            back = np.empty_like(data)
+            finish(mine[start : start + size].read(back))
+            assert (back == data).all()
 
-    run_threads([partial(hammer, number) for number in range(4)])
-    if failures:
-        raise failures[0]
+    run_threads(*(partial(hammer, number) for number in range(4)))
 
 
-def event_loop(stage: Stage) -> None:
+def event_loop(stage: CheckStage) -> None:
     """Transfers and words can be awaited, many at once, also large ones."""
     size = 3 * MIB + 1
     remote = stage.remote("r", 4 * size)
     data = [pattern(size, seed) for seed in range(4)]
     back = [np.zeros(size, np.uint8) for _ in range(4)]
 
+    async def one(transfer: Transfer) -> None:
+        await transfer
+
+    async def together(transfers: Iterable[Transfer]) -> None:
+        await asyncio.gather(*map(one, transfers))
+
     async def main() -> None:
         parts = [remote[size * i : size * (i + 1)] for i in range(4)]
-
-        async def there(i: int) -> None:
-            await parts[i].write(data[i])
-
-        async def and_back(i: int) -> None:
-            await parts[i].read(back[i])
-
         async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*map(there, range(4)))
-            await asyncio.gather(*map(and_back, range(4)))
-            small = [remote[8 * i : 8 * i + 8].write(bytes([i] * 8)) for i in range(200)]
-            await asyncio.gather(*(_awaited(transfer) for transfer in small))
+            await together(part.write(each) for part, each in zip(parts, data, strict=True))
+            await together(part.read(each) for part, each in zip(parts, back, strict=True))
+            await together(remote[8 * i : 8 * i + 8].write(bytes([i] * 8)) for i in range(200))
 
     asyncio.run(main())
     assert all((a == b).all() for a, b in zip(data, back, strict=True))
     assert stage.target.contents("r", 0, 1600) == bytes(i for i in range(200) for _ in range(8))
 
 
-def handles_travel(stage: Stage) -> None:
+def handles_travel(stage: CheckStage) -> None:
     """A handle works after pickling, as bytes, and from the remote side."""
     handle = stage.target.allocate("r", 100)
     for copy in (
@@ -304,10 +297,6 @@ def handles_travel(stage: Stage) -> None:
         stage.target.fill("r", 0, bytes(100))
 
 
-async def _awaited(transfer: Transfer) -> None:
-    await transfer
-
-
 class _DlpackOnly:
     """An array library's object with nothing but DLPack."""
 
@@ -319,31 +308,3 @@ class _DlpackOnly:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
-
-
-def run_threads(bodies: Sequence[Callable[[], None]]) -> None:
-    """Runs functions in parallel to their end."""
-    running = [threading.Thread(target=body, daemon=True) for body in bodies]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(2 * WAIT_S)
-        assert not thread.is_alive(), "a thread hangs"
-
-
-CHECKS = (
-    write_sizes,
-    read_sizes,
-    local_kinds,
-    slices,
-    batches,
-    many_pieces,
-    prepared,
-    prepared_by_index,
-    source_dropped,
-    many_in_flight,
-    transfer_dropped,
-    threads,
-    event_loop,
-    handles_travel,
-)

@@ -12,10 +12,19 @@ import numpy as np
 from tensorwire.errors import BusyError, ClosedError, StaleHandleError, TimeoutError
 from tensorwire.memory import RemoteRegion
 
-from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
+from ..stage import (
+    WAIT_S,
+    CheckStage,
+    all_must_fail,
+    failure_of,
+    finish,
+    must_fail,
+    operations_on,
+    pattern,
+)
 
 
-def access(stage: Stage) -> None:
+def access(stage: CheckStage) -> None:
     """What the owner does not allow is refused and leaves no trace."""
     for grant in ("rw", "r", "w", "none"):
         remote = stage.remote(grant, 64, grant)
@@ -24,16 +33,17 @@ def access(stage: Stage) -> None:
         stage.target.fill(grant, 0, content)
         free = stage.remote("free " + grant, 64)
         for write in _writes(remote, free):
-            if "w" in grant:
-                assert failure_of(write) is None
-            else:
-                must_fail(PermissionError, write)
+            _allowed("w" in grant, write)
         assert "w" in grant or stage.target.contents(grant) == content
         for read in _reads(remote):
-            if "r" in grant:
-                assert failure_of(read) is None
-            else:
-                must_fail(PermissionError, read)
+            _allowed("r" in grant, read)
+
+
+def _allowed(allowed: bool, start: Callable[[], Any]) -> None:
+    if allowed:
+        assert failure_of(start) is None
+    else:
+        must_fail(PermissionError, start)
 
 
 def _writes(remote: RemoteRegion, free: RemoteRegion) -> list[Callable[[], Any]]:
@@ -56,7 +66,7 @@ def _reads(remote: RemoteRegion) -> list[Callable[[], Any]]:
     ]
 
 
-def fetch_add_needs_both(stage: Stage) -> None:
+def fetch_add_needs_both(stage: CheckStage) -> None:
     """An addition tells the old value, so it needs both rights."""
     for grant, allowed in (("rw", True), ("r", False), ("w", False)):
         word = stage.remote(grant, 8, grant).word(0)
@@ -67,10 +77,11 @@ def fetch_add_needs_both(stage: Stage) -> None:
             assert stage.target.value(grant, 0) == 0
 
 
-def out_of_range(stage: Stage) -> None:
+def out_of_range(stage: CheckStage) -> None:
     """Nothing reaches past a region's end."""
     remote, neighbour = stage.remote("r", 100), stage.remote("n", 100)
-    wrong: list[Callable[[], object]] = [
+    all_must_fail(
+        ValueError,
         lambda: remote.write(bytes(101)),
         lambda: remote[50:].write(bytes(51)),
         lambda: remote.read(bytearray(101)),
@@ -84,41 +95,32 @@ def out_of_range(stage: Stage) -> None:
         lambda: remote.word(-8),
         lambda: remote.word(4),
         lambda: remote[4:].word(0),
-    ]
-    for start in wrong:
-        must_fail(ValueError, start)
+    )
     assert stage.target.contents("r") == stage.target.contents("n") == bytes(100)
     finish(remote[100:].write(b""))
 
 
-def stale_after_free(stage: Stage) -> None:
+def stale_after_free(stage: CheckStage) -> None:
     """After free every use fails alike, also when the slot was given to another region."""
     handle = stage.target.allocate("r", 4096)
     remote = stage.peer.region(handle)
-    word = remote.word(0)
-    writing = stage.peer.prepare_write([b"x"], [remote])
-    finish(writing.start())
+    word, operations = remote.word(0), operations_on(remote)
+    assert [failure_of(start) for start in operations] == [None] * len(operations)
     stage.target.free("r")
     again = stage.remote("again", 4096)
-    stale: list[Callable[[], object]] = [
-        lambda: remote.write(b"x"),
+    all_must_fail(
+        StaleHandleError,
+        *operations,
         lambda: remote.write(bytes(4096)),
-        lambda: remote.read(bytearray(1)),
-        lambda: stage.peer.write([b"x"], [remote]),
-        lambda: writing.start(),
-        lambda: word.set(1),
-        lambda: word.fetch_add(1, WAIT_S),
         lambda: again.write(b"x", signal=(word, 1)),
         lambda: stage.peer.region(handle),
-    ]
-    for start in stale:
-        must_fail(StaleHandleError, start)
+    )
     assert stage.target.contents("again", 1) == bytes(4095)
     finish(again.write(b"fine"))
     assert stage.target.contents("again", 0, 4) == b"fine"
 
 
-def forged_handles(stage: Stage) -> None:
+def forged_handles(stage: CheckStage) -> None:
     """A handle that is not exactly right gives nothing."""
     handle = stage.target.allocate("r", 64)
     for wrong in (
@@ -133,7 +135,7 @@ def forged_handles(stage: Stage) -> None:
     assert stage.peer.region(larger).size_bytes == 64, "the owner's word counts, not the handle's"
 
 
-def names(stage: Stage) -> None:
+def names(stage: CheckStage) -> None:
     """Regions are found by name; names are unique and free again after free."""
     stage.target.allocate("a", 100, "rw", "weights/ä")
     remote = stage.peer.region("weights/ä")
@@ -149,7 +151,7 @@ def names(stage: Stage) -> None:
     must_fail(LookupError, stage.peer.region, "weights/ä")
 
 
-def awaited_names(stage: Stage) -> None:
+def awaited_names(stage: CheckStage) -> None:
     """A look-up can wait for a region, which several threads and a later one then have."""
     must_fail(TimeoutError, stage.peer.wait_region, "soon", 0.05)
     must_fail(LookupError, stage.peer.region, "soon")
@@ -183,7 +185,7 @@ def awaited_names(stage: Stage) -> None:
     assert stage.peer.region("weights/ä").size_bytes == 8
 
 
-def remote_allocation(stage: Stage) -> None:
+def remote_allocation(stage: CheckStage) -> None:
     """Memory can be allocated at the peer, found there by name, and given back."""
     remote = stage.peer.allocate(100_000, "theirs")
     back = np.ones(100_000, np.uint8)
@@ -202,13 +204,13 @@ def remote_allocation(stage: Stage) -> None:
     must_fail(LookupError, stage.peer.region, "theirs")
 
 
-def only_the_lessee_frees(stage: Stage) -> None:
+def only_the_lessee_frees(stage: CheckStage) -> None:
     """A peer cannot free what it did not allocate."""
     owned = stage.remote("owned", 64)
     must_fail(PermissionError, owned.free, WAIT_S)
     leased = stage.peer.allocate(64, "leased")
     with stage.third() as third:
-        seen = third.connect(stage.target.address()).region("leased")
+        seen = third.region("leased")
         must_fail(PermissionError, seen.free, WAIT_S)
         finish(seen.write(b"shared"))
     back = bytearray(6)
@@ -217,24 +219,25 @@ def only_the_lessee_frees(stage: Stage) -> None:
     finish(owned.write(b"still there"))
 
 
-def lease_ends_with_connection(stage: Stage) -> None:
+def lease_ends_with_connection(stage: CheckStage) -> None:
     """What a peer allocated is given back when it goes away."""
     with stage.third() as third:
-        peer = third.connect(stage.target.address())
-        peer.allocate(1 << 20, "borrowed")
+        third.allocate(1 << 20, "borrowed")
         assert stage.peer.region("borrowed").size_bytes == 1 << 20
-    eventually(LookupError, lambda: stage.peer.region("borrowed"))
+    for _ in range(20_000):  # each a round trip to the peer
+        if isinstance(failure_of(stage.peer.region, "borrowed"), LookupError):
+            return
+    raise AssertionError("what was leased is still there")
 
 
-def quota(stage: Stage) -> None:
+def quota(stage: CheckStage) -> None:
     """What peers allocate is bounded for all of them together, and free gives room back."""
     mib = 1 << 20
     first = stage.peer.allocate(3 * mib)
     error = must_fail(BusyError, stage.peer.allocate, 2 * mib)
     assert "quota" in str(error)
     must_fail(BusyError, stage.peer.allocate, 1 << 62)
-    with stage.third() as third:
-        other = third.connect(stage.target.address())
+    with stage.third() as other:
         must_fail(BusyError, other.allocate, 2 * mib)
         second = other.allocate(mib)
         finish(second.write(b"fits"))
@@ -243,28 +246,5 @@ def quota(stage: Stage) -> None:
     stage.target.allocate("own", 64 * mib)  # the owner itself is not bound
 
 
-def eventually(kind: type[Exception], start: Callable[[], RemoteRegion]) -> None:
-    """Repeats an action until it fails as it must; every action is a round trip to the peer."""
-    for _ in range(20_000):
-        try:
-            start()
-        except kind:
-            return
-    raise AssertionError(f"{kind.__name__} never came")
-
-
 # Options of the Nodes for single checks.
 OPTIONS: dict[str, dict[str, Any]] = {"quota": {"quota_bytes": 4 << 20}}
-
-CHECKS = (
-    access,
-    fetch_add_needs_both,
-    out_of_range,
-    stale_after_free,
-    forged_handles,
-    names,
-    remote_allocation,
-    only_the_lessee_frees,
-    lease_ends_with_connection,
-    quota,
-)

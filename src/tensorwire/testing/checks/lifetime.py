@@ -21,14 +21,23 @@ from tensorwire.memory import Node, Peer, RemoteRegion, Transfer
 from tensorwire.memory.aio import wait_transfer
 
 from ..faults import check_completed_once
-from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
-from .data import run_threads
+from ..stage import (
+    WAIT_S,
+    CheckStage,
+    all_must_fail,
+    failure_of,
+    finish,
+    must_fail,
+    operations_on,
+    pattern,
+)
+from ..target import beside, round_value
 
 # On these a target need not be awake for writes and reads.
 ONE_SIDED = ("shm", "rdma")
 
 
-def path(stage: Stage) -> None:
+def path(stage: CheckStage) -> None:
     """The path is told, and a path that cannot be had is refused, not replaced."""
     told = stage.peer.path
     assert told.transport == stage.transport
@@ -43,36 +52,22 @@ def path(stage: Stage) -> None:
     assert stage.near.connect(address, require=stage.transport).path.transport == stage.transport
 
 
-def local_close(stage: Stage) -> None:
+def local_close(stage: CheckStage) -> None:
     """Closing a Node ends what is in flight and whoever waits, and everything after."""
     remote = stage.remote("r", 32 << 20)
     word = stage.near.allocate(8).word(0)
     local = np.ones(32 << 20, np.uint8)
-    writing = stage.peer.prepare_write([b"x"], [remote])
+    operations = operations_on(remote)
     transfers = [remote.write(local) for _ in range(4)] + [remote.read(local.copy())]
-    waiting = threading.Event()
-    ended: list[Exception | None] = []
-
-    def wait() -> None:
-        waiting.set()
-        ended.append(failure_of(word.wait_until, 1))
-
-    def close() -> None:
-        waiting.wait(WAIT_S)
-        stage.near.close()
-
-    run_threads([wait, close])
-    assert isinstance(ended[0], ClosedError), ended[0]
+    ended = beside(failure_of, word.wait_until, 1)
+    stage.near.close()
+    assert isinstance(ended.result(WAIT_S), ClosedError)
     early = [(transfer, transfer.code) for transfer in transfers]
     for transfer in transfers:
         assert isinstance(failure_of(transfer.wait, WAIT_S), ClosedError | None)
-    refused: list[Callable[[], object]] = [
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: stage.peer.write([b"x"], [remote]),
-        lambda: writing.start(),
-        lambda: remote.word(0).set(1),
-        lambda: remote.word(0).fetch_add(),
+    all_must_fail(
+        ClosedError,
+        *operations,
         lambda: stage.peer.region("r"),
         lambda: stage.peer.allocate(8),
         lambda: stage.near.allocate(8),
@@ -80,9 +75,7 @@ def local_close(stage: Stage) -> None:
         lambda: stage.near.accept(0.01),
         lambda: word.wait_until(1, 0.01),
         lambda: asyncio.run(word.reached(1)),
-    ]
-    for start in refused:
-        must_fail(ClosedError, start)
+    )
     stage.near.close()
     stage.peer.close()
     assert stage.near.closed
@@ -90,9 +83,10 @@ def local_close(stage: Stage) -> None:
     check_completed_once(transfers, early, "local close")
 
 
-def peer_close(stage: Stage) -> None:
+def peer_close(stage: CheckStage) -> None:
     """Closing one connection ends its transfers; the Node and other connections go on."""
     remote = stage.remote("r", 8 << 20)
+    operations = operations_on(remote)
     stage.target.accept()
     other = stage.near.connect(stage.target.address())
     assert stage.target.accept() == "near"
@@ -103,26 +97,19 @@ def peer_close(stage: Stage) -> None:
     early = [(transfer, transfer.code) for transfer in transfers]
     for transfer in transfers:
         assert isinstance(failure_of(transfer.wait, WAIT_S), ClosedError | None)
-    refused: list[Callable[[], object]] = [
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: remote.word(0).fetch_add(),
-        lambda: stage.peer.region("r"),
-    ]
-    for start in refused:
-        must_fail(ClosedError, start)
+    all_must_fail(ClosedError, *operations, lambda: stage.peer.region("r"))
     check_completed_once(transfers, early, "peer close")
     finish(again.write(b"y"))
     assert stage.near.peers == [other]
     assert not other.lost
 
 
-def lost_by_close(stage: Stage) -> None:
+def lost_by_close(stage: CheckStage) -> None:
     """When the other side closes, everything ends with PeerLostError that names it."""
     _lost(stage, stage.target.close)
 
 
-def lost_by_hang_up(stage: Stage) -> None:
+def lost_by_hang_up(stage: CheckStage) -> None:
     """When the other side closes the connection only, the same; connecting again works."""
     stage.target.accept()
     handle = stage.target.allocate("again", 64)
@@ -131,49 +118,38 @@ def lost_by_hang_up(stage: Stage) -> None:
     assert stage.target.contents("again", 0, 4) == b"back"
 
 
-def lost_by_kill(stage: Stage) -> None:
+def lost_by_kill(stage: CheckStage) -> None:
     """When the other process is killed, the same."""
     assert stage.member is not None
     _lost(stage, stage.member.kill)
 
 
-def _lost(stage: Stage, end: Callable[[], object]) -> None:
+def _lost(stage: CheckStage, end: Callable[[], object]) -> None:
     remote = stage.remote("r", 16 << 20)
-    writing = stage.peer.prepare_write([b"x"], [remote])
+    operations = operations_on(remote)
     transfers: list[Transfer] = []
-    errors: list[Exception] = []
     half, local = threading.Event(), np.ones(16 << 20, np.uint8)
 
     def load() -> None:
         # Until an operation fails; there is no end but the loss.
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            try:
-                transfers.append(remote.write(local, signal=(remote.word(0), 1)))
-                transfers.append(remote.read(np.empty(1000, np.uint8)))
-                transfers[-1].wait(WAIT_S)
-            except Exception as error:
-                errors.append(error)
-                return
-            finally:
-                half.set()
+            transfers.append(remote.write(local, signal=(remote.word(0), 1)))
+            transfers.append(remote.read(np.empty(1000, np.uint8)))
+            transfers[-1].wait(WAIT_S)
+            half.set()
 
-    def cut() -> None:
-        assert half.wait(WAIT_S)
-        end()
-
-    run_threads([load, cut])
-    assert isinstance(errors[0], PeerLostError), repr(errors[0])
+    loading = beside(load)
+    assert half.wait(WAIT_S)
+    end()
+    lost = loading.exception(2 * WAIT_S)
+    assert isinstance(lost, PeerLostError), repr(lost)
     early = [(transfer, transfer.code) for transfer in transfers if transfer.done()]
     for transfer in transfers:
         error = failure_of(transfer.wait, WAIT_S)
         assert isinstance(error, PeerLostError | None), repr(error)
-    refused: list[Callable[[], object]] = [
-        lambda: remote.write(b"x"),
-        lambda: remote.read(bytearray(1)),
-        lambda: writing.start(),
-        lambda: remote.word(0).set(1),
-        lambda: remote.word(0).fetch_add(1, WAIT_S),
+    refused = [
+        *operations,
         lambda: stage.peer.region("r", WAIT_S),
         lambda: stage.peer.allocate(8, None, WAIT_S),
     ]
@@ -185,7 +161,7 @@ def _lost(stage: Stage, end: Callable[[], object]) -> None:
     check_completed_once(transfers, early, "peer lost")
 
 
-def lost_while_awaited(stage: Stage) -> None:
+def lost_while_awaited(stage: CheckStage) -> None:
     """An event loop that awaits is told, too."""
     remote = stage.remote("r", 16 << 20)
     local = np.ones(16 << 20, np.uint8)
@@ -202,7 +178,7 @@ def lost_while_awaited(stage: Stage) -> None:
     must_fail(PeerLostError, asyncio.run, main())
 
 
-def stopped_target(stage: Stage) -> None:
+def stopped_target(stage: CheckStage) -> None:
     """A frozen process still can be written and read where the transport is one-sided.
 
     Elsewhere a wait with a timeout ends, and the transfer completes when the process goes on.
@@ -230,7 +206,7 @@ def stopped_target(stage: Stage) -> None:
     assert stage.target.contents("r") == data.tobytes()
 
 
-def views_outlive(stage: Stage) -> None:
+def views_outlive(stage: CheckStage) -> None:
     """A numpy view stays valid after free, after close, and without its Region object."""
     region = stage.near.allocate(1 << 20)
     view = region.array("float32")
@@ -247,7 +223,7 @@ def views_outlive(stage: Stage) -> None:
     assert (view == 8).all()
 
 
-def remote_dropped(stage: Stage) -> None:
+def remote_dropped(stage: CheckStage) -> None:
     """Transfers do not need the RemoteRegion and Peer objects that started them."""
     handle = stage.target.allocate("r", 8 << 20)
 
@@ -264,7 +240,7 @@ def remote_dropped(stage: Stage) -> None:
     assert ((found >= 1) & (found <= 3)).all()
 
 
-def restart(stage: Stage) -> None:
+def restart(stage: CheckStage) -> None:
     """A process that comes back at the same address is another one; reconnecting works."""
     handle = stage.target.allocate("r", 64, "rw", "weights")
     remote = stage.peer.region(handle)
@@ -286,7 +262,7 @@ def restart(stage: Stage) -> None:
     must_fail(PeerLostError, remote.write, b"x")
 
 
-def cycles(stage: Stage) -> None:
+def cycles(stage: CheckStage) -> None:
     """Connecting, moving bytes and hanging up, again and again, leaves nothing behind."""
     handle = stage.target.allocate("r", 4096)
     data = pattern(4096)
@@ -303,21 +279,16 @@ def cycles(stage: Stage) -> None:
     assert len(stage.near.peers) == 1, (stage.near.peers, stage.peer)
 
 
-def both_directions(stage: Stage) -> None:
+def both_directions(stage: CheckStage) -> None:
     """Who connected does not matter: each side writes into the other at the same time."""
-    mine = stage.near.allocate(1 << 20, name="mine")
-    stage.target.accept()
-    remote = stage.remote("r", 1 << 20)
-    rounds = 100
-    finish_target = stage.target.begin("answer_rounds", "r", [1000] * rounds, "mine")
-    for round_ in range(1, rounds + 1):
-        data = np.full(1000, round_ * 37 % 251, np.uint8)
-        remote[64:].write(data, signal=(remote.word(0), round_))
-        mine.word(0).wait_until(round_, WAIT_S)
-    assert finish_target() == []
+    with stage.rounds([1000] * 100) as (remote, reply):
+        for round_ in range(1, 101):
+            data = np.full(1000, round_value(round_), np.uint8)
+            remote[64:].write(data, signal=(remote.word(0), round_))
+            reply.wait_until(round_, WAIT_S)
 
 
-def two_connections(stage: Stage) -> None:
+def two_connections(stage: CheckStage) -> None:
     """Two connections between the same Nodes are independent."""
     second: Peer = stage.near.connect(stage.target.address())
     handle = stage.target.allocate("r", 128)
@@ -325,27 +296,13 @@ def two_connections(stage: Stage) -> None:
     finish(regions[0][:64].write(b"a" * 64))
     finish(regions[1][64:].write(b"b" * 64))
     assert stage.target.contents("r") == b"a" * 64 + b"b" * 64
-    must_fail(ValueError, second.write, b"x", regions[0])
-    must_fail(ValueError, second.write, [b"x"], [regions[0]])
-    word = regions[0].word(0)
-    must_fail(ValueError, regions[1].write, b"x", signal=(word, 1))
+    all_must_fail(
+        ValueError,
+        lambda: second.write(b"x", regions[0]),
+        lambda: second.write([b"x"], [regions[0]]),
+        lambda: regions[1].write(b"x", signal=(regions[0].word(0), 1)),
+    )
 
 
-CHECKS = (
-    path,
-    local_close,
-    peer_close,
-    lost_by_close,
-    lost_by_hang_up,
-    lost_by_kill,
-    lost_while_awaited,
-    stopped_target,
-    views_outlive,
-    remote_dropped,
-    restart,
-    cycles,
-    both_directions,
-    two_connections,
-)
 # These need a target that can be stopped and killed.
 TWO_PROCESSES = ("lost_by_kill", "stopped_target")

@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from tensorwire.errors import StaleHandleError, TimeoutError
-from tensorwire.memory import Transfer, wait_all
+from tensorwire.memory import RemoteWord, wait_all
 
-from ..stage import WAIT_S, Stage, failure_of, finish, must_fail, pattern
+from ..stage import WAIT_S, CheckStage, failure_of, finish, must_fail, pattern, run_threads
 from ..target import round_value
-from .data import run_threads
 
 
-def signal_ordering(stage: Stage) -> None:
+def signal_ordering(stage: CheckStage) -> None:
     """Whoever sees word >= k sees every byte of the call that raised it to k.
 
     The target looks at once, in another thread or process, many times, with calls of very
     different sizes and with batches.
     """
     sizes = np.random.default_rng(3).choice([1, 8, 64, 1000, 5000, 40_000, 300_000], 600).tolist()
-    remote = stage.remote("r", 64 + max(sizes))
-    reply = stage.near.allocate(8, name="reply").word(0)
-    stage.target.accept()
-    finish_target = stage.target.begin("answer_rounds", "r", sizes, "reply")
-    word, payload = remote.word(0), remote[64:]
-    for round_, size in enumerate(sizes, 1):
-        data = np.full(size, round_value(round_), np.uint8)
-        if round_ % 3 == 0:  # a batch, last byte first
-            half = size // 2
-            stage.peer.write(
-                [data[half:], data[:half]],
-                [payload[half:size], payload[:half]],
-                signal=(word, round_),
-            )
-        elif round_ % 3 == 1:
-            payload.write(data, signal=(word, round_))
-        else:
-            stage.peer.signal(word, round_, after=[payload.write(data)])
-        reply.wait_until(round_, WAIT_S)
-    assert finish_target() == []
+    with stage.rounds(sizes) as (remote, reply):
+        word, payload = remote.word(0), remote[64:]
+        for round_, size in enumerate(sizes, 1):
+            data = np.full(size, round_value(round_), np.uint8)
+            if round_ % 3 == 0:  # a batch, last byte first
+                half = size // 2
+                stage.peer.write(
+                    [data[half:], data[:half]],
+                    [payload[half:size], payload[:half]],
+                    signal=(word, round_),
+                )
+            elif round_ % 3 == 1:
+                payload.write(data, signal=(word, round_))
+            else:
+                stage.peer.signal(word, round_, after=[payload.write(data)])
+            reply.wait_until(round_, WAIT_S)
 
 
-def signal_is_maximum(stage: Stage) -> None:
+def signal_is_maximum(stage: CheckStage) -> None:
     """A word never falls, whatever is written with a lower value."""
     remote = stage.remote("r", 64)
     word = remote.word(8)
@@ -62,7 +56,7 @@ def signal_is_maximum(stage: Stage) -> None:
     assert stage.target.contents("r", 0, 8) == stage.target.contents("r", 24, 32) == bytes(8)
 
 
-def signal_without_bytes(stage: Stage) -> None:
+def signal_without_bytes(stage: CheckStage) -> None:
     """An empty write and an empty batch still signal."""
     remote = stage.remote("r", 64)
     finish(remote.write(b"", signal=(remote.word(0), 1)))
@@ -74,7 +68,7 @@ def signal_without_bytes(stage: Stage) -> None:
     assert stage.target.value("r", 0) == 3
 
 
-def signal_after(stage: Stage) -> None:
+def signal_after(stage: CheckStage) -> None:
     """A signal waits for the transfers that it names, and fails with them."""
     remote, gone = stage.remote("r", 20_000_000), stage.remote("gone", 64)
     writes = [
@@ -89,50 +83,34 @@ def signal_after(stage: Stage) -> None:
     assert all(write.done() for write in writes)
     finish(remote.word(0).set(2, after=writes))  # complete ones do not hinder
     stage.target.free("gone")
-    failed = _failed_transfer(partial(gone.write, b"x"))
+    failed = None
+    with contextlib.suppress(StaleHandleError):  # raised at once, or the transfer's
+        failed = gone.write(b"x")
     if failed is not None:
+        must_fail(StaleHandleError, failed.wait, WAIT_S)
         must_fail(StaleHandleError, remote.word(0).set, 3, after=[failed])
         assert stage.target.value("r", 0) == 2
 
 
-def _failed_transfer(start: Callable[[], Transfer]) -> Transfer | None:
-    """The transfer of an operation that fails, None if it raises at once instead."""
-    try:
-        transfer = start()
-    except StaleHandleError:
-        return None
-    must_fail(StaleHandleError, transfer.wait, WAIT_S)
-    return transfer
-
-
-def waiters(stage: Stage) -> None:
+def waiters(stage: CheckStage) -> None:
     """Many threads wait for one word; each value wakes exactly those that it should."""
-    mine = stage.near.allocate(64, name="mine")
-    stage.target.accept()
-    woken: list[int] = []
-    lock = threading.Lock()
+    with stage.rounds([1, 1, 1]) as (remote, word):
 
-    def wait(value: int) -> None:
-        mine.word(0).wait_until(value, WAIT_S)
-        assert mine.word(0).value >= value
-        with lock:
-            woken.append(value)
+        def wait(value: int) -> None:
+            word.wait_until(value, WAIT_S)
+            assert word.value >= value
 
-    def answer() -> None:
-        # The target raises the word to 3 in three rounds, as fast as it is let.
-        remote = stage.remote("r", 128)
-        finish_target = stage.target.begin("answer_rounds", "r", [1, 1, 1], "mine")
-        for round_ in (1, 2, 3):
-            data = bytes([round_value(round_)])
-            remote[64:].write(data, signal=(remote.word(0), round_))
-            mine.word(0).wait_until(round_, WAIT_S)
-        assert finish_target() == []
+        def answer() -> None:
+            # The target raises the word to 3 in three rounds, as fast as it is let.
+            for round_ in (1, 2, 3):
+                data = bytes([round_value(round_)])
+                remote[64:].write(data, signal=(remote.word(0), round_))
+                word.wait_until(round_, WAIT_S)
 
-    run_threads([partial(wait, value) for value in (1, 1, 2, 3, 3)] + [partial(answer)])
-    assert sorted(woken) == [1, 1, 2, 3, 3]
+        run_threads(*(partial(wait, value) for value in (1, 1, 2, 3, 3)), answer)
 
 
-def word_timeouts(stage: Stage) -> None:
+def word_timeouts(stage: CheckStage) -> None:
     """Waiting for a word ends in time, and starting over works."""
     mine = stage.near.allocate(64)
     start = time.monotonic()
@@ -148,47 +126,39 @@ def word_timeouts(stage: Stage) -> None:
     must_fail(TimeoutError, asyncio.run, main())
 
 
-def word_awaited(stage: Stage) -> None:
+def word_awaited(stage: CheckStage) -> None:
     """An event loop waits for words that the peer raises, several at a time."""
-    mine = stage.near.allocate(64, name="mine")
-    stage.target.accept()
-    remote = stage.remote("r", 128)
     rounds = 200
-    finish_target = stage.target.begin("answer_rounds", "r", [1] * rounds, "mine")
+    with stage.rounds([1] * rounds) as (remote, word):
 
-    async def main() -> None:
-        last = asyncio.create_task(mine.word(0).reached(rounds, WAIT_S))
-        for round_ in range(1, rounds + 1):
-            data = bytes([round_value(round_)])
-            await remote[64:].write(data, signal=(remote.word(0), round_))
-            await mine.word(0).reached(round_, WAIT_S)
-        await last
+        async def main() -> None:
+            last = asyncio.create_task(word.reached(rounds, WAIT_S))
+            for round_ in range(1, rounds + 1):
+                data = bytes([round_value(round_)])
+                await remote[64:].write(data, signal=(remote.word(0), round_))
+                await word.reached(round_, WAIT_S)
+            await last
 
-    asyncio.run(main())
-    assert finish_target() == []
+        asyncio.run(main())
 
 
-def fetch_add(stage: Stage) -> None:
+def fetch_add(stage: CheckStage) -> None:
     """Additions of two peers and several threads all count; each old value is given once."""
     handle = stage.target.allocate("r", 64)
     stage.target.fill("r", 0, bytes([255]) * 8)  # the neighbour must not feel a carry
     per_thread = 200
     seen: list[int] = []
-    lock = threading.Lock()
 
     with stage.third() as third:
-        peers = [stage.peer, third.connect(stage.target.address())]
-        words = [peer.region(handle).word(8) for peer in peers for _ in range(2)]
+        words = [peer.region(handle).word(8) for peer in (stage.peer, third) for _ in range(2)]
 
-        def add(number: int) -> None:
-            word = words[number]
+        def add(word: RemoteWord) -> None:
             mine = [word.fetch_add(3, WAIT_S) for _ in range(per_thread // 2)]
             pending = [word.peer.fetch_add(word, 3) for _ in range(per_thread // 2)]
             wait_all(pending, WAIT_S)
-            with lock:
-                seen.extend(mine + [transfer.value for transfer in pending])
+            seen.extend(mine + [transfer.value for transfer in pending])
 
-        run_threads([partial(add, number) for number in range(4)])
+        run_threads(*(partial(add, word) for word in words))
     assert sorted(seen) == list(range(0, 3 * 4 * per_thread, 3))
     assert stage.target.value("r", 8) == 3 * 4 * per_thread
     assert stage.target.contents("r", 0, 8) == bytes([255]) * 8
@@ -198,7 +168,7 @@ def fetch_add(stage: Stage) -> None:
     assert stage.target.value("r", 0) == 1, "addition is modulo 2**64"
 
 
-def transfer_timeouts(stage: Stage) -> None:
+def transfer_timeouts(stage: CheckStage) -> None:
     """A timeout of wait() ends the waiting only."""
     size = 64 << 20
     remote = stage.remote("r", size)
@@ -213,16 +183,3 @@ def transfer_timeouts(stage: Stage) -> None:
             finish(transfer)
     finish(remote.write(local))
     assert stage.target.contents("r", size - (1 << 20), size) == data.tobytes()
-
-
-CHECKS = (
-    signal_ordering,
-    signal_is_maximum,
-    signal_without_bytes,
-    signal_after,
-    waiters,
-    word_timeouts,
-    word_awaited,
-    fetch_add,
-    transfer_timeouts,
-)

@@ -10,7 +10,16 @@ import json
 import struct
 from typing import Any
 
-from tensorwire.memory import Peer, Region, RemoteRegion
+from tensorwire.memory import (
+    Mailbox,
+    Peer,
+    Region,
+    RemoteMailbox,
+    RemoteRegion,
+    RemoteWord,
+    Word,
+    mailbox_bytes,
+)
 
 CLIENT_REGION = "tensorwire-doctor-client"
 SERVER_REGION = "tensorwire-doctor"
@@ -20,23 +29,34 @@ AREA_BYTES = 256 << 10
 RAW_PATIENCE_S = 10
 """How long either end of a raw socket waits for the other."""
 
-_MESSAGES_WORD, PING_WORD = 0, 64
-_SIZE_OFFSET, _TEXT_OFFSET = 128, 136
-_MAX_TEXT_BYTES = AREA_BYTES - _TEXT_OFFSET
+_PING_WORD, _MAILBOX = 0, 64  # offsets in an area
 _SIZE = struct.Struct("<Q")
+_MAX_TEXT_BYTES = AREA_BYTES - mailbox_bytes(_SIZE.size) - _MAILBOX
 
 
-class Mailbox:
-    """One end. `mine` is where messages arrive; `theirs` is the other end's `mine`.
+class Dialogue:
+    """One end. `mine` is the area where messages arrive; `theirs` is the other end's `mine`.
 
     For one thread. Errors of the memory API (PeerLostError, TimeoutError, ...) pass through.
     """
 
-    def __init__(self, mine: Region, theirs: RemoteRegion | None, peer: Peer) -> None:
-        self.mine = mine
-        self.theirs = theirs
+    def __init__(self, mine: Region, peer: Peer) -> None:
         self.peer = peer
+        self._ping_word = mine.word(_PING_WORD)
+        self._inbox = Mailbox(mine[_MAILBOX:])
+        self._theirs: RemoteRegion | None = None
         self._sent = self._seen = 0
+
+    def answer_to(self, theirs: RemoteRegion) -> None:
+        """Tells where the other end is; nothing is sent before."""
+        self._theirs = theirs
+        self._outbox = RemoteMailbox(theirs[_MAILBOX:])
+
+    @property
+    def ping_words(self) -> tuple[Word, RemoteWord]:
+        """The words of the two ends by which signals are measured."""
+        assert self._theirs is not None, "the other end is not known yet"
+        return self._ping_word, self._theirs.word(_PING_WORD)
 
     def send(self, message: dict[str, Any], timeout_s: float = 10.0) -> None:
         """Writes a message; the last one must have been answered.
@@ -44,15 +64,11 @@ class Mailbox:
         Raises:
             ValueError: it is too large.
         """
-        assert self.theirs is not None, "the other end is not known yet"
         text = json.dumps(message).encode()
         if len(text) > _MAX_TEXT_BYTES:
             raise ValueError(f"a message of {len(text)} bytes; {_MAX_TEXT_BYTES} fit")
         self._sent += 1
-        word = self.theirs.word(_MESSAGES_WORD)
-        self.theirs[_SIZE_OFFSET:].write(
-            _SIZE.pack(len(text)) + text, signal=(word, self._sent)
-        ).wait(timeout_s)
+        self._outbox.send(_SIZE.pack(len(text)) + text, self._sent).wait(timeout_s)
 
     def receive(self, timeout_s: float | None = 30.0) -> dict[str, Any]:
         """Waits for the next message.
@@ -60,15 +76,13 @@ class Mailbox:
         Raises:
             ValueError: what came is no message.
         """
-        self.mine.word(_MESSAGES_WORD).wait_until(self._seen + 1, timeout_s, peer=self.peer)
         self._seen += 1
-        data = self.mine[_SIZE_OFFSET:].memoryview()
+        data = memoryview(self._inbox.wait(self._seen, timeout_s, peer=self.peer))
         (size,) = _SIZE.unpack_from(data)
         if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a message of {size} bytes")
-        start = _TEXT_OFFSET - _SIZE_OFFSET
         try:
-            message = json.loads(bytes(data[start : start + size]))
+            message = json.loads(bytes(data[_SIZE.size : _SIZE.size + size]))
         except RecursionError as error:
             raise ValueError("a message that is nested too deeply") from error
         if not isinstance(message, dict):
