@@ -1,9 +1,6 @@
 #include "bench_loops.h"
 
 #include <sys/socket.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -71,12 +68,6 @@ bool receive_all(int descriptor, char* data, std::size_t size_bytes) {
   return true;
 }
 
-void receive_or_throw(int descriptor, char* data, std::size_t size_bytes) {
-  if (!receive_all(descriptor, data, size_bytes)) {
-    throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
-  }
-}
-
 char* bytes_at(std::uintptr_t address) { return reinterpret_cast<char*>(address); }
 
 void finish(const TransferPtr& transfer) {
@@ -103,10 +94,7 @@ void wait_for(Node& node, const Region& region, std::uint64_t offset, std::uint6
 
 Samples copy_memory(std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
                     std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    std::memcpy(bytes_at(target), bytes_at(source), size_bytes);
-    keep_stores();
-  });
+  return copy_pieces(target, source, size_bytes, 0, 1, repeats, batch);
 }
 
 Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t piece_bytes,
@@ -123,56 +111,21 @@ Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t pi
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 
-Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                         std::size_t repeats, std::size_t batch) {
+Samples socket_rounds(int descriptor, std::uintptr_t buffer, std::size_t send_bytes,
+                      std::size_t receive_bytes, std::size_t repeats, std::size_t batch) {
   return measure(repeats, batch, [=] {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
+    send_all(descriptor, bytes_at(buffer), send_bytes);
+    if (!receive_all(descriptor, bytes_at(buffer), receive_bytes)) {
+      throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
+    }
   });
 }
 
-Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    char acknowledgement = 0;
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    receive_or_throw(descriptor, &acknowledgement, 1);
-  });
-}
-
-Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                     std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    const char request = 1;
-    send_all(descriptor, &request, 1);
-    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
-  });
-}
-
-std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
+std::uint64_t socket_serve(int descriptor, std::uintptr_t buffer, std::size_t receive_bytes,
+                           std::size_t send_bytes) {
   std::uint64_t rounds = 0;
-  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    ++rounds;
-  }
-  return rounds;
-}
-
-std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
-  const char acknowledgement = 1;
-  std::uint64_t rounds = 0;
-  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
-    send_all(descriptor, &acknowledgement, 1);
-    ++rounds;
-  }
-  return rounds;
-}
-
-std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
-  char request = 0;
-  std::uint64_t rounds = 0;
-  while (receive_all(descriptor, &request, 1)) {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
+  while (receive_all(descriptor, bytes_at(buffer), receive_bytes)) {
+    send_all(descriptor, bytes_at(buffer), send_bytes);
     ++rounds;
   }
   return rounds;
@@ -229,34 +182,19 @@ TENSORWIRE_INLINE void sgd_tile(float* __restrict parameters, float* __restrict 
   }
 }
 
-// By hand where the compiler, mindful of errno, would take one root at a time.
-TENSORWIRE_INLINE void root_tile(float* __restrict roots, const float* __restrict squares,
-                                 std::size_t count) {
-  std::size_t i = 0;
-#if defined(__x86_64__)
-  for (; i + 4 <= count; i += 4) {
-    _mm_storeu_ps(roots + i, _mm_sqrt_ps(_mm_loadu_ps(squares + i)));
-  }
-#endif
-  for (; i < count; ++i) roots[i] = std::sqrt(squares[i]);
-}
-
 TENSORWIRE_INLINE void adamw_tile(float* __restrict parameters, float* __restrict first,
                                   float* __restrict second, const float* __restrict gradient,
-                                  float* __restrict roots, std::size_t count) {
+                                  std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     first[i] = kBeta1 * first[i] + (1 - kBeta1) * gradient[i];
     second[i] = kBeta2 * second[i] + (1 - kBeta2) * gradient[i] * gradient[i];
-  }
-  root_tile(roots, second, count);
-  for (std::size_t i = 0; i < count; ++i) {
-    parameters[i] = parameters[i] * (1 - kRate * kDecay) - kRate * first[i] / (roots[i] + kEpsilon);
+    parameters[i] =
+        parameters[i] * (1 - kRate * kDecay) - kRate * first[i] / (std::sqrt(second[i]) + kEpsilon);
   }
 }
 
 TENSORWIRE_INLINE void run_tiles(const Pass& pass) {
   alignas(64) float sum[kTile];
-  alignas(64) float roots[kTile];
   for (std::size_t at = pass.begin; at < pass.end; at += kTile) {
     const std::size_t count = std::min(kTile, pass.end - at);
     sum_tile(pass, at, count, sum);
@@ -265,7 +203,7 @@ TENSORWIRE_INLINE void run_tiles(const Pass& pass) {
     } else if (pass.second == nullptr) {
       sgd_tile(pass.parameters + at, pass.first + at, sum, count);
     } else {
-      adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, roots, count);
+      adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, count);
     }
   }
 }

@@ -43,22 +43,16 @@ std::uintptr_t mapped_address(const RemoteRegion& remote);
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 // `descriptor` is a connected, blocking stream socket with TCP_NODELAY; the caller owns it.
-// `buffer` is touched memory of at least `size_bytes`. A server loop runs until the other side
-// closes or shuts down its sending half, and returns how many rounds it served.
+// `buffer` is touched memory of at least `send_bytes` and `receive_bytes`.
 
-// Sends `size_bytes`, receives `size_bytes`; the other side runs serve_echo.
-Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                         std::size_t repeats, std::size_t batch);
-// Sends `size_bytes`, receives one byte of acknowledgement; the other side runs serve_sink.
-Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch);
-// Sends one byte of request, receives `size_bytes`; the other side runs serve_source.
-Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                     std::size_t repeats, std::size_t batch);
-
-std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
-std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
-std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
+// Sends `send_bytes`, receives `receive_bytes`; the other side runs socket_serve with the two
+// exchanged.
+Samples socket_rounds(int descriptor, std::uintptr_t buffer, std::size_t send_bytes,
+                      std::size_t receive_bytes, std::size_t repeats, std::size_t batch);
+// Receives, then sends, until the other side closes or shuts down its sending half; returns how
+// many rounds it served.
+std::uint64_t socket_serve(int descriptor, std::uintptr_t buffer, std::size_t receive_bytes,
+                           std::size_t send_bytes);
 
 // --- limits: an exchange of a training step ---------------------------------------------------
 

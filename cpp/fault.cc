@@ -48,10 +48,10 @@ std::optional<FaultPlan::Action> FaultPlan::next() {
 TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()>& operation) {
   auto action = plan_->next();
   if (!action) return operation();
-  auto transfer = std::make_shared<Transfer>(progress_, counters_, bytes);
+  auto transfer = std::make_shared<Transfer>(progress_, bytes);
   switch (*action) {
     case FaultPlan::Action::kFail:
-      transfer->complete(Code::kUnavailable, "an injected fault: this operation failed");
+      transfer->complete({Code::kUnavailable, "an injected fault: this operation failed"});
       break;
     case FaultPlan::Action::kCut:
       progress_->post([cut = cut_] {
@@ -64,7 +64,7 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
       if (down_.ok()) {
         dropped_.push_back(transfer);
       } else {
-        transfer->complete(down_.code, down_.message);
+        transfer->complete(down_);
       }
       break;
     }
@@ -72,11 +72,11 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
       bool taken = progress_->after(plan_->delay_s, [transfer, operation, progress = progress_] {
         auto inner = operation();
         inner->then([inner = inner.get(), transfer, progress] {
-          transfer->complete(inner->status().code, inner->status().message, inner->value());
+          transfer->complete(inner->status(), inner->value());
           progress->notify();
         });
       });
-      if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
+      if (!taken) transfer->complete({Code::kClosed, "the Node is closed"});
       break;
     }
   }
@@ -117,7 +117,7 @@ void FaultyChannel::shutdown(const Status& status) {
     down_ = status;
     dropped.swap(dropped_);
   }
-  for (auto& transfer : dropped) transfer->complete(status.code, status.message);
+  for (auto& transfer : dropped) transfer->complete(status);
 }
 
 }  // namespace tensorwire

@@ -13,6 +13,9 @@
 
 namespace tensorwire {
 
+size_t page_bytes();
+size_t whole_pages(size_t size);  // rounded up to them
+
 class Mapping {
  public:
   // Zeroed memory of this process. Shareable memory is a memfd that can neither shrink nor grow;

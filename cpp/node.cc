@@ -57,7 +57,6 @@ Node::Node(NodeOptions options)
     : options_(std::move(options)), epoch_(fork::epoch()), incarnation_(random_id()) {
   fabric_.progress = std::make_shared<Progress>();
   fabric_.traffic = std::make_shared<Traffic>();
-  fabric_.counters = std::make_shared<Transfer::Counters>();
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
   fabric_.mappings = std::make_shared<Mappings>();
@@ -117,11 +116,8 @@ void Node::start() {
     return {Code::kBusy, "it already has its limit of " + std::to_string(options_.max_peers) +
                              " peers (max_peers)"};
   };
-  doors.on_arrival = [this](Listener::Arrival arrival) {
+  doors.on_arrival = [this](Connection made) {
     try {
-      Connection made{std::move(arrival.socket),      arrival.transport,
-                      std::move(arrival.descriptors), std::move(arrival.client),
-                      std::move(arrival.address),     "the peer connected this way"};
       adopt(std::move(made), true);
     } catch (const Error&) {
       // No descriptors left: the caller sees its connection end.
@@ -199,7 +195,7 @@ PeerPtr Node::adopt(Connection made, bool accepted) {
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
     uint64_t id = next_peer_++;
-    peer = std::make_shared<Peer>(fabric_, id, std::move(made.server), std::move(made.address),
+    peer = std::make_shared<Peer>(fabric_, id, std::move(made.remote), std::move(made.address),
                                   made.transport, std::move(made.reason));
     peers_[id] = peer;
   }
@@ -214,7 +210,7 @@ PeerPtr Node::adopt(Connection made, bool accepted) {
     peer->start(std::move(made.socket), std::move(made.descriptors), accepted, on_ready,
                 [this](Peer& lost) { forget(lost); });
   } catch (const Error& error) {
-    peer->lose({error.code(), error.what()});
+    peer->lose(error.status());
     throw;
   }
   return peer;
@@ -279,17 +275,15 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   transport = made.transport;
   PeerPtr peer;
   // In the driving thread, like every arrival: frames may come at once.
-  std::string failure;
-  Code code = Code::kOk;
+  Status failure;
   fabric_.progress->run([&] {
     try {
       peer = adopt(std::move(made), false);
     } catch (const Error& error) {
-      code = error.code();
-      failure = error.what();
+      failure = error.status();
     }
   });
-  if (!peer) throw Error(code, failure);
+  if (!peer) throw Error(failure);
   for (;;) {
     Progress::set_interruptible(true);
     // A signal that comes just before the wait does not end it.

@@ -25,6 +25,14 @@ struct Traffic {
   std::atomic<uint64_t> writes{0}, reads{0}, signals{0};     // issued by this Node
 };
 
+// Access as the flags of a frame.
+inline uint8_t flags_of(Access access) {
+  return (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
+}
+inline Access access_of(const Header& header) {
+  return {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
+}
+
 class Service {
  public:
   struct Limits {
@@ -77,8 +85,9 @@ class Service {
   void grant(const Header& header, const std::shared_ptr<Region>& region);
   void refuse(const Header& header, const Status& status);
   bool signal(const Header& header);
-  bool allocate(const Header& header, std::string_view name);
-  bool lookup(const Header& header, std::string_view name);
+  // Both throw what refuse() tells the peer.
+  void allocate(const Header& header, std::string_view name);
+  void lookup(const Header& header, std::string_view name);
   bool free(const Header& header);
   bool finish(const Header& header, OpenWrite& write);
 

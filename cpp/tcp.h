@@ -17,10 +17,8 @@ namespace tensorwire {
 
 class TcpChannel : public Channel {
  public:
-  TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
-             std::shared_ptr<Traffic> traffic, std::shared_ptr<Stream> stream,
-             std::atomic<uint64_t>& next_id);
-  ~TcpChannel() override;
+  TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
+             std::shared_ptr<Stream> stream, std::atomic<uint64_t>& next_id);
 
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
                     uint64_t inline_limit) override;
@@ -47,7 +45,6 @@ class TcpChannel : public Channel {
   RequestPtr take(uint64_t id);
 
   std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Transfer::Counters> counters_;
   std::shared_ptr<Traffic> traffic_;
   std::shared_ptr<Stream> stream_;
   std::atomic<uint64_t>& next_id_;

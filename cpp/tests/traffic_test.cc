@@ -152,7 +152,7 @@ class Storm {
         if (i % 8 == 0) last->wait(soon());
         if (last->done()) status = last->status();
       } catch (const Error& error) {
-        status = {error.code(), error.what()};
+        status = error.status();
       }
       ++rounds;
       rounds.notify_all();

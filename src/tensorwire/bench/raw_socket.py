@@ -31,16 +31,12 @@ _PATIENCE_S = 10
 _STRANGERS = 8
 
 _loops: Any = _core.bench_loops
-_SERVED = {
-    "send": _loops.serve_sink,
-    "fetch": _loops.serve_source,
-    "echo": _loops.serve_echo,
-}
-_RUN = {
-    "send": _loops.socket_send,
-    "fetch": _loops.socket_fetch,
-    "echo": _loops.socket_ping_pong,
-}
+_MODES = ("send", "fetch", "echo")
+
+
+def _round(mode: str, size_bytes: int) -> tuple[int, int]:
+    """What the client sends in one round, and what the server answers, in bytes."""
+    return 1 if mode == "fetch" else size_bytes, 1 if mode == "send" else size_bytes
 
 
 def _tune(stream: socket.socket, patience_s: int) -> None:
@@ -76,7 +72,7 @@ class RawServer:
             ValueError: a mode or size that is not offered.
             OSError: no port to listen on.
         """
-        if mode not in _SERVED or not 1 <= size_bytes <= self.most_bytes:
+        if mode not in _MODES or not 1 <= size_bytes <= self.most_bytes:
             raise ValueError(f"no raw socket for {mode!r} and {size_bytes} bytes")
         self.close()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -102,7 +98,9 @@ class RawServer:
                         continue
                     _tune(stream, self._patience_s)
                     served = np.ones(size_bytes, np.uint8) if memory is None else memory
-                    _SERVED[mode](stream.fileno(), served.ctypes.data, size_bytes)
+                    _loops.socket_serve(
+                        stream.fileno(), served.ctypes.data, *_round(mode, size_bytes)
+                    )
                     return
 
     def close(self) -> None:
@@ -135,7 +133,7 @@ class RawClient:
         self, host: str, port: int, token: str, mode: str, memory: Bytes, patience_s: int = 0
     ) -> None:
         self._memory = memory
-        self._loop = _RUN[mode]
+        self._round = _round(mode, memory.nbytes)
         proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)
         try:
@@ -152,8 +150,8 @@ class RawClient:
             PeerLostError: the other side is gone or silent.
         """
         memory = self._memory
-        samples: Sequence[float] = self._loop(
-            self._stream.fileno(), memory.ctypes.data, memory.nbytes, count, batch
+        samples: Sequence[float] = _loops.socket_rounds(
+            self._stream.fileno(), memory.ctypes.data, *self._round, count, batch
         )
         return samples
 
