@@ -2,7 +2,6 @@
 // stream that both sides trust.
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "clock.h"

@@ -36,18 +36,16 @@ std::array<uint8_t, 16> host_id() {
 }  // namespace
 
 uint32_t transport_bits(const std::vector<std::string>& names) {
+  static const std::map<std::string, uint32_t> kBits{
+      {"shm", kShmBit}, {"tcp", kTcpBit}, {"rdma", kRdmaBit}};
   uint32_t bits = 0;
   for (const auto& name : names) {
-    if (name == "shm") {
-      bits |= kShmBit;
-    } else if (name == "tcp") {
-      bits |= kTcpBit;
-    } else if (name == "rdma") {
-      bits |= kRdmaBit;
-    } else {
+    auto found = kBits.find(name);
+    if (found == kBits.end()) {
       throw Error(Code::kInvalid,
                   "unknown transport '" + name + "'; there are 'shm', 'rdma' and 'tcp'");
     }
+    bits |= found->second;
   }
   if (bits == 0) throw Error(Code::kInvalid, "a Node needs at least one transport");
   return bits;
@@ -62,10 +60,9 @@ Node::Node(NodeOptions options)
   fabric_.mappings = std::make_shared<Mappings>();
   regions_ = std::make_unique<RegionTable>(page, fabric_.mappings);
   fabric_.regions = regions_.get();
-  fabric_.limits.quota_bytes = options_.quota_bytes;
+  fabric_.quota_bytes = options_.quota_bytes;
   fabric_.shareable = (options_.transports & kShmBit) != 0;
   fabric_.incarnation = incarnation_;
-  fabric_.page = fabric_.progress->page_mapping();
   fabric_.free_region = [this](const std::shared_ptr<Region>& region) { free_here(region); };
 }
 

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,13 +10,8 @@
 #include <vector>
 
 #include "connect.h"
-#include "handshake.h"
 #include "listener.h"
 #include "peer.h"
-#include "progress.h"
-#include "region.h"
-#include "resolve.h"
-#include "transport.h"
 
 namespace tensorwire {
 

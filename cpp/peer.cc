@@ -26,7 +26,7 @@ Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32
       reason_(std::move(reason)),
       transport_(transport),
       epoch_(fork::epoch()),
-      service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.limits,
+      service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.quota_bytes,
                fabric_.shareable, id, fabric_.free_region),
       questions_(fabric_.progress, fabric_.mappings, next_id_, transport_, remote_.incarnation) {}
 
@@ -278,9 +278,9 @@ void Peer::offer_memory() {
     lose(error.status());
     return;
   }
-  int memory[] = {fabric_.page->descriptor(), doorbell_->descriptor()};
+  int memory[] = {fabric_.progress->page_mapping()->descriptor(), doorbell_->descriptor()};
   auto keep = std::make_shared<std::pair<std::shared_ptr<Mapping>, std::shared_ptr<Doorbell>>>(
-      fabric_.page, doorbell_);
+      fabric_.progress->page_mapping(), doorbell_);
   descriptors_->send(header, memory, keep, [weak = weak_from_this(), header] {
     if (auto self = weak.lock()) self->stream_->send(header);
   });

@@ -34,10 +34,9 @@ struct Fabric {
   std::shared_ptr<Traffic> traffic;
   RegionTable* regions = nullptr;
   std::shared_ptr<Mappings> mappings;  // of regions here and at peers
-  Service::Limits limits;
+  uint64_t quota_bytes = 0;            // of all regions that peers allocated here
   bool shareable = false;
   uint64_t incarnation = 0;
-  std::shared_ptr<Mapping> page;
   std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };

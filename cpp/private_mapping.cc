@@ -31,9 +31,6 @@ void add(std::vector<ByteRange>& ranges, uint64_t start, uint64_t stop) {
   }
 }
 
-// Opened for each look: a descriptor that is kept would be a parent's in a forked child.
-Descriptor open_pagemap() { return Descriptor(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)); }
-
 bool try_kernel() {
   try {
     auto shared = Mapping::create(3 * page_bytes(), true, true);
@@ -85,7 +82,8 @@ std::vector<ByteRange> PrivateMapping::written(bool compare) {
 }
 
 std::vector<ByteRange> PrivateMapping::told() const {
-  Descriptor pagemap = open_pagemap();
+  // Opened for each look: a descriptor that is kept would be a parent's in a forked child.
+  Descriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
   std::array<uint64_t, 4096> entries;
   std::vector<ByteRange> ranges;
   const uint64_t page = page_bytes();

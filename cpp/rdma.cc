@@ -273,8 +273,7 @@ void RdmaChannel::on_done(void* request, ucx::Status status, void* argument) {
 
 TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& signal,
                                bool is_read) {
-  uint64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.length;
+  uint64_t total = total_bytes(pieces);
   auto work = std::make_shared<RdmaWork>();
   work->channel = shared_from_this();
   work->transfer = std::make_shared<Transfer>(progress_, total);

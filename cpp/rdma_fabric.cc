@@ -241,8 +241,6 @@ std::shared_ptr<RemoteKey> RdmaFabric::unpack(RdmaLink& link, const Header& head
   auto key = std::make_shared<RemoteKey>();
   key->fabric = shared_from_this();
   key->address = header.value;
-  key->region = header.region;
-  key->generation = header.generation;
   if (ucx_->ucp_ep_rkey_unpack(link.endpoint, bytes.data(), &key->key) != ucx::kOk) {
     key->key = nullptr;
     return nullptr;

@@ -11,7 +11,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "clock.h"
@@ -41,8 +40,6 @@ struct RemoteKey {
   std::shared_ptr<RdmaFabric> fabric;
   ucx::Key key = nullptr;
   uint64_t address = 0;
-  uint32_t region = 0;
-  uint64_t generation = 0;
   // Under the fabric's lock.
   bool revoked = false;  // the owner freed it
   uint64_t in_flight = 0;

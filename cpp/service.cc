@@ -55,12 +55,12 @@ class Answer : public FrameSource {
 }  // namespace
 
 Service::Service(RegionTable& regions, std::shared_ptr<Progress> progress,
-                 std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
-                 std::function<void(const std::shared_ptr<Region>&)> free_region)
+                 std::shared_ptr<Traffic> traffic, uint64_t quota_bytes, bool shareable,
+                 uint64_t peer, std::function<void(const std::shared_ptr<Region>&)> free_region)
     : regions_(regions),
       progress_(std::move(progress)),
       traffic_(std::move(traffic)),
-      limits_(limits),
+      quota_bytes_(quota_bytes),
       shareable_(shareable),
       peer_(peer),
       free_region_(std::move(free_region)),
@@ -240,10 +240,9 @@ void Service::refuse(const Header& header, const Status& status) {
 
 void Service::allocate(const Header& header, std::string_view name) {
   uint64_t bytes = regions_.leased().bytes;
-  if (header.total > limits_.quota_bytes || bytes > limits_.quota_bytes - header.total) {
-    throw Error(Code::kBusy, "the Node's quota for peers is " +
-                                 std::to_string(limits_.quota_bytes) + " bytes, of which " +
-                                 std::to_string(bytes) +
+  if (header.total > quota_bytes_ || bytes > quota_bytes_ - header.total) {
+    throw Error(Code::kBusy, "the Node's quota for peers is " + std::to_string(quota_bytes_) +
+                                 " bytes, of which " + std::to_string(bytes) +
                                  " are in use; free regions or raise quota_bytes there");
   }
   if (regions_.leased().regions >= kMaxLeasedRegions) {

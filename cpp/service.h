@@ -35,12 +35,8 @@ inline Access access_of(const Header& header) {
 
 class Service {
  public:
-  struct Limits {
-    uint64_t quota_bytes = 0;  // of all regions that peers allocated on this Node
-  };
-
   Service(RegionTable& regions, std::shared_ptr<Progress> progress,
-          std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
+          std::shared_ptr<Traffic> traffic, uint64_t quota_bytes, bool shareable, uint64_t peer,
           std::function<void(const std::shared_ptr<Region>&)> free_region);
 
   void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
@@ -94,7 +90,7 @@ class Service {
   RegionTable& regions_;
   std::shared_ptr<Progress> progress_;
   std::shared_ptr<Traffic> traffic_;
-  const Limits limits_;
+  const uint64_t quota_bytes_;  // of all regions that peers allocated on this Node
   const bool shareable_;
   const uint64_t peer_;
   std::function<void(const std::shared_ptr<Region>&)> free_region_;

@@ -76,10 +76,7 @@ void ShmChannel::raise(const SignalTo& signal) {
 }
 
 // Copies by the driver, a chunk a round, for callers that must not be held up.
-struct ShmChannel::CopyJob {
-  std::vector<Piece> pieces;
-  std::vector<RemoteRegionPtr> regions;  // keeps what pieces and signal point to
-  SignalTo signal;
+struct ShmChannel::CopyJob : KeptCall {
   bool is_read;
   TransferPtr transfer;
   size_t piece = 0;
@@ -88,8 +85,7 @@ struct ShmChannel::CopyJob {
 
 TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& signal,
                              uint64_t inline_limit, bool is_read) {
-  uint64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.length;
+  uint64_t total = total_bytes(pieces);
   auto transfer = std::make_shared<Transfer>(progress_, total);
   Status status = check(pieces, signal);
   if (!status.ok()) {
@@ -108,13 +104,7 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     transfer->complete(ended());
     return transfer;
   }
-  auto job = std::make_shared<CopyJob>();
-  job->pieces.assign(pieces.begin(), pieces.end());
-  for (const Piece& piece : pieces) job->regions.push_back(piece.remote->shared_from_this());
-  job->signal = signal;
-  if (signal.region != nullptr) job->regions.push_back(signal.region->shared_from_this());
-  job->is_read = is_read;
-  job->transfer = transfer;
+  auto job = std::make_shared<CopyJob>(CopyJob{KeptCall(pieces, signal), is_read, transfer});
   // Jobs may outlive the peer but not the Node, which runs or fails them all before it stops.
   bool taken = progress_->post([this, self = shared_from_this(), job] {
     if (Status broken = check(job->pieces, job->signal); !broken.ok()) {

@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 #include "service.h"
 #include "stream.h"
@@ -42,7 +41,6 @@ class TcpChannel : public Channel {
   void issue(std::unique_lock<std::mutex>& lock);  // as much as the window allows
   void answered(std::unique_lock<std::mutex>& lock);
   RequestPtr find(uint64_t id);
-  RequestPtr take(uint64_t id);
 
   std::shared_ptr<Progress> progress_;
   std::shared_ptr<Traffic> traffic_;

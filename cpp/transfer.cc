@@ -1,6 +1,5 @@
 #include "transfer.h"
 
-#include <cassert>
 #include <cstdio>
 #include <cstdlib>
 

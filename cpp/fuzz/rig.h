@@ -32,10 +32,9 @@ class Rig {
     fabric.progress->page()->incarnation = kMyIncarnation;
     regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings);
     fabric.regions = regions.get();
-    fabric.limits.quota_bytes = 1 << 20;
+    fabric.quota_bytes = 1 << 20;
     fabric.shareable = true;
     fabric.incarnation = kMyIncarnation;
-    fabric.page = fabric.progress->page_mapping();
     fabric.free_region = [this](const std::shared_ptr<Region>& region) { free(region); };
     make_descriptors();
   }
@@ -55,37 +54,33 @@ class Rig {
   PeerPtr peer;  // of the input that runs now
 
  private:
-  static int memory(size_t size, bool sealed) {
-    int fd = ::memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    EXPECT(fd >= 0 && ::ftruncate(fd, static_cast<off_t>(size)) == 0);
-    if (sealed) EXPECT(::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
-    return fd;
+  // Sealed as an honest peer's.
+  const Mapping& share(size_t size) {
+    return *shared_.emplace_back(Mapping::create(size, true, true));
   }
-  static int page(uint64_t incarnation) {
-    constexpr size_t kBytes = (sizeof(NodePage) + 4095) / 4096 * 4096;
-    int fd = memory(kBytes, true);
-    void* at = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    EXPECT(at != MAP_FAILED);
-    auto* made = new (at) NodePage;
+  int page(uint64_t incarnation) {
+    const Mapping& mapping = share(sizeof(NodePage));
+    auto* made = new (mapping.data()) NodePage;
     made->incarnation = incarnation;
     made->armed = 1;  // it wants to be rung
     for (uint32_t id = 0; id < 8; ++id) made->generations[id] = 100 + id;
-    ::munmap(at, kBytes);
-    return fd;
+    return mapping.descriptor();
   }
   void make_descriptors() {
-    int pipe[2];
+    int pipe[2], unsealed = ::memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    EXPECT(unsealed >= 0 && ::ftruncate(unsealed, 8192) == 0);
     EXPECT(::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) == 0);
     descriptors_[kPage] = page(kTheirIncarnation);
     descriptors_[kDoorbell] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    descriptors_[kMemory] = memory(8192, true);
-    descriptors_[kUnsealed] = memory(8192, false);
-    descriptors_[kSmall] = memory(4096, true);
+    descriptors_[kMemory] = share(8192).descriptor();
+    descriptors_[kUnsealed] = unsealed;
+    descriptors_[kSmall] = share(4096).descriptor();
     descriptors_[kWrongPage] = page(kTheirIncarnation + 1);
     descriptors_[kPipe] = pipe[1];
     descriptors_[kNull] = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   }
 
+  std::vector<std::shared_ptr<Mapping>> shared_;
   int descriptors_[kKinds];
 };
 

@@ -13,9 +13,7 @@ namespace {
 
 struct Fixture {
   ~Fixture() { progress->stop(); }
-  TransferPtr make(uint64_t bytes = 0) {
-    return std::make_shared<Transfer>(progress, bytes);
-  }
+  TransferPtr make(uint64_t bytes = 0) { return std::make_shared<Transfer>(progress, bytes); }
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
 };
 
