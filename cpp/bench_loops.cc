@@ -108,20 +108,39 @@ Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 
+namespace {
+
+// Where the two messages of a round lie: in the buffer, but the shorter one beside it, so that the
+// bytes of the buffer stay what they are.
+struct Messages {
+  Messages(uintptr_t buffer, size_t send_bytes, size_t receive_bytes)
+      : note(std::min(send_bytes, receive_bytes), 1),
+        sent(send_bytes < receive_bytes ? note.data() : bytes_at(buffer)),
+        received(receive_bytes < send_bytes ? note.data() : bytes_at(buffer)) {}
+
+  std::vector<char> note;
+  char* const sent;
+  char* const received;
+};
+
+}  // namespace
+
 Samples socket_rounds(int descriptor, uintptr_t buffer, size_t send_bytes, size_t receive_bytes,
                       size_t repeats, size_t batch) {
-  return measure(repeats, batch, [=] {
-    send_all(descriptor, bytes_at(buffer), send_bytes);
-    if (!receive_all(descriptor, bytes_at(buffer), receive_bytes)) {
+  const Messages messages(buffer, send_bytes, receive_bytes);
+  return measure(repeats, batch, [&] {
+    send_all(descriptor, messages.sent, send_bytes);
+    if (!receive_all(descriptor, messages.received, receive_bytes)) {
       throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
     }
   });
 }
 
 uint64_t socket_serve(int descriptor, uintptr_t buffer, size_t receive_bytes, size_t send_bytes) {
+  const Messages messages(buffer, send_bytes, receive_bytes);
   uint64_t rounds = 0;
-  while (receive_all(descriptor, bytes_at(buffer), receive_bytes)) {
-    send_all(descriptor, bytes_at(buffer), send_bytes);
+  while (receive_all(descriptor, messages.received, receive_bytes)) {
+    send_all(descriptor, messages.sent, send_bytes);
     ++rounds;
   }
   return rounds;

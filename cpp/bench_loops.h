@@ -42,7 +42,8 @@ uintptr_t mapped_address(const RemoteRegion& remote);
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 // `descriptor` is a connected, blocking stream socket with TCP_NODELAY; the caller owns it.
-// `buffer` is touched memory of at least `send_bytes` and `receive_bytes`.
+// `buffer` is touched memory of at least `send_bytes` and `receive_bytes`; of two messages that
+// differ in length the shorter one is kept out of it.
 
 // Sends `send_bytes`, receives `receive_bytes`; the other side runs socket_serve with the two
 // exchanged.
