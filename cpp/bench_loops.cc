@@ -1,9 +1,6 @@
 #include "bench_loops.h"
 
 #include <sys/socket.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -26,13 +23,13 @@ namespace {
 
 // Runs `operation` repeats x batch times and returns the mean of each batch in seconds.
 template <typename Operation>
-Samples measure(std::size_t repeats, std::size_t batch, Operation&& operation) {
+Samples measure(size_t repeats, size_t batch, Operation&& operation) {
   if (batch == 0) batch = 1;
   Samples samples;
   samples.reserve(repeats);
-  for (std::size_t i = 0; i < repeats; ++i) {
+  for (size_t i = 0; i < repeats; ++i) {
     const auto begin = Clock::now();
-    for (std::size_t j = 0; j < batch; ++j) operation();
+    for (size_t j = 0; j < batch; ++j) operation();
     const std::chrono::duration<double> elapsed = Clock::now() - begin;
     samples.push_back(elapsed.count() / static_cast<double>(batch));
   }
@@ -42,7 +39,7 @@ Samples measure(std::size_t repeats, std::size_t batch, Operation&& operation) {
 // Keeps the compiler from proving that a copied range is never read and dropping the copy.
 inline void keep_stores() { asm volatile("" ::: "memory"); }
 
-void send_all(int descriptor, const char* data, std::size_t size_bytes) {
+void send_all(int descriptor, const char* data, size_t size_bytes) {
   while (size_bytes > 0) {
     const ssize_t sent = ::send(descriptor, data, size_bytes, MSG_NOSIGNAL);
     if (sent < 0) {
@@ -50,12 +47,12 @@ void send_all(int descriptor, const char* data, std::size_t size_bytes) {
       throw Error(Code::kPeerLost, std::string("raw socket: send failed: ") + strerror(errno));
     }
     data += sent;
-    size_bytes -= static_cast<std::size_t>(sent);
+    size_bytes -= static_cast<size_t>(sent);
   }
 }
 
 // False at a clean end of stream before the first byte; throws when it ends in the middle.
-bool receive_all(int descriptor, char* data, std::size_t size_bytes) {
+bool receive_all(int descriptor, char* data, size_t size_bytes) {
   bool begun = false;
   while (size_bytes > 0) {
     const ssize_t received = ::recv(descriptor, data, size_bytes, 0);
@@ -66,18 +63,12 @@ bool receive_all(int descriptor, char* data, std::size_t size_bytes) {
     }
     begun = true;
     data += received;
-    size_bytes -= static_cast<std::size_t>(received);
+    size_bytes -= static_cast<size_t>(received);
   }
   return true;
 }
 
-void receive_or_throw(int descriptor, char* data, std::size_t size_bytes) {
-  if (!receive_all(descriptor, data, size_bytes)) {
-    throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
-  }
-}
-
-char* bytes_at(std::uintptr_t address) { return reinterpret_cast<char*>(address); }
+char* bytes_at(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
 void finish(const TransferPtr& transfer) {
   transfer->wait(Deadline());
@@ -85,13 +76,11 @@ void finish(const TransferPtr& transfer) {
 }
 
 // The piece of a write or read. `remote` outlives every use of it.
-Piece piece_of(std::uintptr_t local, std::size_t size_bytes, const RemoteRegion& remote,
-               std::uint64_t offset) {
+Piece piece_of(uintptr_t local, size_t size_bytes, const RemoteRegion& remote, uint64_t offset) {
   return Piece{reinterpret_cast<std::byte*>(local), &remote, offset, size_bytes};
 }
 
-void wait_for(Node& node, const Region& region, std::uint64_t offset, std::uint64_t value,
-              double timeout_s) {
+void wait_for(Node& node, const Region& region, uint64_t offset, uint64_t value, double timeout_s) {
   if (!node.wait_word(region, offset, value, Deadline::after(timeout_s))) {
     throw Error(Code::kTimeout, "signal ping-pong: the other side did not answer");
   }
@@ -101,19 +90,15 @@ void wait_for(Node& node, const Region& region, std::uint64_t offset, std::uint6
 
 // --- limits: memory -------------------------------------------------------------------------
 
-Samples copy_memory(std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    std::memcpy(bytes_at(target), bytes_at(source), size_bytes);
-    keep_stores();
-  });
+Samples copy_memory(uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
+                    size_t batch) {
+  return copy_pieces(target, source, size_bytes, 0, 1, repeats, batch);
 }
 
-Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t piece_bytes,
-                    std::size_t stride_bytes, std::size_t pieces, std::size_t repeats,
-                    std::size_t batch) {
+Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
+                    size_t pieces, size_t repeats, size_t batch) {
   return measure(repeats, batch, [=] {
-    for (std::size_t i = 0; i < pieces; ++i) {
+    for (size_t i = 0; i < pieces; ++i) {
       std::memcpy(bytes_at(target + i * stride_bytes), bytes_at(source + i * stride_bytes),
                   piece_bytes);
       keep_stores();
@@ -123,56 +108,39 @@ Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t pi
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 
-Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                         std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
+namespace {
+
+// Where the two messages of a round lie: in the buffer, but the shorter one beside it, so that the
+// bytes of the buffer stay what they are.
+struct Messages {
+  Messages(uintptr_t buffer, size_t send_bytes, size_t receive_bytes)
+      : note(std::min(send_bytes, receive_bytes), 1),
+        sent(send_bytes < receive_bytes ? note.data() : bytes_at(buffer)),
+        received(receive_bytes < send_bytes ? note.data() : bytes_at(buffer)) {}
+
+  std::vector<char> note;
+  char* const sent;
+  char* const received;
+};
+
+}  // namespace
+
+Samples socket_rounds(int descriptor, uintptr_t buffer, size_t send_bytes, size_t receive_bytes,
+                      size_t repeats, size_t batch) {
+  const Messages messages(buffer, send_bytes, receive_bytes);
+  return measure(repeats, batch, [&] {
+    send_all(descriptor, messages.sent, send_bytes);
+    if (!receive_all(descriptor, messages.received, receive_bytes)) {
+      throw Error(Code::kPeerLost, "raw socket: the server closed the stream");
+    }
   });
 }
 
-Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    char acknowledgement = 0;
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    receive_or_throw(descriptor, &acknowledgement, 1);
-  });
-}
-
-Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                     std::size_t repeats, std::size_t batch) {
-  return measure(repeats, batch, [=] {
-    const char request = 1;
-    send_all(descriptor, &request, 1);
-    receive_or_throw(descriptor, bytes_at(buffer), size_bytes);
-  });
-}
-
-std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
-  std::uint64_t rounds = 0;
-  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
-    ++rounds;
-  }
-  return rounds;
-}
-
-std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
-  const char acknowledgement = 1;
-  std::uint64_t rounds = 0;
-  while (receive_all(descriptor, bytes_at(buffer), size_bytes)) {
-    send_all(descriptor, &acknowledgement, 1);
-    ++rounds;
-  }
-  return rounds;
-}
-
-std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes) {
-  char request = 0;
-  std::uint64_t rounds = 0;
-  while (receive_all(descriptor, &request, 1)) {
-    send_all(descriptor, bytes_at(buffer), size_bytes);
+uint64_t socket_serve(int descriptor, uintptr_t buffer, size_t receive_bytes, size_t send_bytes) {
+  const Messages messages(buffer, send_bytes, receive_bytes);
+  uint64_t rounds = 0;
+  while (receive_all(descriptor, messages.received, receive_bytes)) {
+    send_all(descriptor, messages.sent, send_bytes);
     ++rounds;
   }
   return rounds;
@@ -185,7 +153,7 @@ namespace {
 // The constants of the update; exchange_limit_constants hands them to the tests.
 constexpr float kRate = 1e-3F, kMomentum = 0.9F;
 constexpr float kBeta1 = 0.9F, kBeta2 = 0.999F, kEpsilon = 1e-8F, kDecay = 1e-2F;
-constexpr std::size_t kTile = 2048;  // elements: all arrays of a tile stay in the first cache
+constexpr size_t kTile = 2048;  // elements: all arrays of a tile stay in the first cache
 
 // One pass over a range. Loops are inlined into a twin per instruction set, below.
 struct Pass {
@@ -193,79 +161,63 @@ struct Pass {
   float* first;   // null: SGD without state
   float* second;  // null: momentum SGD
   const float* const* gradients;
-  std::size_t workers;
-  std::size_t begin, end;
+  size_t workers;
+  size_t begin, end;
 };
 
 #define TENSORWIRE_INLINE inline __attribute__((always_inline))
 
-TENSORWIRE_INLINE void sum_tile(const Pass& pass, std::size_t at, std::size_t count,
-                                float* __restrict sum) {
+TENSORWIRE_INLINE void sum_tile(const Pass& pass, size_t at, size_t count, float* __restrict sum) {
   const float* __restrict one = pass.gradients[0] + at;
   const float* __restrict two = pass.gradients[pass.workers > 1 ? 1 : 0] + at;
   const float share = 1.0F / static_cast<float>(pass.workers);
   if (pass.workers == 1) {
-    for (std::size_t i = 0; i < count; ++i) sum[i] = one[i];
+    for (size_t i = 0; i < count; ++i) sum[i] = one[i];
     return;
   }
-  for (std::size_t i = 0; i < count; ++i) sum[i] = one[i] + two[i];
-  for (std::size_t w = 2; w < pass.workers; ++w) {
+  for (size_t i = 0; i < count; ++i) sum[i] = one[i] + two[i];
+  for (size_t w = 2; w < pass.workers; ++w) {
     const float* __restrict next = pass.gradients[w] + at;
-    for (std::size_t i = 0; i < count; ++i) sum[i] += next[i];
+    for (size_t i = 0; i < count; ++i) sum[i] += next[i];
   }
-  for (std::size_t i = 0; i < count; ++i) sum[i] *= share;
+  for (size_t i = 0; i < count; ++i) sum[i] *= share;
 }
 
 TENSORWIRE_INLINE void plain_tile(float* __restrict parameters, const float* __restrict gradient,
-                                  std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) parameters[i] -= kRate * gradient[i];
+                                  size_t count) {
+  for (size_t i = 0; i < count; ++i) parameters[i] -= kRate * gradient[i];
 }
 
 TENSORWIRE_INLINE void sgd_tile(float* __restrict parameters, float* __restrict momentum,
-                                const float* __restrict gradient, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
+                                const float* __restrict gradient, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
     momentum[i] = kMomentum * momentum[i] + gradient[i];
     parameters[i] -= kRate * momentum[i];
   }
 }
 
-// By hand where the compiler, mindful of errno, would take one root at a time.
-TENSORWIRE_INLINE void root_tile(float* __restrict roots, const float* __restrict squares,
-                                 std::size_t count) {
-  std::size_t i = 0;
-#if defined(__x86_64__)
-  for (; i + 4 <= count; i += 4) {
-    _mm_storeu_ps(roots + i, _mm_sqrt_ps(_mm_loadu_ps(squares + i)));
-  }
-#endif
-  for (; i < count; ++i) roots[i] = std::sqrt(squares[i]);
-}
-
 TENSORWIRE_INLINE void adamw_tile(float* __restrict parameters, float* __restrict first,
                                   float* __restrict second, const float* __restrict gradient,
-                                  float* __restrict roots, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
+                                  size_t count) {
+  for (size_t i = 0; i < count; ++i) {
     first[i] = kBeta1 * first[i] + (1 - kBeta1) * gradient[i];
     second[i] = kBeta2 * second[i] + (1 - kBeta2) * gradient[i] * gradient[i];
-  }
-  root_tile(roots, second, count);
-  for (std::size_t i = 0; i < count; ++i) {
-    parameters[i] = parameters[i] * (1 - kRate * kDecay) - kRate * first[i] / (roots[i] + kEpsilon);
+    parameters[i] =
+        parameters[i] * (1 - kRate * kDecay) - kRate * first[i] / (std::sqrt(second[i]) + kEpsilon);
   }
 }
 
 TENSORWIRE_INLINE void run_tiles(const Pass& pass) {
   alignas(64) float sum[kTile];
-  alignas(64) float roots[kTile];
-  for (std::size_t at = pass.begin; at < pass.end; at += kTile) {
-    const std::size_t count = std::min(kTile, pass.end - at);
+  for (size_t at = pass.begin; at < pass.end; at += kTile) {
+    const size_t count = std::min(kTile, pass.end - at);
     sum_tile(pass, at, count, sum);
     if (pass.first == nullptr) {
       plain_tile(pass.parameters + at, sum, count);
     } else if (pass.second == nullptr) {
       sgd_tile(pass.parameters + at, pass.first + at, sum, count);
     } else {
-      adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, roots, count);
+      adamw_tile(pass.parameters + at, pass.first + at, pass.second + at, sum, count);
     }
   }
 }
@@ -289,16 +241,16 @@ std::vector<float> exchange_limit_constants() {
   return {kRate, kMomentum, kBeta1, kBeta2, kEpsilon, kDecay};
 }
 
-Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
-                       const std::vector<std::uintptr_t>& gradients, std::size_t elements,
-                       std::size_t threads, std::size_t repeats) {
+Samples exchange_limit(uintptr_t parameters, const std::vector<uintptr_t>& states,
+                       const std::vector<uintptr_t>& gradients, size_t elements, size_t threads,
+                       size_t repeats) {
   if (gradients.empty() || threads == 0 || states.size() > 2) {
     throw Error(Code::kInvalid,
                 "exchange_limit: gradients, threads and at most 2 states are needed");
   }
-  const auto floats_at = [](std::uintptr_t at) { return reinterpret_cast<float*>(at); };
+  const auto floats_at = [](uintptr_t at) { return reinterpret_cast<float*>(at); };
   std::vector<const float*> sources;
-  for (const std::uintptr_t at : gradients) sources.push_back(floats_at(at));
+  for (const uintptr_t at : gradients) sources.push_back(floats_at(at));
   const Pass whole{floats_at(parameters),
                    states.empty() ? nullptr : floats_at(states[0]),
                    states.size() > 1 ? floats_at(states[1]) : nullptr,
@@ -306,10 +258,10 @@ Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr
                    sources.size(),
                    0,
                    elements};
-  const std::size_t share = (elements + threads - 1) / threads;
+  const size_t share = (elements + threads - 1) / threads;
   return measure(repeats, 1, [&] {
     std::vector<std::thread> others;
-    for (std::size_t t = 1; t < threads; ++t) {
+    for (size_t t = 1; t < threads; ++t) {
       Pass part = whole;
       part.begin = std::min(elements, t * share);
       part.end = std::min(elements, part.begin + share);
@@ -325,24 +277,22 @@ Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr
 
 // --- the core's own API ---------------------------------------------------------------------
 
-std::uintptr_t mapped_address(const RemoteRegion& remote) {
-  return remote.mapping ? reinterpret_cast<std::uintptr_t>(remote.mapping->data()) : 0;
+uintptr_t mapped_address(const RemoteRegion& remote) {
+  return remote.mapping ? reinterpret_cast<uintptr_t>(remote.mapping->data()) : 0;
 }
 
-Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                       const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
-                       std::size_t batch) {
+Samples write_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                       uint64_t offset, size_t repeats, size_t batch) {
   const Piece piece = piece_of(local, size_bytes, remote, offset);
   return measure(repeats, batch, [&] { finish(peer.write({&piece, 1}, SignalTo{}, 0)); });
 }
 
-double write_pipelined(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                       const RemoteRegion& remote, std::uint64_t offset, std::size_t count,
-                       std::size_t depth) {
+double write_pipelined(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                       uint64_t offset, size_t count, size_t depth) {
   const Piece piece = piece_of(local, size_bytes, remote, offset);
   std::deque<TransferPtr> under_way;
   auto start = Clock::now();
-  for (std::size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < count; ++i) {
     if (under_way.size() == depth) {
       finish(std::move(under_way.front()));
       under_way.pop_front();
@@ -353,32 +303,31 @@ double write_pipelined(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                      const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
-                      std::size_t batch) {
+Samples read_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                      uint64_t offset, size_t repeats, size_t batch) {
   const Piece piece = piece_of(local, size_bytes, remote, offset);
   return measure(repeats, batch, [&] { finish(peer.read({&piece, 1}, 0)); });
 }
 
-Samples start_complete(Prepared& prepared, const std::vector<std::int64_t>& indices,
-                       std::size_t repeats, std::size_t batch) {
+Samples start_complete(Prepared& prepared, const std::vector<int64_t>& indices, size_t repeats,
+                       size_t batch) {
   if (indices.empty()) {
     return measure(repeats, batch, [&] { finish(prepared.start(SignalTo{}, 0)); });
   }
   return measure(repeats, batch, [&] { finish(prepared.start(indices, SignalTo{}, 0)); });
 }
 
-Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, std::uint64_t offset,
-                           std::size_t repeats, std::size_t batch) {
+Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, uint64_t offset, size_t repeats,
+                           size_t batch) {
   return measure(repeats, batch, [&] { finish(peer.fetch_add(remote, offset, 1)); });
 }
 
-Samples signal_ping(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
-                    const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
-                    std::size_t rounds, double pause_s, double timeout_s) {
+Samples signal_ping(Node& node, const Region& mine, uint64_t my_offset, Peer& peer,
+                    const RemoteRegion& theirs, uint64_t their_offset, uint64_t first,
+                    size_t rounds, double pause_s, double timeout_s) {
   Samples samples;
   samples.reserve(rounds);
-  for (std::uint64_t value = first; value < first + rounds; ++value) {
+  for (uint64_t value = first; value < first + rounds; ++value) {
     if (pause_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
     const auto begin = Clock::now();
     peer.signal(SignalTo{&theirs, their_offset, value}, {});
@@ -388,10 +337,10 @@ Samples signal_ping(Node& node, const Region& mine, std::uint64_t my_offset, Pee
   return samples;
 }
 
-void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
-                 const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
-                 std::size_t rounds, double timeout_s) {
-  for (std::uint64_t value = first; value < first + rounds; ++value) {
+void signal_pong(Node& node, const Region& mine, uint64_t my_offset, Peer& peer,
+                 const RemoteRegion& theirs, uint64_t their_offset, uint64_t first, size_t rounds,
+                 double timeout_s) {
+  for (uint64_t value = first; value < first + rounds; ++value) {
     wait_for(node, mine, my_offset, value, timeout_s);
     peer.signal(SignalTo{&theirs, their_offset, value}, {});
   }

@@ -28,37 +28,30 @@ using Samples = std::vector<double>;
 // --- limits: memory -------------------------------------------------------------------------
 
 // memcpy of `size_bytes` from `source` to `target` (addresses of mapped, touched memory).
-Samples copy_memory(std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch);
+Samples copy_memory(uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
+                    size_t batch);
 
 // The same for `pieces` pieces of `piece_bytes` each, `stride_bytes` apart on both sides: the limit
 // of a prepared list of equal pieces.
-Samples copy_pieces(std::uintptr_t target, std::uintptr_t source, std::size_t piece_bytes,
-                    std::size_t stride_bytes, std::size_t pieces, std::size_t repeats,
-                    std::size_t batch);
+Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
+                    size_t pieces, size_t repeats, size_t batch);
 
 // Where this process has `remote` mapped, the very memory that a write on shm reaches; 0 where the
 // path maps nothing (tcp). Valid as long as `remote` lives.
-std::uintptr_t mapped_address(const RemoteRegion& remote);
+uintptr_t mapped_address(const RemoteRegion& remote);
 
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 // `descriptor` is a connected, blocking stream socket with TCP_NODELAY; the caller owns it.
-// `buffer` is touched memory of at least `size_bytes`. A server loop runs until the other side
-// closes or shuts down its sending half, and returns how many rounds it served.
+// `buffer` is touched memory of at least `send_bytes` and `receive_bytes`; of two messages that
+// differ in length the shorter one is kept out of it.
 
-// Sends `size_bytes`, receives `size_bytes`; the other side runs serve_echo.
-Samples socket_ping_pong(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                         std::size_t repeats, std::size_t batch);
-// Sends `size_bytes`, receives one byte of acknowledgement; the other side runs serve_sink.
-Samples socket_send(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                    std::size_t repeats, std::size_t batch);
-// Sends one byte of request, receives `size_bytes`; the other side runs serve_source.
-Samples socket_fetch(int descriptor, std::uintptr_t buffer, std::size_t size_bytes,
-                     std::size_t repeats, std::size_t batch);
-
-std::uint64_t serve_echo(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
-std::uint64_t serve_sink(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
-std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t size_bytes);
+// Sends `send_bytes`, receives `receive_bytes`; the other side runs socket_serve with the two
+// exchanged.
+Samples socket_rounds(int descriptor, uintptr_t buffer, size_t send_bytes, size_t receive_bytes,
+                      size_t repeats, size_t batch);
+// Receives, then sends, until the other side closes or shuts down its sending half; returns how
+// many rounds it served.
+uint64_t socket_serve(int descriptor, uintptr_t buffer, size_t receive_bytes, size_t send_bytes);
 
 // --- limits: an exchange of a training step ---------------------------------------------------
 
@@ -70,44 +63,41 @@ std::uint64_t serve_source(int descriptor, std::uintptr_t buffer, std::size_t si
 // `threads` > 1 each thread takes an equal range, and starting and joining them is part of the
 // sample.
 // Throws Error(kInvalid) without gradients, without threads or with more states.
-Samples exchange_limit(std::uintptr_t parameters, const std::vector<std::uintptr_t>& states,
-                       const std::vector<std::uintptr_t>& gradients, std::size_t elements,
-                       std::size_t threads, std::size_t repeats);
+Samples exchange_limit(uintptr_t parameters, const std::vector<uintptr_t>& states,
+                       const std::vector<uintptr_t>& gradients, size_t elements, size_t threads,
+                       size_t repeats);
 // Learning rate, momentum, beta1, beta2, epsilon, weight decay: for tests against another hand.
 std::vector<float> exchange_limit_constants();
 
 // --- the core's own API ---------------------------------------------------------------------
 
 // peer.write of one piece from `local` to `remote` + `offset`, waited for, `batch` times a sample.
-Samples write_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                       const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
-                       std::size_t batch);
+Samples write_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                       uint64_t offset, size_t repeats, size_t batch);
 // Seconds that `count` such writes take when up to `depth` of them are under way at a time.
-double write_pipelined(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                       const RemoteRegion& remote, std::uint64_t offset, std::size_t count,
-                       std::size_t depth);
+double write_pipelined(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                       uint64_t offset, size_t count, size_t depth);
 // peer.read of one piece from `remote` + `offset` into `local`, waited for.
-Samples read_complete(Peer& peer, std::uintptr_t local, std::size_t size_bytes,
-                      const RemoteRegion& remote, std::uint64_t offset, std::size_t repeats,
-                      std::size_t batch);
+Samples read_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
+                      uint64_t offset, size_t repeats, size_t batch);
 // prepared.start, whole when `indices` is empty, else by index vector; waited for.
-Samples start_complete(Prepared& prepared, const std::vector<std::int64_t>& indices,
-                       std::size_t repeats, std::size_t batch);
+Samples start_complete(Prepared& prepared, const std::vector<int64_t>& indices, size_t repeats,
+                       size_t batch);
 // peer.fetch_add(1) on the word at `offset` of `remote`, waited for.
-Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, std::uint64_t offset,
-                           std::size_t repeats, std::size_t batch);
+Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, uint64_t offset, size_t repeats,
+                           size_t batch);
 
 // Signal ping-pong over two words. signal_ping stores first, first + 1, … in the peer's word
 // (`theirs` + `their_offset`) and waits each time until its own word (`mine` + `my_offset`) has
 // reached the same value; one sample is one round trip. Before each round it sleeps for `pause_s`
 // when that is > 0, so that the other side's spin has ended and it sleeps. signal_pong is the
 // mirror and runs `rounds` rounds. `timeout_s` bounds every single wait.
-Samples signal_ping(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
-                    const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
-                    std::size_t rounds, double pause_s, double timeout_s);
-void signal_pong(Node& node, const Region& mine, std::uint64_t my_offset, Peer& peer,
-                 const RemoteRegion& theirs, std::uint64_t their_offset, std::uint64_t first,
-                 std::size_t rounds, double timeout_s);
+Samples signal_ping(Node& node, const Region& mine, uint64_t my_offset, Peer& peer,
+                    const RemoteRegion& theirs, uint64_t their_offset, uint64_t first,
+                    size_t rounds, double pause_s, double timeout_s);
+void signal_pong(Node& node, const Region& mine, uint64_t my_offset, Peer& peer,
+                 const RemoteRegion& theirs, uint64_t their_offset, uint64_t first, size_t rounds,
+                 double timeout_s);
 
 }  // namespace bench_loops
 }  // namespace tensorwire

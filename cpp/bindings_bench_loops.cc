@@ -14,15 +14,10 @@ void bind_bench_loops(nb::module_& m) {
   d.def("copy_pieces", &copy_pieces, "target"_a, "source"_a, "piece_bytes"_a, "stride_bytes"_a,
         "pieces"_a, "repeats"_a, "batch"_a, Release());
   d.def("mapped_address", &mapped_address, "remote"_a);
-  d.def("socket_ping_pong", &socket_ping_pong, "descriptor"_a, "buffer"_a, "size_bytes"_a,
-        "repeats"_a, "batch"_a, Release());
-  d.def("socket_send", &socket_send, "descriptor"_a, "buffer"_a, "size_bytes"_a, "repeats"_a,
-        "batch"_a, Release());
-  d.def("socket_fetch", &socket_fetch, "descriptor"_a, "buffer"_a, "size_bytes"_a, "repeats"_a,
-        "batch"_a, Release());
-  d.def("serve_echo", &serve_echo, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
-  d.def("serve_sink", &serve_sink, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
-  d.def("serve_source", &serve_source, "descriptor"_a, "buffer"_a, "size_bytes"_a, Release());
+  d.def("socket_rounds", &socket_rounds, "descriptor"_a, "buffer"_a, "send_bytes"_a,
+        "receive_bytes"_a, "repeats"_a, "batch"_a, Release());
+  d.def("socket_serve", &socket_serve, "descriptor"_a, "buffer"_a, "receive_bytes"_a,
+        "send_bytes"_a, Release());
   d.def("exchange_limit", &exchange_limit, "parameters"_a, "states"_a, "gradients"_a, "elements"_a,
         "threads"_a, "repeats"_a, Release());
   d.def("exchange_limit_constants", &exchange_limit_constants);

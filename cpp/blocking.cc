@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -29,26 +28,12 @@ constexpr auto kStuck = std::chrono::seconds(1);
 using Clock = std::chrono::steady_clock;
 
 struct Pool {
-  const uint32_t epoch = fork::epoch();
   std::mutex mutex;
   std::condition_variable work;
   std::deque<std::function<void()>> jobs;
   std::list<Clock::time_point> started;  // when the running jobs began, the oldest first
   size_t idle = 0, threads = 0;
 };
-
-// Never destroyed, since its threads may outlive every static destructor. The lock of a parent's
-// pool may be held for ever in a forked child, so that gets a pool of its own.
-Pool& pool() {
-  static std::atomic<Pool*> current{nullptr};
-  Pool* found = current.load();
-  while (found == nullptr || found->epoch != fork::epoch()) {
-    auto* made = new Pool;
-    if (current.compare_exchange_strong(found, made)) return *made;
-    delete made;
-  }
-  return *found;
-}
 
 void work(Pool& pool) {
   ::pthread_setname_np(::pthread_self(), "tw-blocking");
@@ -73,7 +58,7 @@ void work(Pool& pool) {
 }  // namespace
 
 void spawn_blocking(std::function<void()> job) {
-  Pool& here = pool();
+  Pool& here = fork::of_this_process<Pool>();
   std::lock_guard lock(here.mutex);
   here.jobs.push_back(std::move(job));
   if (here.idle >= here.jobs.size()) {
@@ -99,7 +84,7 @@ void spawn_blocking(std::function<void()> job) {
 }
 
 size_t stuck_jobs() {
-  Pool& here = pool();
+  Pool& here = fork::of_this_process<Pool>();
   std::lock_guard lock(here.mutex);
   auto now = Clock::now();
   auto young = std::find_if(here.started.begin(), here.started.end(),

@@ -3,16 +3,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "error.h"
-#include "listener.h"
 #include "resolve.h"
 
 namespace tensorwire {
@@ -223,14 +220,14 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
   Line line(dial_tcp(host, port, where, deadline, interrupted), where, deadline, interrupted);
   tune_tcp(line.socket().get(), peer_timeout_s);
   Connection result;
-  result.server = shake_hands(line, me, secret, where);
+  result.remote = shake_hands(line, me, secret, where);
   result.address = where;
-  uint32_t common = me.transports & result.server.transports;
+  uint32_t common = me.transports & result.remote.transports;
   uint32_t wanted = require != 0 ? require : (kShmBit | kRdmaBit | kTcpBit);
   std::string no_shm = refused.shm, no_rdma = refused.rdma;
   if (!(common & kShmBit)) {
     no_shm = "one side does not offer shm";
-  } else if (me.host != result.server.host) {
+  } else if (me.host != result.remote.host) {
     no_shm = "the peer is on another host";
   } else if (no_shm.empty() && (wanted & kShmBit)) {
     result.descriptors = meet(line, where, no_shm);
@@ -243,7 +240,7 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
   }
   if (no_rdma.empty() && !(common & kRdmaBit)) {
     // Worth a word only where somebody wanted it.
-    if ((me.transports | result.server.transports) & kRdmaBit) {
+    if ((me.transports | result.remote.transports) & kRdmaBit) {
       no_rdma =
           std::string(me.transports & kRdmaBit ? "the peer" : "this Node") + " does not offer rdma";
     }

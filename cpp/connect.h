@@ -2,25 +2,13 @@
 // stream that both sides trust.
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "clock.h"
-#include "descriptors.h"
-#include "fork.h"
-#include "handshake.h"
+#include "listener.h"
 #include "resolve.h"
 
 namespace tensorwire {
-
-struct Connection {
-  Descriptor socket;
-  uint32_t transport = kTcpBit;
-  std::shared_ptr<DescriptorSocket> descriptors;  // shm
-  Hello server;
-  std::string address;
-  std::string reason;  // why this path
-};
 
 // Why a transport is not taken although both sides may offer it; "" = it may be taken.
 struct Refused {

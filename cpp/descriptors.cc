@@ -126,6 +126,22 @@ Descriptor DescriptorMessage::doorbell(size_t index) const {
   return own;
 }
 
+ssize_t pass_descriptors(int socket, std::string_view bytes, std::span<const int> descriptors) {
+  alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
+  iovec part{const_cast<char*>(bytes.data()), bytes.size()};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+  cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+  std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
+  return ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 // ---- the socket
 
 std::shared_ptr<DescriptorSocket> DescriptorSocket::offer() {
@@ -203,27 +219,15 @@ void DescriptorSocket::send(const Header& header, std::span<const int> descripto
     if (!watched_) progress_->watch(socket_.get(), EPOLLOUT, shared_from_this());
     watched_ = true;
   } catch (const Error& error) {
-    failed_({error.code(), error.what()});
+    failed_(error.status());
   }
 }
 
 // False if there is no room now, or never again.
 bool DescriptorSocket::push(const Waiting& message) {
-  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
-  size_t bytes = message.descriptors.size() * sizeof(int);
-  iovec part{const_cast<Header*>(&message.header), sizeof(Header)};
-  msghdr out{};
-  out.msg_iov = &part;
-  out.msg_iovlen = 1;
-  out.msg_control = control;
-  out.msg_controllen = CMSG_SPACE(bytes);
-  cmsghdr* rights = CMSG_FIRSTHDR(&out);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(bytes);
-  std::memcpy(CMSG_DATA(rights), message.descriptors.data(), bytes);
+  std::string_view bytes(reinterpret_cast<const char*>(&message.header), sizeof(Header));
   for (;;) {
-    if (::sendmsg(socket_.get(), &out, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
+    if (pass_descriptors(socket_.get(), bytes, message.descriptors) >= 0) {
       message.sent();
       return true;
     }

@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "error.h"
@@ -55,6 +56,9 @@ class DescriptorMessage {
   std::vector<int> descriptors_;
   Status status_;
 };
+
+// Sends bytes with descriptors beside them, without waiting; as sendmsg.
+ssize_t pass_descriptors(int socket, std::string_view bytes, std::span<const int> descriptors);
 
 class DescriptorSocket : public Handler, public std::enable_shared_from_this<DescriptorSocket> {
  public:

@@ -37,6 +37,7 @@ class Error : public std::runtime_error {
   Error(Code code, const std::string& message) : std::runtime_error(message), code_(code) {}
   explicit Error(const Status& status) : Error(status.code, status.message) {}
   Code code() const { return code_; }
+  Status status() const { return {code_, what()}; }
 
  private:
   Code code_;

@@ -17,29 +17,15 @@ constexpr unsigned kInFlight = 64;   // raises that the system keeps room for
 constexpr unsigned kTakeEvery = 16;  // raises, before what they completed is taken away
 constexpr int kTries = 3;
 
-// Has the raiser of this process and is never destroyed. A forked child gets one of its own, since
-// the lock in its copy may be held for ever.
-struct Holder {
-  const uint32_t epoch = fork::epoch();
+struct Shared {
   std::mutex mutex;
   std::weak_ptr<EventRaiser> raiser;
 };
 
-Holder& holder() {
-  static std::atomic<Holder*> current{nullptr};
-  Holder* found = current.load(std::memory_order_acquire);
-  while (found == nullptr || found->epoch != fork::epoch()) {
-    auto* made = new Holder;
-    if (current.compare_exchange_strong(found, made)) return *made;
-    delete made;
-  }
-  return *found;
-}
-
 }  // namespace
 
 std::shared_ptr<EventRaiser> EventRaiser::shared() {
-  Holder& here = holder();
+  auto& here = fork::of_this_process<Shared>();
   std::lock_guard lock(here.mutex);
   auto raiser = here.raiser.lock();
   if (!raiser) here.raiser = raiser = std::make_shared<EventRaiser>();

@@ -9,13 +9,12 @@ void Exposures::expose(const Header& request, const std::shared_ptr<Region>& reg
                                         std::to_string(exposed->key.size()) +
                                         " bytes; let UCX use fewer devices (UCX_NET_DEVICES)");
   }
-  Header header;
-  header.type = FrameType::kKey;
-  header.transfer = request.transfer;
-  header.region = region->id;
-  header.generation = region->generation;
-  header.value = exposed->address;
-  header.length = exposed->key.size();
+  Header header{.type = FrameType::kKey,
+                .region = region->id,
+                .generation = region->generation,
+                .length = exposed->key.size(),
+                .transfer = request.transfer,
+                .value = exposed->address};
   stream_->send(header, exposed->key, false);
   std::lock_guard lock(mutex_);
   exposed_[region->generation] = std::move(exposed);
@@ -27,11 +26,7 @@ void Exposures::revoke(const Region& region) {
     if (!exposed_.contains(region.generation)) return;
     if (!revoking_.insert(region.generation).second) return;
   }
-  Header header;
-  header.type = FrameType::kRevoke;
-  header.region = region.id;
-  header.generation = region.generation;
-  stream_->send(header);
+  stream_->send({.type = FrameType::kRevoke, .region = region.id, .generation = region.generation});
 }
 
 bool Exposures::revoked(const Header& header) {

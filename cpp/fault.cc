@@ -3,27 +3,6 @@
 #include <map>
 
 namespace tensorwire {
-namespace {
-
-// The arguments of an operation that may start after its caller has returned.
-struct Kept {
-  Kept(std::span<const Piece> all, const SignalTo& to)
-      : pieces(all.begin(), all.end()), signal(to) {
-    for (const Piece& piece : pieces) {
-      regions.push_back(piece.remote->shared_from_this());
-      bytes += piece.length;
-    }
-    if (to.region != nullptr) regions.push_back(to.region->shared_from_this());
-  }
-
-  std::vector<Piece> pieces;
-  SignalTo signal;
-  std::vector<RemoteRegionPtr> regions;
-  uint64_t bytes = 0;
-};
-
-}  // namespace
-
 FaultPlan::FaultPlan(uint64_t nth, const std::string& action, double delay_s)
     : delay_s(delay_s), nth_(nth) {
   static const std::map<std::string, Action> actions{{"fail", Action::kFail},
@@ -48,10 +27,10 @@ std::optional<FaultPlan::Action> FaultPlan::next() {
 TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()>& operation) {
   auto action = plan_->next();
   if (!action) return operation();
-  auto transfer = std::make_shared<Transfer>(progress_, counters_, bytes);
+  auto transfer = std::make_shared<Transfer>(progress_, bytes);
   switch (*action) {
     case FaultPlan::Action::kFail:
-      transfer->complete(Code::kUnavailable, "an injected fault: this operation failed");
+      transfer->complete({Code::kUnavailable, "an injected fault: this operation failed"});
       break;
     case FaultPlan::Action::kCut:
       progress_->post([cut = cut_] {
@@ -64,7 +43,7 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
       if (down_.ok()) {
         dropped_.push_back(transfer);
       } else {
-        transfer->complete(down_.code, down_.message);
+        transfer->complete(down_);
       }
       break;
     }
@@ -72,11 +51,11 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
       bool taken = progress_->after(plan_->delay_s, [transfer, operation, progress = progress_] {
         auto inner = operation();
         inner->then([inner = inner.get(), transfer, progress] {
-          transfer->complete(inner->status().code, inner->status().message, inner->value());
+          transfer->complete(inner->status(), inner->value());
           progress->notify();
         });
       });
-      if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
+      if (!taken) transfer->complete({Code::kClosed, "the Node is closed"});
       break;
     }
   }
@@ -85,27 +64,27 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
 
 TransferPtr FaultyChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
                                  uint64_t inline_limit) {
-  Kept kept(pieces, signal);
-  return run(kept.bytes, [kept, channel = channel_.lock(), inline_limit] {
-    return channel->write(kept.pieces, kept.signal, inline_limit);
-  });
+  return run(total_bytes(pieces),
+             [kept = KeptCall(pieces, signal), channel = channel_.lock(), inline_limit] {
+               return channel->write(kept.pieces, kept.signal, inline_limit);
+             });
 }
 
 TransferPtr FaultyChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
-  Kept kept(pieces, {});
-  return run(kept.bytes, [kept, channel = channel_.lock(), inline_limit] {
-    return channel->read(kept.pieces, inline_limit);
-  });
+  return run(total_bytes(pieces),
+             [kept = KeptCall(pieces, {}), channel = channel_.lock(), inline_limit] {
+               return channel->read(kept.pieces, inline_limit);
+             });
 }
 
 TransferPtr FaultyChannel::signal(const SignalTo& signal) {
-  return run(0, [kept = Kept({}, signal), channel = channel_.lock()] {
+  return run(0, [kept = KeptCall({}, signal), channel = channel_.lock()] {
     return channel->signal(kept.signal);
   });
 }
 
 TransferPtr FaultyChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
-  return run(0, [kept = Kept({}, {&region, offset, value}), channel = channel_.lock()] {
+  return run(0, [kept = KeptCall({}, {&region, offset, value}), channel = channel_.lock()] {
     return channel->fetch_add(*kept.signal.region, kept.signal.offset, kept.signal.value);
   });
 }
@@ -117,7 +96,7 @@ void FaultyChannel::shutdown(const Status& status) {
     down_ = status;
     dropped.swap(dropped_);
   }
-  for (auto& transfer : dropped) transfer->complete(status.code, status.message);
+  for (auto& transfer : dropped) transfer->complete(status);
 }
 
 }  // namespace tensorwire

@@ -43,12 +43,10 @@ class FaultyChannel : public Channel {
  public:
   // Whoever holds `channel` holds its peer as well. cut loses that peer, in the driving thread.
   FaultyChannel(std::shared_ptr<FaultPlan> plan, std::weak_ptr<Channel> channel,
-                std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
-                std::function<void(Status)> cut)
+                std::shared_ptr<Progress> progress, std::function<void(Status)> cut)
       : plan_(std::move(plan)),
         channel_(std::move(channel)),
         progress_(std::move(progress)),
-        counters_(std::move(counters)),
         cut_(std::move(cut)) {}
 
   // Runs an operation of so many bytes, or does what the plan makes of it; also for operations that
@@ -66,7 +64,6 @@ class FaultyChannel : public Channel {
   const std::shared_ptr<FaultPlan> plan_;
   const std::weak_ptr<Channel> channel_;
   const std::shared_ptr<Progress> progress_;
-  const std::shared_ptr<Transfer::Counters> counters_;
   const std::function<void(Status)> cut_;
 
   std::mutex mutex_;

@@ -5,6 +5,7 @@
 // fork::epoch() grows by one in each child; objects made in another epoch are dead there.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +21,24 @@ void forget_descriptor(int fd);
 // kernel does not copy it into children.
 void add_range(void* address, size_t size);
 void remove_range(void* address);
+
+// The T of this process. Never destroyed, since threads may outlive every static destructor. A
+// forked child gets one of its own: locks in its copy of the parent's may be held for ever.
+template <class T>
+T& of_this_process() {
+  struct Made {
+    const uint32_t made_in = epoch();
+    T value;
+  };
+  static std::atomic<Made*> current{nullptr};
+  Made* found = current.load(std::memory_order_acquire);
+  while (found == nullptr || found->made_in != epoch()) {
+    auto* made = new Made;
+    if (current.compare_exchange_strong(found, made)) return made->value;
+    delete made;
+  }
+  return found->value;
+}
 
 }  // namespace fork
 

@@ -160,38 +160,26 @@ ServerHandshake::ServerHandshake(Context context) : context_(std::move(context))
 
 ServerHandshake::State ServerHandshake::feed(std::span<const uint8_t> bytes,
                                              std::vector<uint8_t>& reply) {
-  if (step_ == Step::kOver || bytes.size() > wanted()) {
-    failure_ = {Code::kInvalid, "bytes beyond the handshake"};
-    return State::kFailed;
-  }
+  if (step_ == Step::kOver || bytes.size() > wanted()) return fail("bytes beyond the handshake");
   received_.insert(received_.end(), bytes.begin(), bytes.end());
   if (wanted() > 0) return State::kMore;
-  State state = State::kMore;
-  switch (step_) {
-    case Step::kHello:
-      state = on_hello(reply);
-      break;
-    case Step::kProof:
-      state = on_proof(reply);
-      break;
-    case Step::kChoice:
-      state = on_choice(reply);
-      break;
-    case Step::kOver:
-      break;
-  }
+  State state = step_ == Step::kHello   ? on_hello(reply)
+                : step_ == Step::kProof ? on_proof(reply)
+                                        : on_choice(reply);
   received_.clear();
   return state;
 }
 
-ServerHandshake::State ServerHandshake::refuse(Status status, std::vector<uint8_t>& reply) {
-  failure_ = status;
+ServerHandshake::State ServerHandshake::fail(const std::string& why, Code code) {
+  failure_ = {code, why};
   step_ = Step::kOver;
-  Welcome welcome;
-  welcome.status = std::move(status);
-  auto bytes = welcome.encode();
-  reply.insert(reply.end(), bytes.begin(), bytes.end());
   return State::kFailed;
+}
+
+ServerHandshake::State ServerHandshake::refuse(const Status& status, std::vector<uint8_t>& reply) {
+  auto bytes = Welcome{.status = status}.encode();
+  reply.insert(reply.end(), bytes.begin(), bytes.end());
+  return fail(status.message, status.code);
 }
 
 ServerHandshake::State ServerHandshake::on_hello(std::vector<uint8_t>& reply) {
@@ -200,15 +188,9 @@ ServerHandshake::State ServerHandshake::on_hello(std::vector<uint8_t>& reply) {
     client_ = Hello::decode(client_bytes_);
   } catch (const Error& error) {
     // Whoever it is does not speak our protocol: nothing is answered.
-    failure_ = {error.code(), error.what()};
-    step_ = Step::kOver;
-    return State::kFailed;
+    return fail(error.what(), error.code());
   }
-  if (client_.kind != HelloKind::kClient) {
-    failure_ = {Code::kInvalid, "only a client may begin"};
-    step_ = Step::kOver;
-    return State::kFailed;
-  }
+  if (client_.kind != HelloKind::kClient) return fail("only a client may begin");
   Hello me = context_.me;
   me.kind = HelloKind::kChallenge;
   me.has_secret = !context_.secret.empty();
@@ -233,11 +215,9 @@ ServerHandshake::State ServerHandshake::on_proof(std::vector<uint8_t>& reply) {
   if (!same_digest(offered, keys.client)) {
     return refuse({Code::kPermission, "wrong secret"}, reply);
   }
-  if (Status status = context_.admit(); !status.ok()) return refuse(std::move(status), reply);
+  if (Status status = context_.admit(); !status.ok()) return refuse(status, reply);
   proven_ = true;
-  Welcome welcome;
-  welcome.proof = keys.server;
-  auto bytes = welcome.encode();
+  auto bytes = Welcome{.status = {}, .proof = keys.server}.encode();
   reply.insert(reply.end(), bytes.begin(), bytes.end());
   step_ = Step::kChoice;
   wanted_ = kChoiceBytes;
@@ -245,16 +225,9 @@ ServerHandshake::State ServerHandshake::on_proof(std::vector<uint8_t>& reply) {
 }
 
 ServerHandshake::State ServerHandshake::on_choice(std::vector<uint8_t>& reply) {
-  auto fail = [this](const std::string& why) {
-    failure_ = {Code::kInvalid, why};
-    step_ = Step::kOver;
-    return State::kFailed;
-  };
   Choice choice;
   try {
-    std::array<uint8_t, kChoiceBytes> bytes;
-    std::copy(received_.begin(), received_.end(), bytes.begin());
-    choice = Choice::decode(bytes);
+    choice = Choice::decode(std::span(received_).first<kChoiceBytes>());
   } catch (const Error& error) {
     return fail(error.what());
   }

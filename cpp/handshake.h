@@ -72,8 +72,8 @@ struct Choice {
 };
 
 struct Meeting {
-  Code code =
-      Code::kOk;  // kUnavailable: the client's socket cannot be reached; kBusy: no descriptors
+  // kUnavailable: the client's socket cannot be reached; kBusy: no descriptors.
+  Code code = Code::kOk;
   uint64_t socket = 0;  // the name of the server's DescriptorSocket
 
   std::array<uint8_t, kMeetingBytes> encode() const;
@@ -123,7 +123,8 @@ class ServerHandshake {
 
  private:
   enum class Step { kHello, kProof, kChoice, kOver };
-  State refuse(Status status, std::vector<uint8_t>& reply);
+  State fail(const std::string& why, Code code = Code::kInvalid);
+  State refuse(const Status& status, std::vector<uint8_t>& reply);
   State on_hello(std::vector<uint8_t>& reply);
   State on_proof(std::vector<uint8_t>& reply);
   State on_choice(std::vector<uint8_t>& reply);

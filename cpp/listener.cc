@@ -1,7 +1,5 @@
 #include "listener.h"
 
-#include <arpa/inet.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -55,21 +53,16 @@ Descriptor listen_tcp(const std::string& host, uint16_t port) {
   return fd;
 }
 
-}  // namespace
-
+// "127.0.0.1" or "[::1]" of a connected socket's other end.
 std::string remote_host(int socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  char text[NI_MAXHOST] = "127.0.0.1";
-  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
-      address.ss_family != AF_UNIX) {
-    ::getnameinfo(reinterpret_cast<sockaddr*>(&address), size, text, sizeof text, nullptr, 0,
-                  NI_NUMERICHOST);
-  }
-  std::string host = text;
-  if (address.ss_family == AF_INET6) host.append("]").insert(host.begin(), '[');
+  SocketAddress address = SocketAddress::of(socket, true);
+  if (address.size == 0) return "127.0.0.1";
+  std::string host = address.text();
+  if (address.storage.ss_family == AF_INET6) host.append("]").insert(host.begin(), '[');
   return host;
 }
+
+}  // namespace
 
 // This option of Linux 6.15 is younger than many headers.
 #ifndef TCP_RTO_MAX_MS
@@ -89,23 +82,9 @@ constexpr int kSameHostSendBytes = 512 << 10;
 
 // Both ends of a connection are this host.
 bool is_same_host(int socket) {
-  sockaddr_storage here{}, there{};
-  socklen_t here_size = sizeof here, there_size = sizeof there;
-  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&here), &here_size) != 0) return false;
-  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&there), &there_size) != 0) return false;
-  if (here.ss_family != there.ss_family) return false;
-  if (here.ss_family == AF_INET) {
-    auto address = [](const sockaddr_storage& from) {
-      return reinterpret_cast<const sockaddr_in*>(&from)->sin_addr.s_addr;
-    };
-    bool loops = ntohl(address(there)) >> 24 == IN_LOOPBACKNET;
-    return loops || address(here) == address(there);
-  }
-  if (here.ss_family != AF_INET6) return false;
-  auto address = [](const sockaddr_storage& from) {
-    return &reinterpret_cast<const sockaddr_in6*>(&from)->sin6_addr;
-  };
-  return IN6_ARE_ADDR_EQUAL(address(here), address(there));
+  SocketAddress here = SocketAddress::of(socket), there = SocketAddress::of(socket, true);
+  if (there.size == 0) return false;
+  return there.text() == here.text() || there.text().starts_with("127.");
 }
 
 // What SO_SNDBUF is cut to (net.core.wmem_max); 0 if that is not known. Shorter than wanted is
@@ -143,18 +122,6 @@ void tune_tcp(int socket, double peer_timeout_s) {
   // Not TCP_USER_TIMEOUT: it also ends a connection whose other side answers but has no room, such
   // as a process that is stopped.
 }
-
-// The listening socket.
-class Listener::Door : public Handler {
- public:
-  explicit Door(std::weak_ptr<Listener> listener) : listener_(std::move(listener)) {}
-  void on_ready(uint32_t) override {
-    if (auto listener = listener_.lock()) listener->accept();
-  }
-
- private:
-  std::weak_ptr<Listener> listener_;
-};
 
 // A connection in the handshake.
 class Listener::Stranger : public Handler, public std::enable_shared_from_this<Stranger> {
@@ -232,16 +199,17 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
 
   void arrive(Listener& listener) {
     progress_->unwatch(socket_.get());
-    Arrival arrival;
-    arrival.socket = std::move(socket_);
-    arrival.transport = handshake_->chosen();
-    arrival.descriptors = std::move(descriptors_);
-    arrival.client = handshake_->client();
-    arrival.address = host_ + ":" + std::to_string(arrival.client.port);
+    const Hello& client = handshake_->client();
+    Connection made{.socket = std::move(socket_),
+                    .transport = handshake_->chosen(),
+                    .descriptors = std::move(descriptors_),
+                    .remote = client,
+                    .address = host_ + ":" + std::to_string(client.port),
+                    .reason = "the peer connected this way"};
     listener.forget(*this);
     if (!listener.options_.room_for_peer(0).ok())
       return;  // this Node connected elsewhere meanwhile
-    listener.options_.on_arrival(std::move(arrival));
+    listener.options_.on_arrival(std::move(made));
   }
 
   std::weak_ptr<Listener> listener_;
@@ -255,16 +223,12 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
 
 Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, uint16_t port)
     : progress_(std::move(progress)), tcp_(listen_tcp(host, port)) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  ::getsockname(tcp_.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  port_ = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  port_ = SocketAddress::of(tcp_.get()).port();
 }
 
 void Listener::start(Options options) {
   options_ = std::move(options);
-  progress_->watch(tcp_.get(), EPOLLIN, std::make_shared<Door>(weak_from_this()));
+  progress_->watch(tcp_.get(), EPOLLIN, shared_from_this());
 }
 
 ServerHandshake::Context Listener::context(std::weak_ptr<Stranger> stranger) {
@@ -285,7 +249,8 @@ ServerHandshake::Context Listener::context(std::weak_ptr<Stranger> stranger) {
   return context;
 }
 
-void Listener::accept() {
+// The listening socket is ready.
+void Listener::on_ready(uint32_t) {
   for (int i = 0; i < 16 && !closed_; ++i) {
     Descriptor socket(::accept4(tcp_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {

@@ -21,21 +21,22 @@ namespace tensorwire {
 
 inline constexpr size_t kMaxHandshakes = 128;
 
-// "127.0.0.1" or "[::1]" of a connected socket's other end.
-std::string remote_host(int socket);
 // Sets what every tcp stream of ours has: no delay, keep-alive, a limit for silence; within one
 // host a short queue. The socket is connected.
 void tune_tcp(int socket, double peer_timeout_s);
 
-class Listener : public std::enable_shared_from_this<Listener> {
+// A stream that both sides trust, and what will go over it.
+struct Connection {
+  Descriptor socket;
+  uint32_t transport = kTcpBit;
+  std::shared_ptr<DescriptorSocket> descriptors;  // shm
+  Hello remote;
+  std::string address;  // host:port where the other side listens
+  std::string reason;   // why this path
+};
+
+class Listener : public Handler, public std::enable_shared_from_this<Listener> {
  public:
-  struct Arrival {
-    Descriptor socket;
-    uint32_t transport = kTcpBit;
-    std::shared_ptr<DescriptorSocket> descriptors;  // shm
-    Hello client;
-    std::string address;  // host:port where the client itself listens
-  };
   struct Options {
     Hello me;
     Secret secret;
@@ -43,7 +44,7 @@ class Listener : public std::enable_shared_from_this<Listener> {
     double peer_timeout_s = 10;
     // Given how many were promised a place and have not taken it.
     std::function<Status(size_t promised)> room_for_peer;
-    std::function<void(Arrival)> on_arrival;
+    std::function<void(Connection)> on_arrival;
   };
 
   // Binds at once. Throws kInvalid or kUnavailable.
@@ -52,14 +53,12 @@ class Listener : public std::enable_shared_from_this<Listener> {
 
   void start(Options options);
   void close();  // driving thread
+  void on_ready(uint32_t events) override;
 
  private:
-  class Door;
   class Stranger;
-  friend class Door;
   friend class Stranger;
 
-  void accept();
   void make_room();
   void forget(Stranger& stranger);
   void time_out();

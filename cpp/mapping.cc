@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <new>
 
 #include "error.h"
 
@@ -18,12 +17,14 @@ namespace {
 
 constexpr size_t kLargePageBytes = 2 << 20;
 
-size_t whole_pages(size_t size) {
-  size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  return (size + page - 1) / page * page;
+}  // namespace
+
+size_t page_bytes() {
+  static const size_t size = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return size;
 }
 
-}  // namespace
+size_t whole_pages(size_t size) { return (size + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
 void Mapping::map(int fd, size_t size, int protection, int flags) {
   void* address = ::mmap(nullptr, size, protection, flags, fd, 0);

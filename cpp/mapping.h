@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "fork.h"
 
 namespace tensorwire {
+
+size_t page_bytes();
+size_t whole_pages(size_t size);  // rounded up to them
 
 class Mapping {
  public:

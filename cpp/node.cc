@@ -36,18 +36,16 @@ std::array<uint8_t, 16> host_id() {
 }  // namespace
 
 uint32_t transport_bits(const std::vector<std::string>& names) {
+  static const std::map<std::string, uint32_t> kBits{
+      {"shm", kShmBit}, {"tcp", kTcpBit}, {"rdma", kRdmaBit}};
   uint32_t bits = 0;
   for (const auto& name : names) {
-    if (name == "shm") {
-      bits |= kShmBit;
-    } else if (name == "tcp") {
-      bits |= kTcpBit;
-    } else if (name == "rdma") {
-      bits |= kRdmaBit;
-    } else {
+    auto found = kBits.find(name);
+    if (found == kBits.end()) {
       throw Error(Code::kInvalid,
                   "unknown transport '" + name + "'; there are 'shm', 'rdma' and 'tcp'");
     }
+    bits |= found->second;
   }
   if (bits == 0) throw Error(Code::kInvalid, "a Node needs at least one transport");
   return bits;
@@ -57,7 +55,6 @@ Node::Node(NodeOptions options)
     : options_(std::move(options)), epoch_(fork::epoch()), incarnation_(random_id()) {
   fabric_.progress = std::make_shared<Progress>();
   fabric_.traffic = std::make_shared<Traffic>();
-  fabric_.counters = std::make_shared<Transfer::Counters>();
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
   fabric_.mappings = std::make_shared<Mappings>();
@@ -68,10 +65,9 @@ Node::Node(NodeOptions options)
     });
   });
   fabric_.regions = regions_.get();
-  fabric_.limits.quota_bytes = options_.quota_bytes;
+  fabric_.quota_bytes = options_.quota_bytes;
   fabric_.shareable = (options_.transports & kShmBit) != 0;
   fabric_.incarnation = incarnation_;
-  fabric_.page = fabric_.progress->page_mapping();
   fabric_.free_region = [this](const std::shared_ptr<Region>& region) { free_here(region); };
 }
 
@@ -122,11 +118,8 @@ void Node::start() {
     return {Code::kBusy, "it already has its limit of " + std::to_string(options_.max_peers) +
                              " peers (max_peers)"};
   };
-  doors.on_arrival = [this](Listener::Arrival arrival) {
+  doors.on_arrival = [this](Connection made) {
     try {
-      Connection made{std::move(arrival.socket),      arrival.transport,
-                      std::move(arrival.descriptors), std::move(arrival.client),
-                      std::move(arrival.address),     "the peer connected this way"};
       adopt(std::move(made), true);
     } catch (const Error&) {
       // No descriptors left: the caller sees its connection end.
@@ -204,7 +197,7 @@ PeerPtr Node::adopt(Connection made, bool accepted) {
     std::lock_guard lock(mutex_);
     if (closed_) throw Error(Code::kClosed, "the Node is closed");
     uint64_t id = next_peer_++;
-    peer = std::make_shared<Peer>(fabric_, id, std::move(made.server), std::move(made.address),
+    peer = std::make_shared<Peer>(fabric_, id, std::move(made.remote), std::move(made.address),
                                   made.transport, std::move(made.reason));
     peers_[id] = peer;
   }
@@ -219,7 +212,7 @@ PeerPtr Node::adopt(Connection made, bool accepted) {
     peer->start(std::move(made.socket), std::move(made.descriptors), accepted, on_ready,
                 [this](Peer& lost) { forget(lost); });
   } catch (const Error& error) {
-    peer->lose({error.code(), error.what()});
+    peer->lose(error.status());
     throw;
   }
   return peer;
@@ -284,17 +277,15 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   transport = made.transport;
   PeerPtr peer;
   // In the driving thread, like every arrival: frames may come at once.
-  std::string failure;
-  Code code = Code::kOk;
+  Status failure;
   fabric_.progress->run([&] {
     try {
       peer = adopt(std::move(made), false);
     } catch (const Error& error) {
-      code = error.code();
-      failure = error.what();
+      failure = error.status();
     }
   });
-  if (!peer) throw Error(code, failure);
+  if (!peer) throw Error(failure);
   for (;;) {
     Progress::set_interruptible(true);
     // A signal that comes just before the wait does not end it.

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,13 +10,8 @@
 #include <vector>
 
 #include "connect.h"
-#include "handshake.h"
 #include "listener.h"
 #include "peer.h"
-#include "progress.h"
-#include "region.h"
-#include "resolve.h"
-#include "transport.h"
 
 namespace tensorwire {
 
@@ -53,7 +47,7 @@ class Node : public std::enable_shared_from_this<Node> {
   bool closed() const { return closed_ || epoch_ != fork::epoch(); }
   const std::shared_ptr<Progress>& progress() const { return fabric_.progress; }
   const Traffic& traffic() const { return *fabric_.traffic; }
-  const Transfer::Counters& transfers() const { return *fabric_.counters; }
+  const Progress::Transfers& transfers() const { return fabric_.progress->transfers(); }
 
   // Throws kClosed unless this process made the Node and has not closed it.
   void check_open() const;

@@ -34,12 +34,9 @@ Peer::Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32
       reason_(std::move(reason)),
       transport_(transport),
       epoch_(fork::epoch()),
-      service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.limits,
+      service_(*fabric_.regions, fabric_.progress, fabric_.traffic, fabric_.quota_bytes,
                fabric_.shareable, id, fabric_.free_region),
-      questions_(fabric_.progress, fabric_.counters, fabric_.mappings, next_id_, transport_,
-                 remote_.incarnation) {}
-
-Peer::~Peer() = default;
+      questions_(fabric_.progress, fabric_.mappings, next_id_, transport_, remote_.incarnation) {}
 
 void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
                  std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost) {
@@ -57,8 +54,7 @@ void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptor
   } else if (transport_ == kRdmaBit) {
     start_rdma();
   } else {
-    tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.counters, fabric_.traffic,
-                                        stream_, next_id_);
+    tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.traffic, stream_, next_id_);
     channel_ = tcp_;
     ready_ = true;
   }
@@ -66,12 +62,9 @@ void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptor
   if (shm_ && !accepting) {
     offer_memory();
   } else if (rdma_) {
-    Header header;
-    header.type = FrameType::kAttach;
-    header.value = rdma_->offer(accepting);
     std::string where = accepting ? fabric_.rdma->where() : "";
-    header.length = where.size();
-    stream_->send(header, where);
+    uint64_t token = rdma_->offer(accepting);
+    stream_->send({.type = FrameType::kAttach, .length = where.size(), .value = token}, where);
   }
   if (ready_) on_ready_(*this);
 }
@@ -111,24 +104,20 @@ void Peer::check(std::span<const Piece> pieces, bool write) const {
                                       std::to_string(piece.offset) + " do not fit the region of " +
                                       std::to_string(piece.remote->size) + " bytes");
     }
-    if (write && !piece.remote->access.write) {
-      throw Error(Code::kPermission, "the region '" + piece.remote->name + "' of " + describe() +
-                                         " was granted read-only");
-    }
-    if (!write && !piece.remote->access.read) {
-      throw Error(Code::kPermission, "the region '" + piece.remote->name + "' of " + describe() +
-                                         " was granted without read access");
-    }
+    if (write && !piece.remote->access.write) refuse(*piece.remote, "read-only");
+    if (!write && !piece.remote->access.read) refuse(*piece.remote, "without read access");
   }
+}
+
+void Peer::refuse(const RemoteRegion& region, const char* how, const char* why) const {
+  throw Error(Code::kPermission, std::string(why) + "the region '" + region.name + "' of " +
+                                     describe() + " was granted " + how);
 }
 
 void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
   check_region(region);
   tensorwire::check_word(offset, region.size);
-  if (!region.access.write) {
-    throw Error(Code::kPermission,
-                "the region '" + region.name + "' of " + describe() + " was granted read-only");
-  }
+  if (!region.access.write) refuse(region, "read-only");
 }
 
 // ---- one-sided operations
@@ -166,7 +155,7 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
   auto waiting = std::make_shared<Waiting>();
   waiting->left = after.size();
   waiting->after.assign(after.begin(), after.end());
-  waiting->outer = std::make_shared<Transfer>(fabric_.progress, fabric_.counters, 0);
+  waiting->outer = std::make_shared<Transfer>(fabric_.progress, 0);
   auto progress = fabric_.progress;
   auto one_less = [self = shared_from_this(), signal, region = signal.region->shared_from_this(),
                    waiting, progress] {
@@ -174,13 +163,13 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
     auto list = std::move(waiting->after);  // ends the cycle through their then()
     for (const auto& transfer : list) {
       if (transfer->status().ok()) continue;
-      waiting->outer->complete(transfer->status().code, transfer->status().message);
+      waiting->outer->complete(transfer->status());
       progress->notify();
       return;
     }
     auto inner = self->channel().signal(signal);
     inner->then([inner = inner.get(), outer = waiting->outer, progress] {
-      outer->complete(inner->status().code, inner->status().message, inner->value());
+      outer->complete(inner->status(), inner->value());
       progress->notify();
     });
   };
@@ -192,8 +181,7 @@ TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_
   check_alive();
   check_word(region, offset);
   if (!region.access.read) {
-    throw Error(Code::kPermission, "fetch_add tells the old value, and the region '" + region.name +
-                                       "' of " + describe() + " was granted without read access");
+    refuse(region, "without read access", "fetch_add tells the old value, and ");
   }
   return channel().fetch_add(region, offset, value);
 }
@@ -214,19 +202,15 @@ AskedPtr Peer::ask(const Header& header, std::string_view body, Asked::Wants wan
 AskedPtr Peer::ask_allocate(uint64_t size, const std::string& name, Access access) {
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
   check_region_name(name);
-  Header header;
-  header.type = FrameType::kAllocate;
-  header.total = size;
-  header.flags = (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
-  return ask(header, name, {.lease = true});
+  return ask({.type = FrameType::kAllocate, .flags = flags_of(access), .total = size}, name,
+             {.lease = true});
 }
 
 AskedPtr Peer::ask_lookup(const std::string& name, bool await) {
   if (name.empty())
     throw Error(Code::kInvalid, "a region is looked up by a name of 1 byte or more");
   check_region_name(name);
-  Header header;
-  header.type = FrameType::kLookup;
+  Header header{.type = FrameType::kLookup};
   if (!await) return ask(header, name, {});
   header.flags = kAwait;
   check_alive();
@@ -238,11 +222,8 @@ AskedPtr Peer::ask_lookup(const std::string& name, bool await) {
 }
 
 AskedPtr Peer::ask_attach(uint32_t id, uint64_t generation, bool copied) {
-  Header header;
-  header.type = FrameType::kLookup;
-  header.region = id;
-  header.generation = generation;
-  return ask(header, {}, {.copied = copied});
+  return ask({.type = FrameType::kLookup, .region = id, .generation = generation}, {},
+             {.copied = copied});
 }
 
 AskedPtr Peer::ask_free(const RemoteRegion& region) {
@@ -282,7 +263,7 @@ bool Peer::wait_for_memory(const Header& header, std::string_view body) {
 }
 
 void Peer::start_shm(std::shared_ptr<DescriptorSocket> descriptors) {
-  shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.counters, fabric_.traffic);
+  shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.traffic);
   channel_ = shm_;
   descriptors_ = std::move(descriptors);
   auto weak = weak_from_this();
@@ -306,18 +287,16 @@ void Peer::start_shm(std::shared_ptr<DescriptorSocket> descriptors) {
 }
 
 void Peer::offer_memory() {
-  Header header;
-  header.type = FrameType::kAttach;
-  header.generation = fabric_.incarnation;
+  Header header{.type = FrameType::kAttach, .generation = fabric_.incarnation};
   try {
     doorbell_ = Doorbell::hang(*fabric_.progress);
   } catch (const Error& error) {
-    lose({error.code(), error.what()});
+    lose(error.status());
     return;
   }
-  int memory[] = {fabric_.page->descriptor(), doorbell_->descriptor()};
+  int memory[] = {fabric_.progress->page_mapping()->descriptor(), doorbell_->descriptor()};
   auto keep = std::make_shared<std::pair<std::shared_ptr<Mapping>, std::shared_ptr<Doorbell>>>(
-      fabric_.page, doorbell_);
+      fabric_.progress->page_mapping(), doorbell_);
   descriptors_->send(header, memory, keep, [weak = weak_from_this(), header] {
     if (auto self = weak.lock()) self->stream_->send(header);
   });
@@ -340,13 +319,13 @@ bool Peer::receive_memory(const Header& frame,
       bool same = message.header().type == frame.type &&
                   message.header().generation == frame.generation &&
                   message.header().transfer == frame.transfer;
-      if (passed->status.ok() && !same) {
-        passed->status = {Code::kInvalid, "the memory of another frame"};
-      }
       try {
+        if (passed->status.ok() && !same) {
+          throw Error(Code::kInvalid, "the memory of another frame");
+        }
         if (passed->status.ok()) examine(message, *passed);
       } catch (const Error& error) {
-        passed->status = {error.code(), error.what()};
+        passed->status = error.status();
       }
       progress->post([passed, go_on] {
         go_on(passed);
@@ -354,7 +333,7 @@ bool Peer::receive_memory(const Header& frame,
       });
     });
   } catch (const Error& error) {
-    lose({error.code(), error.what()});
+    lose(error.status());
   }
   return true;
 }
@@ -381,16 +360,15 @@ bool Peer::attached_shm(const Header& header, std::string_view body) {
         shm_->attach(std::move(passed.mapping), std::move(passed.doorbell), remote_.incarnation);
       }
     } catch (const Error& error) {
-      status = {error.code(), error.what()};
+      status = error.status();
     }
     if (status.code == Code::kInvalid) return false;
     if (!status.ok()) {
       if (accepting_) {
-        Header answer;
-        answer.type = FrameType::kAttach;
-        answer.status = static_cast<uint16_t>(status.code);
-        answer.length = status.message.size();
-        stream_->send(answer, status.message);
+        stream_->send({.type = FrameType::kAttach,
+                       .status = static_cast<uint16_t>(status.code),
+                       .length = status.message.size()},
+                      status.message);
       }
       lose(std::move(status));
       return true;
@@ -430,15 +408,11 @@ void Peer::start_rdma() {
   events.on_idle = [weak](uint32_t region, uint64_t generation) {
     auto self = weak.lock();
     if (!self || self->lost()) return;
-    Header header;
-    header.type = FrameType::kRevoke;
-    header.flags = kLast;
-    header.region = region;
-    header.generation = generation;
-    self->stream_->send(header);
+    self->stream_->send(
+        {.type = FrameType::kRevoke, .flags = kLast, .region = region, .generation = generation});
   };
-  rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.progress, fabric_.counters,
-                                        fabric_.traffic, next_id_, std::move(events));
+  rdma_ = std::make_shared<RdmaChannel>(fabric_.rdma, fabric_.progress, fabric_.traffic, next_id_,
+                                        std::move(events));
   channel_ = rdma_;
   exposures_.attach(fabric_.rdma, stream_);
   service_.attach(
@@ -474,7 +448,7 @@ bool Peer::revoked(const Header& header) {
 bool Peer::granted(const Header& header, std::string_view body) {
   auto asked = questions_.find(header.transfer);
   if (!asked || !asked->wants.region) return false;
-  bool memory = header.status == 0 && (header.flags & (kReadable | kWritable)) != 0;
+  bool memory = header.status == 0 && access_of(header).any();
   Granted given;
   if (memory && rdma_) {
     bool told = key_header_.transfer == header.transfer && !key_.empty() &&
@@ -540,10 +514,7 @@ void Peer::lose(Status status, std::string_view goodbye) {
     lost_.store(true, std::memory_order_release);
   }
   if (!goodbye.empty()) {
-    Header header;
-    header.type = FrameType::kGoodbye;
-    header.length = goodbye.size();
-    stream_->send(header, goodbye);
+    stream_->send({.type = FrameType::kGoodbye, .length = goodbye.size()}, goodbye);
   }
   // First the stream: afterwards nothing touches the memory of transfers.
   stream_->close();
@@ -571,8 +542,8 @@ void Peer::inject(std::shared_ptr<FaultPlan> plan) {
   auto cut = [weak = weak_from_this()](Status status) {
     if (auto self = weak.lock()) self->lose(std::move(status));
   };
-  faults_.push_back(std::make_shared<FaultyChannel>(std::move(plan), channel, fabric_.progress,
-                                                    fabric_.counters, cut));
+  faults_.push_back(
+      std::make_shared<FaultyChannel>(std::move(plan), channel, fabric_.progress, cut));
   if (lost_) faults_.back()->shutdown(lost_status_);
   faulty_ = faults_.back().get();
 }

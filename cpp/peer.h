@@ -33,13 +33,11 @@ inline constexpr std::string_view kClosedByUser = "closed by its user";
 struct Fabric {
   std::shared_ptr<Progress> progress;
   std::shared_ptr<Traffic> traffic;
-  std::shared_ptr<Transfer::Counters> counters;
   RegionTable* regions = nullptr;
   std::shared_ptr<Mappings> mappings;  // of regions here and at peers
-  Service::Limits limits;
+  uint64_t quota_bytes = 0;            // of all regions that peers allocated here
   bool shareable = false;
   uint64_t incarnation = 0;
-  std::shared_ptr<Mapping> page;
   std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
@@ -49,7 +47,6 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   // `id` is this Node's own number for the connection.
   Peer(Fabric fabric, uint64_t id, Hello remote, std::string address, uint32_t transport,
        std::string reason);
-  ~Peer() override;
 
   // Takes over the connected socket, and on shm the one for descriptors; the peer works once it is
   // ready(), on tcp at once. accepting: the other side connected.
@@ -111,6 +108,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string describe() const;
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
+  // Throws that the grant does not allow it.
+  [[noreturn]] void refuse(const RemoteRegion& region, const char* how, const char* why = "") const;
   AskedPtr ask(const Header& header, std::string_view body, Asked::Wants wants);
   // What came with a frame on the socket for descriptors.
   struct Passed : Granted {

@@ -1,7 +1,6 @@
 // Prepared transfers: a list of pieces checked and merged once, fired many times.
 #pragma once
 
-#include <memory>
 #include <span>
 #include <vector>
 

@@ -15,11 +15,6 @@
 namespace tensorwire {
 namespace {
 
-size_t page_bytes() {
-  static const size_t size = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  return size;
-}
-
 // Bits of an entry of /proc/PID/pagemap (Documentation/admin-guide/mm/pagemap.rst).
 constexpr uint64_t kPresent = uint64_t{1} << 63, kSwapped = uint64_t{1} << 62;
 constexpr uint64_t kFileOrShared = uint64_t{1} << 61;
@@ -35,9 +30,6 @@ void add(std::vector<ByteRange>& ranges, uint64_t start, uint64_t stop) {
     ranges.emplace_back(start, stop);
   }
 }
-
-// Opened for each look: a descriptor that is kept would be a parent's in a forked child.
-Descriptor open_pagemap() { return Descriptor(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)); }
 
 bool try_kernel() {
   try {
@@ -57,7 +49,7 @@ bool try_kernel() {
 
 PrivateMapping::PrivateMapping(std::shared_ptr<Mapping> shared, int memory)
     : shared_(std::move(shared)), epoch_(fork::epoch()) {
-  mapped_ = (shared_->size() + page_bytes() - 1) / page_bytes() * page_bytes();
+  mapped_ = whole_pages(shared_->size());
   void* address = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory, 0);
   if (address == MAP_FAILED) {
     throw Error(Code::kNoMemory,
@@ -90,7 +82,8 @@ std::vector<ByteRange> PrivateMapping::written(bool compare) {
 }
 
 std::vector<ByteRange> PrivateMapping::told() const {
-  Descriptor pagemap = open_pagemap();
+  // Opened for each look: a descriptor that is kept would be a parent's in a forked child.
+  Descriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
   std::array<uint64_t, 4096> entries;
   std::vector<ByteRange> ranges;
   const uint64_t page = page_bytes();

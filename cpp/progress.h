@@ -141,6 +141,11 @@ class Progress {
     std::atomic<uint64_t> rings{0}, sleeps{0}, rounds{0}, handovers{0};
   };
   const Counters& counters() const { return counters_; }
+  // Every Transfer of this Node counts in these two, which are equal when nothing is in flight.
+  struct alignas(64) Transfers {
+    std::atomic<uint64_t> started{0}, completed{0};
+  };
+  Transfers& transfers() { return transfers_; }
 
  private:
   enum Driver : int { kNobody, kWaiter, kThread };
@@ -196,6 +201,7 @@ class Progress {
   static thread_local bool interruptible_, interrupted_;
 
   Counters counters_;
+  Transfers transfers_;
   std::thread thread_;
 };
 

@@ -5,21 +5,17 @@
 namespace tensorwire {
 
 Header Questions::to_free(const RemoteRegion& region) {
-  Header header;
-  header.type = FrameType::kFree;
-  header.region = region.id;
-  header.generation = region.generation;
-  return header;
+  return {.type = FrameType::kFree, .region = region.id, .generation = region.generation};
 }
 
 TransferPtr Questions::send(const AskedPtr& asked, Header header, std::string_view body) {
-  auto answer = std::make_shared<Transfer>(progress_, counters_, 0);
+  auto answer = std::make_shared<Transfer>(progress_, 0);
   header.transfer = next_id_.fetch_add(1, std::memory_order_relaxed);
   header.length = body.size();
   {
     std::lock_guard lock(mutex_);
     if (!closed_.ok()) {
-      answer->complete(closed_.code, closed_.message);
+      answer->complete(closed_);
       return answer;
     }
     asked->answer = answer;
@@ -66,10 +62,10 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
     region->generation = header.generation;
     region->size = header.total;
     region->incarnation = incarnation_;
-    region->access = {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
+    region->access = access_of(header);
     region->name = body;
     status.message.clear();
-    bool memory = region->access.read || region->access.write;
+    bool memory = region->access.any();
     if (memory && transport_ == kShmBit) {
       auto found = known_.find(region->generation);
       auto known = found == known_.end() ? nullptr : found->second.lock();
@@ -103,7 +99,7 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
     // A lease is given back even if it cannot be mapped here, since nobody else knows of it.
     if (well_formed && asked->wants.lease && (!status.ok() || unwanted)) give_back(*region);
   }
-  asked->answer->complete(status.code, std::move(status.message));
+  asked->answer->complete(std::move(status));
   progress_->changed();
   return well_formed;
 }
@@ -115,7 +111,7 @@ void Questions::close(const Status& status) {
     closed_ = status;
     open.swap(open_);
   }
-  for (auto& [id, asked] : open) asked->answer->complete(status.code, status.message);
+  for (auto& [id, asked] : open) asked->answer->complete(status);
 }
 
 }  // namespace tensorwire

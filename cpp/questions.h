@@ -10,6 +10,7 @@
 
 #include "frame.h"
 #include "handshake.h"
+#include "service.h"
 #include "stream.h"
 #include "transport.h"
 
@@ -49,11 +50,9 @@ class Questions {
  public:
   // For the peer with this incarnation, reached by this transport. Mappings that it grants are
   // added to `mappings`.
-  Questions(std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
-            std::shared_ptr<Mappings> mappings, std::atomic<uint64_t>& next_id, uint32_t transport,
-            uint64_t incarnation)
+  Questions(std::shared_ptr<Progress> progress, std::shared_ptr<Mappings> mappings,
+            std::atomic<uint64_t>& next_id, uint32_t transport, uint64_t incarnation)
       : progress_(std::move(progress)),
-        counters_(std::move(counters)),
         mappings_(std::move(mappings)),
         next_id_(next_id),
         transport_(transport),
@@ -78,7 +77,6 @@ class Questions {
   void give_back(const RemoteRegion& region);
 
   const std::shared_ptr<Progress> progress_;
-  const std::shared_ptr<Transfer::Counters> counters_;
   const std::shared_ptr<Mappings> mappings_;
   std::atomic<uint64_t>& next_id_;
   const uint32_t transport_;

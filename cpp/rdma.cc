@@ -17,8 +17,6 @@ constexpr size_t kRdmaWindow = 128;
 // A peer that is lost usually says why, or ends its stream, just after its endpoint fails.
 constexpr double kGraceS = 0.2;
 
-const char* kStale = "the region was freed, or its handle is of an earlier process";
-
 // A call failed because the connection did, not because of its arguments.
 bool is_of_link(ucx::Status status) {
   constexpr ucx::Status kOfArguments[] = {ucx::kNoMemory,       ucx::kNoDevice,
@@ -26,6 +24,15 @@ bool is_of_link(ucx::Status status) {
                                           ucx::kNotImplemented, ucx::kUnsupported};
   return std::find(std::begin(kOfArguments), std::end(kOfArguments), status) ==
          std::end(kOfArguments);
+}
+
+Header word_frame(FrameType type, const SignalTo& word) {
+  return {.type = type,
+          .flags = type == FrameType::kSignal ? kLast : uint8_t{0},
+          .region = word.region->id,
+          .generation = word.region->generation,
+          .offset = word.offset,
+          .value = word.value};
 }
 
 }  // namespace
@@ -50,18 +57,14 @@ struct RdmaChannel::Outgoing {
 };
 
 RdmaChannel::RdmaChannel(std::shared_ptr<RdmaFabric> fabric, std::shared_ptr<Progress> progress,
-                         std::shared_ptr<Transfer::Counters> counters,
                          std::shared_ptr<Traffic> traffic, std::atomic<uint64_t>& next_id,
                          Events events)
     : fabric_(std::move(fabric)),
       progress_(std::move(progress)),
-      counters_(std::move(counters)),
       traffic_(std::move(traffic)),
       next_id_(next_id),
       events_(std::move(events)),
       token_(random_id()) {}
-
-RdmaChannel::~RdmaChannel() = default;
 
 // ---- connecting
 
@@ -118,12 +121,7 @@ void RdmaChannel::dial_next() {
     std::string failure;
     link_ = fabric_->dial(host, port_, weak_from_this(), failure);
     tried_ += (tried_.empty() ? "" : ", ") + host;
-    if (link_ != nullptr) {
-      Header header;
-      header.type = FrameType::kAttach;
-      send(header, {}, true);
-      return;
-    }
+    if (link_ != nullptr) return send({.type = FrameType::kAttach}, {}, true);
     tried_ += " (" + failure + ")";
   }
   end(Code::kUnavailable,
@@ -183,9 +181,7 @@ void RdmaChannel::received(const RdmaMessage& message) {
       link_ = fabric_->claim(message.from, weak_from_this());
       if (link_ == nullptr) return;
       unexpect();
-      Header header;
-      header.type = FrameType::kAttach;
-      send(header);
+      send({.type = FrameType::kAttach});
     } else if (link_ == nullptr) {
       return;
     }
@@ -277,35 +273,28 @@ void RdmaChannel::on_done(void* request, ucx::Status status, void* argument) {
 
 TransferPtr RdmaChannel::start(std::span<const Piece> pieces, const SignalTo& signal,
                                bool is_read) {
-  uint64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.length;
+  uint64_t total = total_bytes(pieces);
   auto work = std::make_shared<RdmaWork>();
   work->channel = shared_from_this();
-  work->transfer = std::make_shared<Transfer>(progress_, counters_, total);
+  work->transfer = std::make_shared<Transfer>(progress_, total);
   TransferPtr transfer = work->transfer;
   // A word is a maximum and never below 0: raising it to 0 changes nothing.
   if (signal.region != nullptr && signal.value > 0) {
-    Header& header = work->word;
-    header.type = FrameType::kSignal;
-    header.flags = kLast;
-    header.region = signal.region->id;
-    header.generation = signal.region->generation;
-    header.offset = signal.offset;
-    header.value = signal.value;
+    work->word = word_frame(FrameType::kSignal, signal);
     work->has_word = true;
   }
   {
     std::lock_guard lock(fabric_->mutex());
     if (down_ || link_ == nullptr) {
       Status status = down_status_;
-      transfer->complete(status.code, std::move(status.message));
+      transfer->complete(std::move(status));
       return transfer;
     }
     auto is_stale = [](const RemoteRegion* region) { return !region->key || region->key->revoked; };
     bool stale = signal.region != nullptr && is_stale(signal.region);
     for (const Piece& piece : pieces) stale = stale || is_stale(piece.remote);
     if (stale) {
-      transfer->complete(Code::kStaleHandle, kStale);
+      transfer->complete({Code::kStaleHandle, kStale});
       return transfer;
     }
     const ucx::Library& ucx = fabric_->ucx();
@@ -374,7 +363,7 @@ void RdmaChannel::finished(const WorkPtr& work) {
       return;
     }
   }
-  work->transfer->complete(status.code, std::move(status.message));
+  work->transfer->complete(std::move(status));
 }
 
 TransferPtr RdmaChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {
@@ -394,26 +383,17 @@ TransferPtr RdmaChannel::read(std::span<const Piece> pieces, uint64_t) {
 
 // ---- words
 
-TransferPtr RdmaChannel::start(FrameType type, const SignalTo& word) {
-  auto transfer = std::make_shared<Transfer>(progress_, counters_, 0);
-  Header header;
-  header.type = type;
-  header.flags = type == FrameType::kSignal ? kLast : 0;
-  header.region = word.region->id;
-  header.generation = word.region->generation;
-  header.offset = word.offset;
-  header.value = word.value;
-  ask(header, transfer);
+TransferPtr RdmaChannel::signal(const SignalTo& signal) {
+  traffic_->signals.fetch_add(1, std::memory_order_relaxed);
+  auto transfer = std::make_shared<Transfer>(progress_, 0);
+  ask(word_frame(FrameType::kSignal, signal), transfer);
   return transfer;
 }
 
-TransferPtr RdmaChannel::signal(const SignalTo& signal) {
-  traffic_->signals.fetch_add(1, std::memory_order_relaxed);
-  return start(FrameType::kSignal, signal);
-}
-
 TransferPtr RdmaChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
-  return start(FrameType::kFetchAdd, {&region, offset, value});
+  auto transfer = std::make_shared<Transfer>(progress_, 0);
+  ask(word_frame(FrameType::kFetchAdd, {&region, offset, value}), transfer);
+  return transfer;
 }
 
 void RdmaChannel::ask(const Header& header, TransferPtr transfer) {
@@ -427,7 +407,7 @@ void RdmaChannel::ask(const Header& header, TransferPtr transfer) {
     }
     status = down_status_;
   }
-  transfer->complete(status.code, std::move(status.message));
+  transfer->complete(std::move(status));
 }
 
 void RdmaChannel::issue() {
@@ -451,7 +431,7 @@ bool RdmaChannel::done(const Header& header, std::string_view message) {
     issue();
   }
   std::string text = presentable(message) ? std::string(message) : "(unprintable)";
-  transfer->complete(static_cast<Code>(header.status), std::move(text), header.value);
+  transfer->complete({static_cast<Code>(header.status), std::move(text)}, header.value);
   progress_->changed();
   return true;
 }
@@ -517,7 +497,7 @@ void RdmaChannel::shutdown(const Status& status) {
     waiting_.clear();
   }
   for (const auto& work : works) finished(work);
-  for (auto& transfer : transfers) transfer->complete(status.code, status.message);
+  for (auto& transfer : transfers) transfer->complete(status);
 }
 
 }  // namespace tensorwire

@@ -40,9 +40,7 @@ class RdmaChannel : public Channel,
     std::function<void(uint32_t region, uint64_t generation)> on_idle;  // a revoked one
   };
   RdmaChannel(std::shared_ptr<RdmaFabric> fabric, std::shared_ptr<Progress> progress,
-              std::shared_ptr<Transfer::Counters> counters, std::shared_ptr<Traffic> traffic,
-              std::atomic<uint64_t>& next_id, Events events);
-  ~RdmaChannel() override;
+              std::shared_ptr<Traffic> traffic, std::atomic<uint64_t>& next_id, Events events);
 
   // The token that the peer must show. The accepting side expects an endpoint from then on.
   uint64_t offer(bool accepting);
@@ -84,7 +82,6 @@ class RdmaChannel : public Channel,
   static void on_done(void* request, ucx::Status status, void* work);
   static void on_sent(void* request, ucx::Status status, void* outgoing);
   TransferPtr start(std::span<const Piece> pieces, const SignalTo& signal, bool is_read);
-  TransferPtr start(FrameType type, const SignalTo& word);
   bool ended_by_link(const RdmaWork& work) const;  // locked
   void let_go(RdmaWork& work);
   void ask(const Header& header, TransferPtr transfer);
@@ -96,7 +93,6 @@ class RdmaChannel : public Channel,
 
   std::shared_ptr<RdmaFabric> fabric_;
   std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Transfer::Counters> counters_;
   std::shared_ptr<Traffic> traffic_;
   std::atomic<uint64_t>& next_id_;
   const Events events_;

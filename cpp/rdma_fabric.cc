@@ -1,7 +1,6 @@
 #include "rdma_fabric.h"
 
 #include <arpa/inet.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 
@@ -10,6 +9,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "resolve.h"
 
 namespace tensorwire {
 namespace {
@@ -214,18 +214,15 @@ RdmaLink* RdmaFabric::make_link(ucx::EndpointParams& params, std::weak_ptr<RdmaU
 
 RdmaLink* RdmaFabric::dial(const std::string& host, uint16_t port, std::weak_ptr<RdmaUser> user,
                            std::string& failure) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  if (::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+  Resolved found = read_address(host, port);
+  if (found.addresses.empty()) {
     failure = "not an address";
     return nullptr;
   }
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
   ucx::EndpointParams params{};
   params.mask = ucx::EndpointParams::kAddress | ucx::EndpointParams::kFlags;
   params.flags = ucx::EndpointParams::kClientServer;
-  params.address = {found->ai_addr, found->ai_addrlen};
+  params.address = {found.addresses.front().get(), found.addresses.front().size};
   ucx::Status status = ucx::kOk;
   RdmaLink* link = make_link(params, std::move(user), status);
   if (link == nullptr) failure = ucx_->text(status);
@@ -239,27 +236,17 @@ RdmaLink* RdmaFabric::claim(ucx::Endpoint endpoint, std::weak_ptr<RdmaUser> user
   return found->second.get();
 }
 
-void RdmaFabric::route(uint64_t token, std::weak_ptr<RdmaUser> user) {
-  users_[token] = std::move(user);
-}
-
 std::shared_ptr<RemoteKey> RdmaFabric::unpack(RdmaLink& link, const Header& header,
                                               std::string_view bytes) {
   auto key = std::make_shared<RemoteKey>();
   key->fabric = shared_from_this();
   key->address = header.value;
-  key->region = header.region;
-  key->generation = header.generation;
   if (ucx_->ucp_ep_rkey_unpack(link.endpoint, bytes.data(), &key->key) != ucx::kOk) {
     key->key = nullptr;
     return nullptr;
   }
   keys_.insert(key.get());
   return key;
-}
-
-void RdmaFabric::note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work) {
-  finished_.push_back({std::move(user), std::move(work)});
 }
 
 std::vector<std::shared_ptr<RdmaWork>> RdmaFabric::take_finished(const RdmaUser& user) {

@@ -11,7 +11,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "clock.h"
@@ -41,8 +40,6 @@ struct RemoteKey {
   std::shared_ptr<RdmaFabric> fabric;
   ucx::Key key = nullptr;
   uint64_t address = 0;
-  uint32_t region = 0;
-  uint64_t generation = 0;
   // Under the fabric's lock.
   bool revoked = false;  // the owner freed it
   uint64_t in_flight = 0;
@@ -108,7 +105,7 @@ class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric
   std::recursive_mutex& mutex() { return mutex_; }
   const ucx::Library& ucx() const { return *ucx_; }
   // Messages with this token are for that user, until it is given none.
-  void route(uint64_t token, std::weak_ptr<RdmaUser> user);
+  void route(uint64_t token, std::weak_ptr<RdmaUser> user) { users_[token] = std::move(user); }
   void unroute(uint64_t token) { users_.erase(token); }
   // As many endpoints are accepted as are expected and not there yet.
   void expect(int change) { expected_ += static_cast<size_t>(change); }
@@ -122,7 +119,9 @@ class RdmaFabric : public Poller, public std::enable_shared_from_this<RdmaFabric
   // Null if the bytes are no key.
   std::shared_ptr<RemoteKey> unpack(RdmaLink& link, const Header& header, std::string_view bytes);
   // Takes note of what a callback saw; the user is told by the driving thread.
-  void note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work);
+  void note_finished(std::shared_ptr<RdmaUser> user, std::shared_ptr<RdmaWork> work) {
+    finished_.push_back({std::move(user), std::move(work)});
+  }
   // Takes the finished works of one user that it was not told of yet; nobody tells it of them.
   std::vector<std::shared_ptr<RdmaWork>> take_finished(const RdmaUser& user);
 

@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
-#include <netdb.h>
 #include <netinet/in.h>
 
 #include <algorithm>
@@ -85,8 +84,6 @@ std::vector<RdmaPort> rdma_ports(const std::string& root) {
       port.state = first_line(folder / "state");
       port.active = port.state.find("ACTIVE") != std::string::npos &&
                     port.state.find("ACTIVE_DEFER") == std::string::npos;
-      port.layer = first_line(folder / "link_layer");
-      port.rate = first_line(folder / "rate");
       for (const auto& entry : entries(folder / "gid_attrs/ndevs")) {
         std::string netdev = first_line(entry);
         if (netdev.empty()) continue;

@@ -12,8 +12,6 @@ struct RdmaPort {
   int port = 1;
   bool active = false;
   std::string state;                   // "4: ACTIVE"
-  std::string layer;                   // "Ethernet" (RoCE) or "InfiniBand"
-  std::string rate;                    // "100 Gb/sec (4X EDR)"
   std::vector<std::string> netdevs;    // "eth0"
   std::vector<std::string> addresses;  // of the netdevs, IPv4 first; no link-local ones
 

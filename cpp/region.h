@@ -16,6 +16,9 @@
 namespace tensorwire {
 
 inline constexpr size_t kMaxNameBytes = 255;
+// The reason for kStaleHandle.
+inline constexpr const char* kStale =
+    "the region was freed, or its handle is of an earlier process";
 
 // Throws kInvalid if no region can have this name: it is too long, or peers could not show it. ""
 // is no name.
@@ -27,6 +30,7 @@ void check_word(uint64_t offset, uint64_t size);
 struct Access {
   bool read = true;
   bool write = true;
+  bool any() const { return read || write; }
 };
 
 // What peers asked for and whose memory still exists.

@@ -8,7 +8,6 @@
 
 #include <arpa/inet.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -33,24 +32,13 @@ struct Lookup {
   Resolved result;
 };
 
-// Look-ups that are under way, by name. Never destroyed: a thread may outlive every static
-// destructor. A forked child, which has none of the threads and perhaps the lock held, gets a new
-// one.
+// Look-ups that are under way, by name.
 struct Lookups {
-  const uint32_t epoch = fork::epoch();
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Lookup>> running;
 };
 
-Lookups& lookups() {
-  static std::atomic<Lookups*> current{new Lookups};
-  Lookups* seen = current.load();
-  if (seen->epoch == fork::epoch()) return *seen;
-  auto fresh = std::make_unique<Lookups>();
-  return current.compare_exchange_strong(seen, fresh.get()) ? *fresh.release() : *seen;
-}
-
-Resolved ask_system(const std::string& host, int flags) {
+Resolved ask_system(const std::string& host, uint16_t port, int flags = 0) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = flags;
@@ -65,6 +53,7 @@ Resolved ask_system(const std::string& host, int flags) {
     SocketAddress& address = result.addresses.emplace_back();
     std::memcpy(&address.storage, each->ai_addr, each->ai_addrlen);
     address.size = each->ai_addrlen;
+    address.set_port(port);
   }
   return result;
 }
@@ -81,7 +70,7 @@ void run(const std::string& host, const std::shared_ptr<Lookup>& lookup, Lookups
 }
 
 std::shared_ptr<Lookup> join_or_start(const std::string& host) {
-  Lookups& all = lookups();
+  auto& all = fork::of_this_process<Lookups>();
   std::lock_guard lock(all.mutex);
   auto& lookup = all.running[host];
   if (lookup) return lookup;
@@ -95,15 +84,24 @@ std::shared_ptr<Lookup> join_or_start(const std::string& host) {
   return lookup;
 }
 
-void set_port(SocketAddress& address, uint16_t port) {
-  if (address.storage.ss_family == AF_INET6) {
-    reinterpret_cast<sockaddr_in6*>(&address.storage)->sin6_port = htons(port);
-  } else {
-    reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(port);
-  }
+}  // namespace
+
+SocketAddress SocketAddress::of(int socket, bool other_end) {
+  SocketAddress found;
+  found.size = sizeof found.storage;
+  auto ask = other_end ? ::getpeername : ::getsockname;
+  bool known = ask(socket, reinterpret_cast<sockaddr*>(&found.storage), &found.size) == 0;
+  return known && found.storage.ss_family != AF_UNIX ? found : SocketAddress();
 }
 
-}  // namespace
+// The port lies at the same place in both kinds of address.
+void SocketAddress::set_port(uint16_t port) {
+  reinterpret_cast<sockaddr_in*>(&storage)->sin_port = htons(port);
+}
+
+uint16_t SocketAddress::port() const {
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+}
 
 std::string SocketAddress::text() const {
   char numeric[NI_MAXHOST] = "";
@@ -123,9 +121,13 @@ bool wait_ready(int fd, short events, Deadline deadline, const Interrupted& inte
   }
 }
 
+Resolved read_address(const std::string& host, uint16_t port) {
+  return ask_system(host, port, AI_NUMERICHOST);
+}
+
 Resolved resolve(const std::string& host, uint16_t port, Deadline deadline,
                  const Interrupted& interrupted) {
-  Resolved result = ask_system(host, AI_NUMERICHOST);  // asks nobody
+  Resolved result = read_address(host, port);
   if (result.addresses.empty()) {
     auto lookup = join_or_start(host);
     if (!wait_ready(lookup->finished.get(), POLLIN, deadline, interrupted)) {
@@ -134,8 +136,8 @@ Resolved resolve(const std::string& host, uint16_t port, Deadline deadline,
                                       "host answer (/etc/resolv.conf)?");
     }
     result = lookup->result;
+    for (auto& address : result.addresses) address.set_port(port);
   }
-  for (auto& address : result.addresses) set_port(address, port);
   return result;
 }
 

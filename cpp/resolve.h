@@ -21,12 +21,19 @@ struct SocketAddress {
   socklen_t size = 0;
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   std::string text() const;  // "127.0.0.1", "::1", "fe80::1%eth0"
+  uint16_t port() const;
+  void set_port(uint16_t port);
+  // Of one end of a socket; no size if it has no internet address.
+  static SocketAddress of(int socket, bool other_end = false);
 };
 
 struct Resolved {
   std::vector<SocketAddress> addresses;  // for streams, the best first; with the port
   std::string failure;                   // why there are none
 };
+
+// The address that `host` is, if it is one; asks nobody.
+Resolved read_address(const std::string& host, uint16_t port);
 
 // What the system finds for a name, or the address that `host` is. The system's resolver cannot be
 // stopped, so it works in a thread of its own, which is left to itself when the time is over; who

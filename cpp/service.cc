@@ -28,20 +28,21 @@ class Answer : public FrameSource {
   ~Answer() override { answering_->fetch_sub(1, std::memory_order_relaxed); }
 
   bool next(Header& header, std::span<const std::byte>& payload) override {
-    header.transfer = request_.transfer;
     if (region_->freed.load(std::memory_order_relaxed)) {
-      header.type = FrameType::kDone;
-      header.status = static_cast<uint16_t>(Code::kStaleHandle);
+      header = {.type = FrameType::kDone,
+                .status = static_cast<uint16_t>(Code::kStaleHandle),
+                .transfer = request_.transfer};
       return false;
     }
     uint64_t length = std::min(request_.length - sent_, kMaxChunkBytes);
     payload = {region_->data() + request_.offset + sent_, static_cast<size_t>(length)};
-    header.type = FrameType::kData;
-    header.offset = request_.total + sent_;
-    header.length = length;
+    bool more = sent_ + length < request_.length;
+    header = {.type = FrameType::kData,
+              .flags = more ? uint8_t{0} : kLast,
+              .offset = request_.total + sent_,
+              .length = length,
+              .transfer = request_.transfer};
     sent_ += length;
-    bool more = sent_ < request_.length;
-    header.flags = more ? 0 : kLast;
     return more;
   }
 
@@ -55,12 +56,12 @@ class Answer : public FrameSource {
 }  // namespace
 
 Service::Service(RegionTable& regions, std::shared_ptr<Progress> progress,
-                 std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
-                 std::function<void(const std::shared_ptr<Region>&)> free_region)
+                 std::shared_ptr<Traffic> traffic, uint64_t quota_bytes, bool shareable,
+                 uint64_t peer, std::function<void(const std::shared_ptr<Region>&)> free_region)
     : regions_(regions),
       progress_(std::move(progress)),
       traffic_(std::move(traffic)),
-      limits_(limits),
+      quota_bytes_(quota_bytes),
       shareable_(shareable),
       peer_(peer),
       free_region_(std::move(free_region)),
@@ -71,7 +72,7 @@ Region* Service::granted(const Header& header, uint64_t offset, uint64_t length,
   auto found = grants_.find(header.region);
   if (found == grants_.end() || found->second->generation != header.generation ||
       found->second->freed.load(std::memory_order_relaxed)) {
-    status = {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"};
+    status = {Code::kStaleHandle, kStale};
     return nullptr;
   }
   Region& region = *found->second;
@@ -98,13 +99,12 @@ Region* Service::granted_word(const Header& header, Status& status) {
 }
 
 void Service::done(const Header& header, const Status& status, bool now, uint64_t value) {
-  Header answer;
-  answer.type = FrameType::kDone;
-  answer.status = static_cast<uint16_t>(status.code);
-  answer.transfer = header.transfer;
-  answer.value = value;
-  answer.length = std::min(status.message.size(), kMaxBodyBytes);
   auto text = std::string_view(status.message).substr(0, kMaxBodyBytes);
+  Header answer{.type = FrameType::kDone,
+                .status = static_cast<uint16_t>(status.code),
+                .length = text.size(),
+                .transfer = header.transfer,
+                .value = value};
   bool word = header.type == FrameType::kSignal || header.type == FrameType::kFetchAdd;
   if (answer_ && word) return answer_(answer, text);
   stream_->send(answer, text, now);
@@ -201,9 +201,13 @@ bool Service::request(const Header& header, std::string_view body) {
       return true;
     }
     case FrameType::kAllocate:
-      return allocate(header, body);
     case FrameType::kLookup:
-      return lookup(header, body);
+      try {
+        header.type == FrameType::kAllocate ? allocate(header, body) : lookup(header, body);
+      } catch (const Error& error) {
+        refuse(header, error.status());
+      }
+      return true;
     case FrameType::kFree:
       return free(header);
     default:
@@ -212,97 +216,85 @@ bool Service::request(const Header& header, std::string_view body) {
 }
 
 void Service::grant(const Header& header, const std::shared_ptr<Region>& region) {
-  if (expose_ && (region->access.read || region->access.write)) expose_(header, region);
+  if (expose_ && region->access.any()) expose_(header, region);
   grants_[region->id] = region;
-  Header answer;
-  answer.type = FrameType::kGrant;
-  answer.transfer = header.transfer;
-  answer.flags = (region->access.read ? kReadable : 0) | (region->access.write ? kWritable : 0);
-  answer.region = region->id;
-  answer.generation = region->generation;
-  answer.total = region->size;
-  answer.length = region->name.size();
+  Header answer{.type = FrameType::kGrant,
+                .flags = flags_of(region->access),
+                .region = region->id,
+                .generation = region->generation,
+                .length = region->name.size(),
+                .transfer = header.transfer,
+                .total = region->size};
   // Whoever gets the memory can read it, so it is not handed out with a grant of nothing.
-  bool usable = region->access.read || region->access.write;
-  if (pass_ && usable) return pass_(answer, region);
+  if (pass_ && region->access.any()) return pass_(answer, region);
   stream_->send(answer, region->name, false);
 }
 
 void Service::refuse(const Header& header, const Status& status) {
-  Header answer;
-  answer.type = FrameType::kGrant;
-  answer.status = static_cast<uint16_t>(status.code);
-  answer.transfer = header.transfer;
-  answer.length = std::min(status.message.size(), kMaxBodyBytes);
-  stream_->send(answer, std::string_view(status.message).substr(0, kMaxBodyBytes), false);
+  auto text = std::string_view(status.message).substr(0, kMaxBodyBytes);
+  stream_->send({.type = FrameType::kGrant,
+                 .status = static_cast<uint16_t>(status.code),
+                 .length = text.size(),
+                 .transfer = header.transfer},
+                text, false);
 }
 
-bool Service::allocate(const Header& header, std::string_view name) {
+void Service::allocate(const Header& header, std::string_view name) {
   uint64_t bytes = regions_.leased().bytes;
-  if (header.total > limits_.quota_bytes || bytes > limits_.quota_bytes - header.total) {
-    refuse(header,
-           {Code::kBusy, "the Node's quota for peers is " + std::to_string(limits_.quota_bytes) +
-                             " bytes, of which " + std::to_string(bytes) +
-                             " are in use; free regions or raise quota_bytes there"});
-    return true;
+  if (header.total > quota_bytes_ || bytes > quota_bytes_ - header.total) {
+    throw Error(Code::kBusy, "the Node's quota for peers is " + std::to_string(quota_bytes_) +
+                                 " bytes, of which " + std::to_string(bytes) +
+                                 " are in use; free regions or raise quota_bytes there");
   }
   if (regions_.leased().regions >= kMaxLeasedRegions) {
-    refuse(header, {Code::kBusy, "peers already have " + std::to_string(kMaxLeasedRegions) +
-                                     " regions on this Node; put several tensors into one"});
-    return true;
+    throw Error(Code::kBusy, "peers already have " + std::to_string(kMaxLeasedRegions) +
+                                 " regions on this Node; put several tensors into one");
   }
+  auto region =
+      regions_.allocate(header.total, std::string(name), access_of(header), shareable_, peer_);
   try {
-    Access access{(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
-    auto region = regions_.allocate(header.total, std::string(name), access, shareable_, peer_);
-    try {
-      grant(header, region);
-    } catch (const Error&) {
-      free_region_(region);
-      throw;
-    }
-  } catch (const Error& error) {
-    refuse(header, {error.code(), error.what()});
+    grant(header, region);
+  } catch (const Error&) {
+    free_region_(region);
+    throw;
   }
-  return true;
 }
 
-bool Service::lookup(const Header& header, std::string_view name) {
+void Service::lookup(const Header& header, std::string_view name) {
   if (!presentable(name)) {  // the answer repeats it
-    refuse(header, {Code::kInvalid, "a region's name is text without control characters"});
-    return true;
+    throw Error(Code::kInvalid, "a region's name is text without control characters");
   }
-  if (grant_found(header, name)) return true;
-  if (name.empty()) {
-    refuse(header,
-           {Code::kStaleHandle, "the region was freed, or its handle is of an earlier process"});
-  } else if (!(header.flags & kAwait)) {
-    refuse(header, {Code::kNotFound, "no region is named '" + std::string(name) + "' there"});
-  } else if (awaited_.size() == kMaxAwaited) {
-    refuse(header, {Code::kBusy, "this peer already waits for " + std::to_string(kMaxAwaited) +
-                                     " regions with other names"});
-  } else {
-    regions_.await_names(1);
-    awaited_.emplace_back(header, name);
-    answer_awaited();  // it may have been allocated just before we said that it is awaited
+  if (grant_found(header, name)) return;
+  if (name.empty()) throw Error(Code::kStaleHandle, kStale);
+  if (!(header.flags & kAwait)) {
+    throw Error(Code::kNotFound, "no region is named '" + std::string(name) + "' there");
   }
-  return true;
+  if (awaited_.size() == kMaxAwaited) {
+    throw Error(Code::kBusy, "this peer already waits for " + std::to_string(kMaxAwaited) +
+                                 " regions with other names");
+  }
+  regions_.await_names(1);
+  awaited_.emplace_back(header, name);
+  answer_awaited();  // it may have been allocated just before we said that it is awaited
 }
 
 bool Service::grant_found(const Header& header, std::string_view name) {
   auto region = name.empty() ? regions_.find(header.region, header.generation)
                              : regions_.find(std::string(name));
-  if (!region) return false;
-  try {
-    grant(header, region);
-  } catch (const Error& error) {
-    refuse(header, {error.code(), error.what()});
-  }
-  return true;
+  if (region) grant(header, region);
+  return region != nullptr;
 }
 
 void Service::answer_awaited() {
   for (auto& [header, name] : std::exchange(awaited_, {})) {
-    if (!stream_ || grant_found(header, name)) {  // a grant that cannot be sent closes the service
+    bool answered = !stream_;  // a grant that cannot be sent closes the service
+    try {
+      answered = answered || grant_found(header, name);
+    } catch (const Error& error) {
+      refuse(header, error.status());
+      answered = true;
+    }
+    if (answered) {
       regions_.await_names(-1);
     } else {
       awaited_.emplace_back(header, std::move(name));

@@ -28,14 +28,18 @@ struct Traffic {
   std::atomic<uint64_t> writes{0}, reads{0}, signals{0};     // issued by this Node
 };
 
+// Access as the flags of a frame.
+inline uint8_t flags_of(Access access) {
+  return (access.read ? kReadable : 0) | (access.write ? kWritable : 0);
+}
+inline Access access_of(const Header& header) {
+  return {(header.flags & kReadable) != 0, (header.flags & kWritable) != 0};
+}
+
 class Service {
  public:
-  struct Limits {
-    uint64_t quota_bytes = 0;  // of all regions that peers allocated on this Node
-  };
-
   Service(RegionTable& regions, std::shared_ptr<Progress> progress,
-          std::shared_ptr<Traffic> traffic, Limits limits, bool shareable, uint64_t peer,
+          std::shared_ptr<Traffic> traffic, uint64_t quota_bytes, bool shareable, uint64_t peer,
           std::function<void(const std::shared_ptr<Region>&)> free_region);
 
   void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
@@ -82,9 +86,10 @@ class Service {
   void grant(const Header& header, const std::shared_ptr<Region>& region);
   void refuse(const Header& header, const Status& status);
   bool signal(const Header& header);
-  bool allocate(const Header& header, std::string_view name);
-  bool lookup(const Header& header, std::string_view name);
-  // False if there is no such region; else the question is answered.
+  // All three throw what refuse() tells the peer.
+  void allocate(const Header& header, std::string_view name);
+  void lookup(const Header& header, std::string_view name);
+  // False if there is no such region.
   bool grant_found(const Header& header, std::string_view name);
   bool free(const Header& header);
   bool finish(const Header& header, OpenWrite& write);
@@ -92,7 +97,7 @@ class Service {
   RegionTable& regions_;
   std::shared_ptr<Progress> progress_;
   std::shared_ptr<Traffic> traffic_;
-  const Limits limits_;
+  const uint64_t quota_bytes_;  // of all regions that peers allocated on this Node
   const bool shareable_;
   const uint64_t peer_;
   std::function<void(const std::shared_ptr<Region>&)> free_region_;

@@ -11,11 +11,7 @@ namespace {
 
 constexpr uint64_t kJobChunkBytes = 1 << 20;  // copied per round of the driver
 
-const Status& stale() {
-  static const Status status{Code::kStaleHandle,
-                             "the region was freed, or its handle is of an earlier process"};
-  return status;
-}
+Status stale() { return {Code::kStaleHandle, kStale}; }
 
 inline void copy_piece(const Piece& piece, uint64_t from, uint64_t length, bool is_read) {
   std::byte* remote = piece.remote->mapping->data() + piece.offset + from;
@@ -80,10 +76,7 @@ void ShmChannel::raise(const SignalTo& signal) {
 }
 
 // Copies by the driver, a chunk a round, for callers that must not be held up.
-struct ShmChannel::CopyJob {
-  std::vector<Piece> pieces;
-  std::vector<RemoteRegionPtr> regions;  // keeps what pieces and signal point to
-  SignalTo signal;
+struct ShmChannel::CopyJob : KeptCall {
   bool is_read;
   TransferPtr transfer;
   size_t piece = 0;
@@ -92,12 +85,11 @@ struct ShmChannel::CopyJob {
 
 TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& signal,
                              uint64_t inline_limit, bool is_read) {
-  uint64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.length;
-  auto transfer = std::make_shared<Transfer>(progress_, counters_, total);
+  uint64_t total = total_bytes(pieces);
+  auto transfer = std::make_shared<Transfer>(progress_, total);
   Status status = check(pieces, signal);
   if (!status.ok()) {
-    transfer->complete(status.code, std::move(status.message));
+    transfer->complete(std::move(status));
     return transfer;
   }
   if (!pieces.empty()) {
@@ -109,21 +101,14 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
   if (inline_limit == 0 || total <= inline_limit) {
     for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
     if (signal.region != nullptr) raise(signal);
-    Status end = ended();
-    transfer->complete(end.code, std::move(end.message));
+    transfer->complete(ended());
     return transfer;
   }
-  auto job = std::make_shared<CopyJob>();
-  job->pieces.assign(pieces.begin(), pieces.end());
-  for (const Piece& piece : pieces) job->regions.push_back(piece.remote->shared_from_this());
-  job->signal = signal;
-  if (signal.region != nullptr) job->regions.push_back(signal.region->shared_from_this());
-  job->is_read = is_read;
-  job->transfer = transfer;
+  auto job = std::make_shared<CopyJob>(CopyJob{KeptCall(pieces, signal), is_read, transfer});
   // Jobs may outlive the peer but not the Node, which runs or fails them all before it stops.
   bool taken = progress_->post([this, self = shared_from_this(), job] {
     if (Status broken = check(job->pieces, job->signal); !broken.ok()) {
-      job->transfer->complete(broken.code, std::move(broken.message));
+      job->transfer->complete(std::move(broken));
       return false;
     }
     uint64_t budget = kJobChunkBytes;
@@ -140,11 +125,10 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
     }
     if (job->piece < job->pieces.size()) return true;
     if (job->signal.region != nullptr) raise(job->signal);
-    Status end = ended();
-    job->transfer->complete(end.code, std::move(end.message));
+    job->transfer->complete(ended());
     return false;
   });
-  if (!taken) transfer->complete(Code::kClosed, "the Node is closed");
+  if (!taken) transfer->complete({Code::kClosed, "the Node is closed"});
   return transfer;
 }
 
@@ -160,15 +144,14 @@ TransferPtr ShmChannel::read(std::span<const Piece> pieces, uint64_t inline_limi
 TransferPtr ShmChannel::signal(const SignalTo& signal) { return copy({}, signal, 0, false); }
 
 TransferPtr ShmChannel::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
-  auto transfer = std::make_shared<Transfer>(progress_, counters_, 0);
+  auto transfer = std::make_shared<Transfer>(progress_, 0);
   if (Status status = check({}, {&region, offset, value}); !status.ok()) {
-    transfer->complete(status.code, std::move(status.message));
+    transfer->complete(std::move(status));
     return transfer;
   }
   uint64_t before = word_at(region.mapping->data() + offset).fetch_add(value);
   ring();
-  Status end = ended();
-  transfer->complete(end.code, std::move(end.message), before);
+  transfer->complete(ended(), before);
   return transfer;
 }
 

@@ -14,11 +14,8 @@ namespace tensorwire {
 
 class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChannel> {
  public:
-  ShmChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
-             std::shared_ptr<Traffic> traffic)
-      : progress_(std::move(progress)),
-        counters_(std::move(counters)),
-        traffic_(std::move(traffic)) {}
+  ShmChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic)
+      : progress_(std::move(progress)), traffic_(std::move(traffic)) {}
 
   // The peer's page and doorbell, when they arrived. Before that no region is known, so nothing
   // can be written. Throws kInvalid if the page is not what it should be.
@@ -45,7 +42,6 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
                    bool is_read);
 
   std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Transfer::Counters> counters_;
   std::shared_ptr<Traffic> traffic_;
   std::shared_ptr<Mapping> page_mapping_;
   const NodePage* page_ = nullptr;

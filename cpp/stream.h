@@ -2,8 +2,6 @@
 // lets large transfers take turns and small frames overtake them, receives payload in place.
 #pragma once
 
-#include <sys/socket.h>
-
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -12,7 +10,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "error.h"
 #include "fork.h"

@@ -72,13 +72,13 @@ struct TcpChannel::Request : FrameSource {
     }
     const Part& p = parts[part];
     uint64_t length = std::min(p.length - part_sent, kMaxChunkBytes);
-    header.type = FrameType::kWrite;
-    header.region = p.region;
-    header.generation = p.generation;
-    header.offset = p.offset + part_sent;
-    header.length = length;
-    header.transfer = id;
-    header.total = transfer->bytes;
+    header = {.type = FrameType::kWrite,
+              .region = p.region,
+              .generation = p.generation,
+              .offset = p.offset + part_sent,
+              .length = length,
+              .transfer = id,
+              .total = transfer->bytes};
     payload = {p.local + part_sent, static_cast<size_t>(length)};
     part_sent += length;
     if (part_sent == p.length) {
@@ -91,17 +91,12 @@ struct TcpChannel::Request : FrameSource {
   }
 };
 
-TcpChannel::TcpChannel(std::shared_ptr<Progress> progress,
-                       std::shared_ptr<Transfer::Counters> counters,
-                       std::shared_ptr<Traffic> traffic, std::shared_ptr<Stream> stream,
-                       std::atomic<uint64_t>& next_id)
+TcpChannel::TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
+                       std::shared_ptr<Stream> stream, std::atomic<uint64_t>& next_id)
     : progress_(std::move(progress)),
-      counters_(std::move(counters)),
       traffic_(std::move(traffic)),
       stream_(std::move(stream)),
       next_id_(next_id) {}
-
-TcpChannel::~TcpChannel() = default;
 
 TcpChannel::RequestPtr TcpChannel::make(std::span<const Piece> pieces, const SignalTo& signal,
                                         bool is_read) {
@@ -118,17 +113,16 @@ TcpChannel::RequestPtr TcpChannel::make(std::span<const Piece> pieces, const Sig
   }
   request->is_small = !is_read && total <= kSmallBytes && request->parts.size() <= kSmallParts;
   request->answers_left = request->parts.size();
-  request->transfer = std::make_shared<Transfer>(progress_, counters_, total);
+  request->transfer = std::make_shared<Transfer>(progress_, total);
   if (signal.region != nullptr) {
-    Header& header = request->signal;
-    header.type = FrameType::kSignal;
-    header.flags = kLast;
-    header.region = signal.region->id;
-    header.generation = signal.region->generation;
-    header.offset = signal.offset;
-    header.transfer = request->id;
-    header.total = total;
-    header.value = signal.value;
+    request->signal = {.type = FrameType::kSignal,
+                       .flags = kLast,
+                       .region = signal.region->id,
+                       .generation = signal.region->generation,
+                       .offset = signal.offset,
+                       .transfer = request->id,
+                       .total = total,
+                       .value = signal.value};
     request->has_signal = true;
   }
   return request;
@@ -144,7 +138,7 @@ TransferPtr TcpChannel::start(RequestPtr request) {
   if (down_) {
     Status status = down_status_;
     lock.unlock();
-    transfer->complete(status.code, status.message);
+    transfer->complete(status);
     return transfer;
   }
   pending_.emplace(request->id, request);
@@ -172,13 +166,13 @@ void TcpChannel::issue(std::unique_lock<std::mutex>& lock) {
     bool last = true;
     if (request->is_read) {
       const auto& part = request->parts[request->part++];
-      header.type = FrameType::kRead;
-      header.region = part.region;
-      header.generation = part.generation;
-      header.offset = part.offset;
-      header.length = part.length;
-      header.transfer = request->id;
-      header.total = part.start;
+      header = {.type = FrameType::kRead,
+                .region = part.region,
+                .generation = part.generation,
+                .offset = part.offset,
+                .length = part.length,
+                .transfer = request->id,
+                .total = part.start};
       last = request->part == request->parts.size();
     }
     if (last) queue->pop_front();
@@ -246,7 +240,7 @@ void TcpChannel::shutdown(const Status& status) {
     waiting_.clear();
     small_.clear();
   }
-  for (auto& [id, request] : pending) request->transfer->complete(status.code, status.message);
+  for (auto& [id, request] : pending) request->transfer->complete(status);
 }
 
 TcpChannel::RequestPtr TcpChannel::find(uint64_t id) {
@@ -284,7 +278,7 @@ bool TcpChannel::end_data(const Header& header) {
   pending_.erase(header.transfer);
   answered(lock);
   lock.unlock();
-  request->transfer->complete(request->status.code, request->status.message);
+  request->transfer->complete(request->status);
   progress_->changed();
   return true;
 }
@@ -312,7 +306,7 @@ bool TcpChannel::done(const Header& header, std::string_view message) {
   pending_.erase(header.transfer);
   answered(lock);
   lock.unlock();
-  request->transfer->complete(code, request->status.message, header.value);
+  request->transfer->complete({code, request->status.message}, header.value);
   progress_->changed();
   return true;
 }

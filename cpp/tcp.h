@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 #include "service.h"
 #include "stream.h"
@@ -17,10 +16,8 @@ namespace tensorwire {
 
 class TcpChannel : public Channel {
  public:
-  TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Transfer::Counters> counters,
-             std::shared_ptr<Traffic> traffic, std::shared_ptr<Stream> stream,
-             std::atomic<uint64_t>& next_id);
-  ~TcpChannel() override;
+  TcpChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
+             std::shared_ptr<Stream> stream, std::atomic<uint64_t>& next_id);
 
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
                     uint64_t inline_limit) override;
@@ -44,10 +41,8 @@ class TcpChannel : public Channel {
   void issue(std::unique_lock<std::mutex>& lock);  // as much as the window allows
   void answered(std::unique_lock<std::mutex>& lock);
   RequestPtr find(uint64_t id);
-  RequestPtr take(uint64_t id);
 
   std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Transfer::Counters> counters_;
   std::shared_ptr<Traffic> traffic_;
   std::shared_ptr<Stream> stream_;
   std::atomic<uint64_t>& next_id_;

@@ -1,6 +1,5 @@
 #include "transfer.h"
 
-#include <cassert>
 #include <cstdio>
 #include <cstdlib>
 
@@ -11,7 +10,7 @@ Transfer::~Transfer() {
   for (auto& keepalive : held_) keepalive.release(keepalive.object);
 }
 
-void Transfer::complete(Code code, std::string message, uint64_t value) {
+void Transfer::complete(Status status, uint64_t value) {
   std::vector<Keepalive> held;
   std::vector<std::function<void()>> then;
   {
@@ -20,14 +19,13 @@ void Transfer::complete(Code code, std::string message, uint64_t value) {
       std::fputs("tensorwire: a transfer completed twice; this is a bug\n", stderr);
       std::abort();
     }
-    status_.code = code;
-    status_.message = std::move(message);
+    status_ = std::move(status);
     value_ = value;
     held.swap(held_);
     then.swap(then_);
     done_.store(true, std::memory_order_release);
   }
-  counters_->completed.fetch_add(1, std::memory_order_relaxed);
+  progress_->transfers().completed.fetch_add(1, std::memory_order_relaxed);
   for (auto& keepalive : held) keepalive.release(keepalive.object);
   for (auto& function : then) function();
 }

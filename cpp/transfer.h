@@ -22,14 +22,9 @@ struct Keepalive {
 
 class Transfer {
  public:
-  // Every Transfer of a Node counts in these two, which are equal when nothing is in flight.
-  struct Counters {
-    std::atomic<uint64_t> started{0}, completed{0};
-  };
-
-  Transfer(std::shared_ptr<Progress> progress, std::shared_ptr<Counters> counters, uint64_t bytes)
-      : bytes(bytes), progress_(std::move(progress)), counters_(std::move(counters)) {
-    counters_->started.fetch_add(1, std::memory_order_relaxed);
+  Transfer(std::shared_ptr<Progress> progress, uint64_t bytes)
+      : bytes(bytes), progress_(std::move(progress)) {
+    progress_->transfers().started.fetch_add(1, std::memory_order_relaxed);
   }
   ~Transfer();
   Transfer(const Transfer&) = delete;
@@ -48,7 +43,7 @@ class Transfer {
   uint64_t value() const { return value_; }  // of fetch_add: what the word held before
 
   // Called by whoever carries it out, exactly once; later calls are a broken invariant.
-  void complete(Code code = Code::kOk, std::string message = {}, uint64_t value = 0);
+  void complete(Status status = {}, uint64_t value = 0);
 
   // Keeps an object until the end. False if the transfer is over already: the caller releases.
   bool hold(Keepalive keepalive);
@@ -57,7 +52,6 @@ class Transfer {
 
  private:
   std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Counters> counters_;
   std::atomic<bool> done_{false};
   Status status_;
   uint64_t value_ = 0;

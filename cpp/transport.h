@@ -18,6 +18,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "error.h"
 #include "mapping.h"
@@ -60,6 +61,25 @@ struct SignalTo {
   uint64_t offset = 0;                   // of the word, a multiple of 8
   uint64_t value = 0;
 };
+
+// The arguments of an operation that goes on after its caller has returned.
+struct KeptCall {
+  KeptCall(std::span<const Piece> all, const SignalTo& to)
+      : pieces(all.begin(), all.end()), signal(to) {
+    for (const Piece& piece : pieces) regions.push_back(piece.remote->shared_from_this());
+    if (to.region != nullptr) regions.push_back(to.region->shared_from_this());
+  }
+
+  std::vector<Piece> pieces;
+  SignalTo signal;
+  std::vector<RemoteRegionPtr> regions;  // keeps what the others point to
+};
+
+inline uint64_t total_bytes(std::span<const Piece> pieces) {
+  uint64_t total = 0;
+  for (const Piece& piece : pieces) total += piece.length;
+  return total;
+}
 
 // The data path to one peer. Any thread may call, several at a time. Arguments are only valid
 // during the call; local memory must stay until the transfer is done.

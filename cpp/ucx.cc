@@ -42,8 +42,7 @@ std::unique_ptr<Library> load() {
                     "TENSORWIRE_UCX");
   }
   auto library = std::make_unique<Library>();
-#define TENSORWIRE_BIND(name) bind(handle, #name, library->name)
-  TENSORWIRE_BIND(ucp_get_version);
+  bind(handle, "ucp_get_version", library->ucp_get_version);
   unsigned major = 0, minor = 0, release = 0;
   library->ucp_get_version(&major, &minor, &release);
   library->version =
@@ -52,41 +51,9 @@ std::unique_ptr<Library> load() {
     throw Error(Code::kUnavailable, "rdma needs UCX 1.13 or newer (below 2), and " +
                                         std::string(file) + " is " + library->version);
   }
-  TENSORWIRE_BIND(ucs_status_string);
-  TENSORWIRE_BIND(ucp_config_read);
-  TENSORWIRE_BIND(ucp_config_modify);
-  TENSORWIRE_BIND(ucp_config_release);
-  TENSORWIRE_BIND(ucp_init_version);
-  TENSORWIRE_BIND(ucp_cleanup);
-  TENSORWIRE_BIND(ucp_worker_create);
-  TENSORWIRE_BIND(ucp_worker_destroy);
-  TENSORWIRE_BIND(ucp_worker_progress);
-  TENSORWIRE_BIND(ucp_worker_get_efd);
-  TENSORWIRE_BIND(ucp_worker_arm);
-  TENSORWIRE_BIND(ucp_worker_set_am_recv_handler);
-  TENSORWIRE_BIND(ucp_listener_create);
-  TENSORWIRE_BIND(ucp_listener_query);
-  TENSORWIRE_BIND(ucp_listener_reject);
-  TENSORWIRE_BIND(ucp_listener_destroy);
-  TENSORWIRE_BIND(ucp_ep_create);
-  TENSORWIRE_BIND(ucp_ep_print_info);
-  TENSORWIRE_BIND(ucp_ep_close_nbx);
-  TENSORWIRE_BIND(ucp_ep_flush_nbx);
-  TENSORWIRE_BIND(ucp_mem_map);
-  TENSORWIRE_BIND(ucp_mem_unmap);
-  TENSORWIRE_BIND(ucp_rkey_pack);
-  TENSORWIRE_BIND(ucp_rkey_buffer_release);
-  TENSORWIRE_BIND(ucp_ep_rkey_unpack);
-  TENSORWIRE_BIND(ucp_rkey_destroy);
-  TENSORWIRE_BIND(ucp_put_nbx);
-  TENSORWIRE_BIND(ucp_get_nbx);
-  TENSORWIRE_BIND(ucp_am_send_nbx);
-  TENSORWIRE_BIND(ucp_request_check_status);
-  TENSORWIRE_BIND(ucp_request_free);
+#define TENSORWIRE_BIND(result, name, ...) bind(handle, #name, library->name);
+  TENSORWIRE_UCX_FUNCTIONS(TENSORWIRE_BIND)
 #undef TENSORWIRE_BIND
-  Dl_info info{};
-  bool known = ::dladdr(reinterpret_cast<void*>(library->ucp_put_nbx), &info) != 0;
-  library->path = known && info.dli_fname != nullptr ? info.dli_fname : file;
   return library;
 }
 

@@ -175,44 +175,48 @@ struct HandlerParams {
   void* argument;
 };
 
-// UCX's functions, by their own names without the prefix.
+// UCX's functions, by their own names: USE(result, name, arguments...) for each.
+#define TENSORWIRE_UCX_FUNCTIONS(USE)                                                         \
+  USE(void, ucp_get_version, unsigned*, unsigned*, unsigned*)                                 \
+  USE(const char*, ucs_status_string, Status)                                                 \
+  USE(Status, ucp_config_read, const char*, const char*, Config*)                             \
+  USE(Status, ucp_config_modify, Config, const char*, const char*)                            \
+  USE(void, ucp_config_release, Config)                                                       \
+  USE(Status, ucp_init_version, unsigned, unsigned, const ContextParams*, Config, Context*)   \
+  USE(void, ucp_cleanup, Context)                                                             \
+  USE(Status, ucp_worker_create, Context, const WorkerParams*, Worker*)                       \
+  USE(void, ucp_worker_destroy, Worker)                                                       \
+  USE(unsigned, ucp_worker_progress, Worker)                                                  \
+  USE(Status, ucp_worker_get_efd, Worker, int*)                                               \
+  USE(Status, ucp_worker_arm, Worker)                                                         \
+  USE(Status, ucp_worker_set_am_recv_handler, Worker, const HandlerParams*)                   \
+  USE(Status, ucp_listener_create, Worker, const ListenerParams*, Listener*)                  \
+  USE(Status, ucp_listener_query, Listener, ListenerAttributes*)                              \
+  USE(Status, ucp_listener_reject, Listener, Connection)                                      \
+  USE(void, ucp_listener_destroy, Listener)                                                   \
+  USE(Status, ucp_ep_create, Worker, const EndpointParams*, Endpoint*)                        \
+  USE(void, ucp_ep_print_info, Endpoint, FILE*)                                               \
+  USE(void*, ucp_ep_close_nbx, Endpoint, const RequestParams*)                                \
+  USE(void*, ucp_ep_flush_nbx, Endpoint, const RequestParams*)                                \
+  USE(Status, ucp_mem_map, Context, const MemoryParams*, Memory*)                             \
+  USE(Status, ucp_mem_unmap, Context, Memory)                                                 \
+  USE(Status, ucp_rkey_pack, Context, Memory, void**, size_t*)                                \
+  USE(void, ucp_rkey_buffer_release, void*)                                                   \
+  USE(Status, ucp_ep_rkey_unpack, Endpoint, const void*, Key*)                                \
+  USE(void, ucp_rkey_destroy, Key)                                                            \
+  USE(void*, ucp_put_nbx, Endpoint, const void*, size_t, uint64_t, Key, const RequestParams*) \
+  USE(void*, ucp_get_nbx, Endpoint, void*, size_t, uint64_t, Key, const RequestParams*)       \
+  USE(void*, ucp_am_send_nbx, Endpoint, unsigned, const void*, size_t, const void*, size_t,   \
+      const RequestParams*)                                                                   \
+  USE(Status, ucp_request_check_status, void*)                                                \
+  USE(void, ucp_request_free, void*)
+
 struct Library {
-  void (*ucp_get_version)(unsigned*, unsigned*, unsigned*);
-  const char* (*ucs_status_string)(Status);
-  Status (*ucp_config_read)(const char*, const char*, Config*);
-  Status (*ucp_config_modify)(Config, const char*, const char*);
-  void (*ucp_config_release)(Config);
-  Status (*ucp_init_version)(unsigned, unsigned, const ContextParams*, Config, Context*);
-  void (*ucp_cleanup)(Context);
-  Status (*ucp_worker_create)(Context, const WorkerParams*, Worker*);
-  void (*ucp_worker_destroy)(Worker);
-  unsigned (*ucp_worker_progress)(Worker);
-  Status (*ucp_worker_get_efd)(Worker, int*);
-  Status (*ucp_worker_arm)(Worker);
-  Status (*ucp_worker_set_am_recv_handler)(Worker, const HandlerParams*);
-  Status (*ucp_listener_create)(Worker, const ListenerParams*, Listener*);
-  Status (*ucp_listener_query)(Listener, ListenerAttributes*);
-  Status (*ucp_listener_reject)(Listener, Connection);
-  void (*ucp_listener_destroy)(Listener);
-  Status (*ucp_ep_create)(Worker, const EndpointParams*, Endpoint*);
-  void (*ucp_ep_print_info)(Endpoint, FILE*);
-  void* (*ucp_ep_close_nbx)(Endpoint, const RequestParams*);
-  void* (*ucp_ep_flush_nbx)(Endpoint, const RequestParams*);
-  Status (*ucp_mem_map)(Context, const MemoryParams*, Memory*);
-  Status (*ucp_mem_unmap)(Context, Memory);
-  Status (*ucp_rkey_pack)(Context, Memory, void**, size_t*);
-  void (*ucp_rkey_buffer_release)(void*);
-  Status (*ucp_ep_rkey_unpack)(Endpoint, const void*, Key*);
-  void (*ucp_rkey_destroy)(Key);
-  void* (*ucp_put_nbx)(Endpoint, const void*, size_t, uint64_t, Key, const RequestParams*);
-  void* (*ucp_get_nbx)(Endpoint, void*, size_t, uint64_t, Key, const RequestParams*);
-  void* (*ucp_am_send_nbx)(Endpoint, unsigned, const void*, size_t, const void*, size_t,
-                           const RequestParams*);
-  Status (*ucp_request_check_status)(void*);
-  void (*ucp_request_free)(void*);
+#define TENSORWIRE_DECLARE(result, name, ...) result (*name)(__VA_ARGS__);
+  TENSORWIRE_UCX_FUNCTIONS(TENSORWIRE_DECLARE)
+#undef TENSORWIRE_DECLARE
 
   std::string version;  // "1.13.1"
-  std::string path;     // where the loaded library lies
 
   std::string text(Status status) const { return ucs_status_string(status); }
 };

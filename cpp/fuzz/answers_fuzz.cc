@@ -10,14 +10,9 @@
 namespace tensorwire::fuzz {
 namespace {
 
-Rig& rig() {
-  static Rig* instance = new Rig;
-  return *instance;
-}
-
 class Liar {
  public:
-  explicit Liar(Input input) : input_(input), is_shm_(input_.byte() & 1), line_(rig(), is_shm_) {}
+  explicit Liar(Input input) : input_(input), is_shm_(input_.byte() & 1), line_(is_shm_) {}
 
   ~Liar() {
     // Before the line ends, which completes everything.
@@ -26,7 +21,10 @@ class Liar {
   }
 
   void run() {
-    if (is_shm_ && input_.byte() % 8 != 0) attach();
+    if (is_shm_ && input_.byte() % 8 != 0) {
+      line_.attach();
+      line_.pump();
+    }
     if (!is_shm_) tcp_region();
     for (int turn = 0; turn < 64 && !input_.empty() && !line_.peer().lost(); ++turn) {
       if (line_.ready || !is_shm_) {
@@ -38,41 +36,22 @@ class Liar {
   }
 
  private:
-  enum Action { kAsk, kWrite, kRead, kWord, kAnswer, kForge, kHonest, kForget, kActions };
-
   struct InFlight {
     TransferPtr transfer;
     std::unique_ptr<std::byte[]> memory;
   };
 
   void step() {
-    switch (input_.byte() % kActions) {
-      case kAsk:
-        ask();
-        break;
-      case kWrite:
-      case kRead:
-        move();
-        break;
-      case kWord:
-        word();
-        break;
-      case kAnswer:
-        answer();
-        break;
-      case kForge:
-        forge();
-        break;
-      case kHonest:
-        for (const Received& request : requests()) honest(request.header);
-        break;
-      case kForget:
-        if (!asked_.empty()) line_.peer().abandon(asked_.back());
-        break;
-    }
+    constexpr void (Liar::* kActions[])() = {&Liar::ask,    &Liar::move,   &Liar::move,
+                                             &Liar::word,   &Liar::answer, &Liar::forge,
+                                             &Liar::honest, &Liar::forget};
+    (this->*kActions[input_.byte() % std::size(kActions)])();
     settle();
   }
 
+  void forget() {
+    if (!asked_.empty()) line_.peer().abandon(asked_.back());
+  }
   // Lets go of what is done.
   void settle() {
     std::erase_if(in_flight_, [](const InFlight& each) { return each.transfer->done(); });
@@ -155,50 +134,45 @@ class Liar {
     }
     return all;
   }
+  void honest() {
+    for (const Received& request : requests()) honest(request.header);
+  }
   void honest(const Header& request) {
-    Header header;
-    header.transfer = request.transfer;
     switch (request.type) {
-      case FrameType::kRead: {
-        header.type = FrameType::kData;
-        header.flags = kLast;
-        header.offset = request.total;
-        header.length = request.length;
-        line_.send(header, std::string(request.length, 'r'));
+      case FrameType::kRead:
+        line_.send({.type = FrameType::kData,
+                    .flags = kLast,
+                    .offset = request.total,
+                    .length = request.length,
+                    .transfer = request.transfer},
+                   std::string(request.length, 'r'));
         break;
-      }
       case FrameType::kWrite:
         if (!(request.flags & kLast)) break;
         [[fallthrough]];
       case FrameType::kSignal:
       case FrameType::kFetchAdd:
       case FrameType::kFree:
-        header.type = FrameType::kDone;
-        line_.send(header, {});
+        line_.send({.type = FrameType::kDone, .transfer = request.transfer}, {});
         break;
       case FrameType::kAllocate:
-      case FrameType::kLookup: {
-        grant(header, 4096);
+      case FrameType::kLookup:
+        grant(request.transfer);
         break;
-      }
       default:
         break;
     }
   }
-  void grant(Header header, uint64_t size) {
-    header.type = FrameType::kGrant;
-    header.flags = kReadable | kWritable;
-    header.region = 1;
-    header.generation = 101;
-    header.total = size;
+  void grant(uint64_t transfer) {
     int memory = rig().descriptor(Rig::kMemory);
-    line_.send(header, {}, {&memory, is_shm_ ? 1u : 0u});
+    line_.send({.type = FrameType::kGrant,
+                .flags = kReadable | kWritable,
+                .region = 1,
+                .generation = 101,
+                .transfer = transfer,
+                .total = 4096},
+               {}, {&memory, is_shm_ ? 1u : 0u});
   }
-  void attach() {
-    line_.attach();
-    line_.pump();
-  }
-
   uint64_t number(uint64_t good) {
     switch (input_.byte() % 8) {
       case 0:

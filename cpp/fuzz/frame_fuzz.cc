@@ -4,7 +4,6 @@
 // Input: how many cuts, the cuts (each 0 also takes the target of the payload away), the stream.
 #include <memory>
 #include <string_view>
-#include <vector>
 
 #include "error.h"
 #include "expect.h"

@@ -68,16 +68,15 @@ void decoders(Input input) {
 }
 
 // A server, with what its Node would know.
-class Server {
- public:
-  explicit Server(uint8_t options) : secret(options & 2 ? kSecret : Secret{}) {
+struct Server {
+  explicit Server(uint8_t options) : secret(options & 2 ? kSecret : Secret{}), full(options & 8) {
     ServerHandshake::Context context;
     context.me.incarnation = 0x99;
     context.me.transports = options & 4 ? kTcpBit : kShmBit | kTcpBit;
     context.me.name = "server";
     context.secret = secret;
-    bool full = options & 8, apart = options & 1;
-    context.admit = [this, full]() -> Status {
+    bool apart = options & 1;
+    context.admit = [this]() -> Status {
       EXPECT(!admitted);
       if (full) return {Code::kBusy, "full"};
       admitted = true;
@@ -88,7 +87,6 @@ class Server {
       met = name;
       return apart ? Meeting{Code::kUnavailable, 0} : Meeting{Code::kOk, 5};
     };
-    full_ = full;
     handshake.emplace(std::move(context));
   }
 
@@ -110,15 +108,12 @@ class Server {
     }
     return state;
   }
-  bool full() const { return full_; }
 
-  Secret secret;
+  const Secret secret;
+  const bool full;  // the Node has no room
   bool admitted = false;
   uint64_t met = 0;
   std::optional<ServerHandshake> handshake;
-
- private:
-  bool full_ = false;
 };
 
 // Somebody who does not know any key.
@@ -195,7 +190,7 @@ void insider(Input input) {
   state = server.feed(proof, cut, reply);
   EXPECT(reply.size() == kWelcomeBytes);
   Welcome welcome = Welcome::decode(fill<kWelcomeBytes>(reply));
-  if (!honest || !secrets_agree || server.full()) {
+  if (!honest || !secrets_agree || server.full) {
     EXPECT(state == State::kFailed && !welcome.status.ok());
     EXPECT(welcome.proof == Digest{} && !server.admitted);
     return;

@@ -29,16 +29,14 @@ class Rig {
     fabric.progress = std::make_shared<Progress>();
     fabric.mappings = std::make_shared<Mappings>();
     fabric.traffic = std::make_shared<Traffic>();
-    fabric.counters = std::make_shared<Transfer::Counters>();
     fabric.progress->page()->incarnation = kMyIncarnation;
     regions = std::make_unique<RegionTable>(fabric.progress->page(), fabric.mappings, [this] {
       if (peer) peer->answer_awaited();
     });
     fabric.regions = regions.get();
-    fabric.limits.quota_bytes = 1 << 20;
+    fabric.quota_bytes = 1 << 20;
     fabric.shareable = true;
     fabric.incarnation = kMyIncarnation;
-    fabric.page = fabric.progress->page_mapping();
     fabric.free_region = [this](const std::shared_ptr<Region>& region) { free(region); };
     make_descriptors();
   }
@@ -58,39 +56,41 @@ class Rig {
   PeerPtr peer;  // of the input that runs now
 
  private:
-  static int memory(size_t size, bool sealed) {
-    int fd = ::memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    EXPECT(fd >= 0 && ::ftruncate(fd, static_cast<off_t>(size)) == 0);
-    if (sealed) EXPECT(::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
-    return fd;
+  // Sealed as an honest peer's.
+  const Mapping& share(size_t size) {
+    return *shared_.emplace_back(Mapping::create(size, true, true));
   }
-  static int page(uint64_t incarnation) {
-    constexpr size_t kBytes = (sizeof(NodePage) + 4095) / 4096 * 4096;
-    int fd = memory(kBytes, true);
-    void* at = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    EXPECT(at != MAP_FAILED);
-    auto* made = new (at) NodePage;
+  int page(uint64_t incarnation) {
+    const Mapping& mapping = share(sizeof(NodePage));
+    auto* made = new (mapping.data()) NodePage;
     made->incarnation = incarnation;
     made->armed = 1;  // it wants to be rung
     for (uint32_t id = 0; id < 8; ++id) made->generations[id] = 100 + id;
-    ::munmap(at, kBytes);
-    return fd;
+    return mapping.descriptor();
   }
   void make_descriptors() {
-    int pipe[2];
+    int pipe[2], unsealed = ::memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    EXPECT(unsealed >= 0 && ::ftruncate(unsealed, 8192) == 0);
     EXPECT(::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) == 0);
     descriptors_[kPage] = page(kTheirIncarnation);
     descriptors_[kDoorbell] = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    descriptors_[kMemory] = memory(8192, true);
-    descriptors_[kUnsealed] = memory(8192, false);
-    descriptors_[kSmall] = memory(4096, true);
+    descriptors_[kMemory] = share(8192).descriptor();
+    descriptors_[kUnsealed] = unsealed;
+    descriptors_[kSmall] = share(4096).descriptor();
     descriptors_[kWrongPage] = page(kTheirIncarnation + 1);
     descriptors_[kPipe] = pipe[1];
     descriptors_[kNull] = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   }
 
+  std::vector<std::shared_ptr<Mapping>> shared_;
   int descriptors_[kKinds];
 };
+
+// The one of the whole run.
+inline Rig& rig() {
+  static Rig* instance = new Rig;
+  return *instance;
+}
 
 // What came back on a Line, frame by frame.
 struct Received {
@@ -101,7 +101,7 @@ struct Received {
 // One connection; the fuzzer is the other side.
 class Line : private FrameSink {
  public:
-  Line(Rig& rig, bool is_shm) : rig_(rig), parser_(*this) {
+  explicit Line(bool is_shm) : parser_(*this) {
     int ends[2];
     if (is_shm) {
       EXPECT(::socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
@@ -113,10 +113,10 @@ class Line : private FrameSink {
     Hello remote;
     remote.incarnation = kTheirIncarnation;
     remote.name = "fuzz";
-    rig.peer = std::make_shared<Peer>(rig.fabric, 7, remote, "nowhere:1",
-                                      is_shm ? kShmBit : kTcpBit, "fuzz");
-    rig.fabric.progress->run([&] {
-      rig.peer->start(
+    rig().peer = std::make_shared<Peer>(rig().fabric, 7, remote, "nowhere:1",
+                                        is_shm ? kShmBit : kTcpBit, "fuzz");
+    rig().fabric.progress->run([&] {
+      rig().peer->start(
           Descriptor(ends[0]), theirs_, true, [this](Peer&) { ready = true; }, [](Peer&) {});
     });
   }
@@ -126,20 +126,23 @@ class Line : private FrameSink {
     ::close(mine_);
     pump();
     if (beside_ >= 0) ::close(beside_);
-    EXPECT(rig_.peer.use_count() == 1);
-    rig_.peer.reset();
-    const auto& counters = *rig_.fabric.counters;
+    EXPECT(rig().peer.use_count() == 1);
+    rig().peer.reset();
+    const auto& counters = rig().fabric.progress->transfers();
     EXPECT(counters.started == counters.completed);
-    EXPECT(rig_.regions->leased().regions == 0);
+    EXPECT(rig().regions->leased().regions == 0);
   }
 
-  Peer& peer() { return *rig_.peer; }
+  Peer& peer() { return *rig().peer; }
   bool ready = false;
 
   // Descriptors go beside the bytes, in a message that begins as they do. False once the peer has
   // hung up. Drives the peer when the socket is full.
   bool send(std::string_view bytes, std::span<const int> descriptors = {}) {
-    if (!descriptors.empty()) pass(bytes.substr(0, sizeof(Header)), descriptors);
+    if (!descriptors.empty()) {
+      // Lost if there is no room: then a frame announces what does not come.
+      pass_descriptors(beside_, bytes.substr(0, sizeof(Header)), descriptors);
+    }
     while (!bytes.empty()) {
       ssize_t sent = ::send(mine_, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent < 0 && errno == EAGAIN) {
@@ -158,11 +161,8 @@ class Line : private FrameSink {
   }
   // What an honest peer on shm begins with.
   void attach() {
-    Header header;
-    header.type = FrameType::kAttach;
-    header.generation = kTheirIncarnation;
-    int memory[] = {rig_.descriptor(Rig::kPage), rig_.descriptor(Rig::kDoorbell)};
-    send(header, {}, memory);
+    int memory[] = {rig().descriptor(Rig::kPage), rig().descriptor(Rig::kDoorbell)};
+    send({.type = FrameType::kAttach, .generation = kTheirIncarnation}, {}, memory);
   }
 
   // Lets the peer take in everything that was sent.
@@ -171,12 +171,12 @@ class Line : private FrameSink {
       int unread = 0;
       return peer().lost() || (::ioctl(mine_, SIOCOUTQ, &unread) == 0 && unread == 0);
     });
-    rig_.fabric.progress->run([] {});
+    rig().fabric.progress->run([] {});
     if (!theirs_) return;
     auto end = Clock::now() + std::chrono::seconds(20);
     while (theirs_->receiving() && Clock::now() < end) ::usleep(20);
     EXPECT(!theirs_->receiving());
-    rig_.fabric.progress->run([] {});
+    rig().fabric.progress->run([] {});
   }
 
   // Takes in everything that the peer sent; what it sends must be well-formed.
@@ -197,24 +197,7 @@ class Line : private FrameSink {
  private:
   template <class Condition>
   void drive(const Condition& condition) {
-    EXPECT(rig_.fabric.progress->wait(condition, Deadline::after(20.0)));
-  }
-
-  // Lost if there is no room: then a frame announces what does not come.
-  void pass(std::string_view bytes, std::span<const int> descriptors) {
-    alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
-    iovec part{const_cast<char*>(bytes.data()), bytes.size()};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
-    ::sendmsg(beside_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    EXPECT(rig().fabric.progress->wait(condition, Deadline::after(20.0)));
   }
 
   // FrameSink, of what the peer sends.
@@ -233,7 +216,6 @@ class Line : private FrameSink {
     return true;
   }
 
-  Rig& rig_;
   int mine_ = -1, beside_ = -1;
   std::shared_ptr<DescriptorSocket> theirs_;
   FrameParser parser_;

@@ -32,7 +32,7 @@ constexpr uint64_t kLowBits = 0x7f7f7f7f7f7f7f7f;
 
 class Target {
  public:
-  explicit Target(Rig& rig) : rig_(rig) {
+  Target() {
     for (size_t i = 0; i < kCount; ++i) {
       uint64_t size = kKinds[i].size;
       initial_[i].assign((size + kPageBytes - 1) / kPageBytes * kPageBytes, kHidden);
@@ -44,7 +44,7 @@ class Target {
 
   // Frees the region as its owner and puts a new one in its place.
   void replace(size_t index) {
-    rig_.fabric.progress->run([&] { rig_.free(regions_[index]); });
+    rig().fabric.progress->run([&] { rig().free(regions_[index]); });
     check(index);
     // Kept as by its owner's last user: nothing may reach it any more.
     std::byte* data = regions_[index]->data();
@@ -77,7 +77,7 @@ class Target {
  private:
   void allocate(size_t index) {
     const Kind& kind = kKinds[index];
-    regions_[index] = rig_.regions->allocate(kind.size, kind.name, kind.access, true, 0);
+    regions_[index] = rig().regions->allocate(kind.size, kind.name, kind.access, true, 0);
     fill(index);
   }
   void fill(size_t index) {
@@ -97,7 +97,6 @@ class Target {
     }
   }
 
-  Rig& rig_;
   std::shared_ptr<Region> regions_[kCount];
   std::vector<std::byte> initial_[kCount];  // whole pages
   struct Range {
@@ -113,96 +112,61 @@ class Target {
 
 class Liar {
  public:
-  Liar(Rig& rig, Target& target, Input input)
+  Liar(Target& target, Input input)
       : target_(target),
         input_(input),
         options_(input_.byte()),
         is_shm_(options_ & 1),
-        line_(rig, is_shm_) {}
+        line_(is_shm_) {}
 
   void run() {
     if (is_shm_ && !(options_ & 4)) line_.attach();
     // Most inputs begin with grants, without which all frames are refused for the same reason.
     for (index_ = 0; options_ & 2 && index_ < kSecret; ++index_) ask_for(kKinds[index_].name);
     for (int turn = 0; turn < 64 && !input_.empty() && !line_.peer().lost(); ++turn) step();
-    line_.pump();
-    check_answers();
+    catch_up();
   }
 
  private:
-  enum Action {
-    kRaw,
-    kFrame,
-    kHonestWrite,
-    kHonestRead,
-    kFind,
-    kFree,
-    kFreeMidway,
-    kLease,
-    kGiveBack,
-    kAnswers,
-    kAttach,
-    kActions
-  };
-
   void step() {
-    switch (input_.byte() % kActions) {
-      case kRaw: {
-        anything_ = true;
-        target_.allow_all();
-        auto bytes = input_.take(input_.byte());
-        line_.send({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, descriptors());
-        break;
-      }
-      case kFrame:
-        frame();
-        break;
-      case kHonestWrite:
-        honest_write();
-        break;
-      case kHonestRead: {
-        Header header = addressed(FrameType::kRead);
-        header.length = std::min<uint64_t>(input_.byte() * 17, size());
-        header.total = input_.byte();
-        line_.send(header, {});
-        break;
-      }
-      case kFind:
-        find();
-        break;
-      case kFree:
-        line_.pump();
-        check_answers();
-        target_.replace(pick());
-        break;
-      case kFreeMidway:
-        free_midway();
-        break;
-      case kLease: {
-        Header header;
-        header.type = FrameType::kAllocate;
-        header.total = input_.byte() * 7;
-        header.flags = input_.byte() & (kReadable | kWritable);
-        line_.send(header, {});
-        break;
-      }
-      case kGiveBack:
-        give_back();
-        break;
-      case kAnswers:
-        line_.pump();
-        check_answers();
-        break;
-      case kAttach: {
-        Header header;
-        header.type = FrameType::kAttach;
-        header.generation = kTheirIncarnation;
-        int pair[] = {Rig::kPage, Rig::kDoorbell};
-        for (int& fd : pair) fd = rig_descriptor(input_.byte() & 1 ? input_.byte() : fd);
-        line_.send(header, {}, is_shm_ ? std::span<const int>(pair) : std::span<const int>());
-        break;
-      }
-    }
+    constexpr void (Liar::* kActions[])() = {&Liar::raw,         &Liar::frame, &Liar::honest_write,
+                                             &Liar::honest_read, &Liar::find,  &Liar::free,
+                                             &Liar::free_midway, &Liar::lease, &Liar::give_back,
+                                             &Liar::catch_up,    &Liar::attach};
+    (this->*kActions[input_.byte() % std::size(kActions)])();
+  }
+
+  void raw() {
+    anything_ = true;
+    target_.allow_all();
+    auto bytes = input_.take(input_.byte());
+    line_.send({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, descriptors());
+  }
+  void honest_read() {
+    Header header = addressed(FrameType::kRead);
+    header.length = std::min<uint64_t>(input_.byte() * 17, size());
+    header.total = input_.byte();
+    line_.send(header, {});
+  }
+  void free() {
+    catch_up();
+    target_.replace(pick());
+  }
+  void lease() {
+    Header header{.type = FrameType::kAllocate};
+    header.total = input_.byte() * 7;
+    header.flags = input_.byte() & (kReadable | kWritable);
+    line_.send(header, {});
+  }
+  void attach() {
+    int pair[] = {Rig::kPage, Rig::kDoorbell};
+    for (int& fd : pair) fd = rig().descriptor(input_.byte() & 1 ? input_.byte() : fd);
+    line_.send({.type = FrameType::kAttach, .generation = kTheirIncarnation}, {},
+               is_shm_ ? std::span<const int>(pair) : std::span<const int>());
+  }
+  void catch_up() {
+    line_.pump();
+    check_answers();
   }
 
   size_t pick() { return index_ = input_.byte() % kCount; }
@@ -241,10 +205,9 @@ class Liar {
   std::vector<int> descriptors() {
     std::vector<int> result;
     if (!is_shm_) return result;
-    for (int i = input_.byte() % 6; i > 0; --i) result.push_back(rig_descriptor(input_.byte()));
+    for (int i = input_.byte() % 6; i > 0; --i) result.push_back(rig().descriptor(input_.byte()));
     return result;
   }
-  int rig_descriptor(size_t kind);
 
   // Any frame, with a wrong field here and there.
   void frame() {
@@ -321,12 +284,9 @@ class Liar {
 
   // Uses what was leased, and frees it; perhaps twice.
   void give_back() {
-    line_.pump();
-    check_answers();
+    catch_up();
     if (leases_.empty()) return;
-    Header header;
-    header.region = leases_.back().region;
-    header.generation = leases_.back().generation;
+    Header header{.region = leases_.back().region, .generation = leases_.back().generation};
     for (int i = input_.byte() % 4; i > 0; --i) {
       constexpr FrameType kUses[] = {FrameType::kWrite, FrameType::kRead, FrameType::kFetchAdd,
                                      FrameType::kFree};
@@ -347,10 +307,7 @@ class Liar {
     line_.send(header, {});
   }
   void ask_for(std::string_view name) {
-    Header header;
-    header.type = FrameType::kLookup;
-    header.length = name.size();
-    line_.send(header, name);
+    line_.send({.type = FrameType::kLookup, .length = name.size()}, name);
   }
 
   void check_answers() {
@@ -379,18 +336,9 @@ class Liar {
   bool anything_ = false;       // bytes were sent whose meaning is not known here
 };
 
-Rig& rig() {
-  static Rig* instance = new Rig;
-  return *instance;
-}
-
-int Liar::rig_descriptor(size_t kind) { return rig().descriptor(kind); }
-
 void run(Input input) {
-  static Target* target = new Target(rig());
-  {
-    Liar(rig(), *target, input).run();
-  }
+  static Target* target = new Target;
+  Liar(*target, input).run();
   target->check_all();
 }
 

@@ -6,9 +6,7 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <sys/un.h>
@@ -29,11 +27,22 @@ namespace {
 
 constexpr int kLingerS = 20;
 
-// Two that have met.
+// Two that have met; the client sends.
 struct Ends {
+  Ends() {
+    client->join(server->name());
+    client->start(progress, [](Status) {});
+  }
+  ~Ends() { progress->stop(); }
+  void send(int fd) {
+    std::promise<void> sent;
+    progress->run([&] { client->send({}, {&fd, 1}, nullptr, [&] { sent.set_value(); }); });
+    sent.get_future().get();
+  }
+
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   std::shared_ptr<DescriptorSocket> client = DescriptorSocket::offer();
   std::shared_ptr<DescriptorSocket> server = DescriptorSocket::answer(client->name());
-  Ends() { client->join(server->name()); }
 };
 
 // What the next message holds; the descriptors are looked at by `examine`.
@@ -45,12 +54,6 @@ Status receive(DescriptorSocket& socket,
     came.set_value(message.status());
   });
   return came.get_future().get();
-}
-
-void send(const std::shared_ptr<Progress>& progress, DescriptorSocket& socket, int fd) {
-  std::promise<void> sent;
-  progress->run([&] { socket.send({}, {&fd, 1}, nullptr, [&] { sent.set_value(); }); });
-  sent.get_future().get();
 }
 
 // A connected TCP socket with bytes that nobody takes: whoever closes it last waits for kLingerS.
@@ -110,15 +113,12 @@ TEST_CASE("descriptors: at no moment a stranger gets anything into a queue") {
 }
 
 TEST_CASE("descriptors: memory and a doorbell arrive, and what they are is checked") {
-  auto progress = std::make_shared<Progress>();
   Ends ends;
-  auto &client = ends.client, &server = ends.server;
-  client->start(progress, [](Status) {});
   auto memory = Mapping::create(5000, true, true);
   memory->data()[4999] = std::byte{7};
-  send(progress, *client, memory->descriptor());
+  ends.send(memory->descriptor());
   std::shared_ptr<Mapping> mapped;
-  CHECK(receive(*server, [&](const DescriptorMessage& message) {
+  CHECK(receive(*ends.server, [&](const DescriptorMessage& message) {
           CHECK(message.count() == 1);
           mapped = message.map(0, 5000, false);
           CHECK_THROWS_AS(message.doorbell(0), Error);
@@ -127,9 +127,9 @@ TEST_CASE("descriptors: memory and a doorbell arrive, and what they are is check
   CHECK(mapped->data()[4999] == std::byte{7});
 
   Descriptor event(::eventfd(0, EFD_CLOEXEC));
-  send(progress, *client, event.get());
+  ends.send(event.get());
   Descriptor bell;
-  CHECK(receive(*server, [&](const DescriptorMessage& message) {
+  CHECK(receive(*ends.server, [&](const DescriptorMessage& message) {
           bell = message.doorbell(0);
           CHECK_THROWS_AS(message.map(0, 1, false), Error);
         }).ok());
@@ -140,79 +140,67 @@ TEST_CASE("descriptors: memory and a doorbell arrive, and what they are is check
   CHECK(rings == 100);
 
   Descriptor timer(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC));
-  send(progress, *client, timer.get());
-  CHECK(receive(*server, [](const DescriptorMessage& message) {
+  ends.send(timer.get());
+  CHECK(receive(*ends.server, [](const DescriptorMessage& message) {
           CHECK_THROWS_AS(message.doorbell(0), Error);
         }).ok());
-  progress->stop();
 }
 
 TEST_CASE("descriptors: one that blocks in close holds up neither the driver nor other peers") {
-  auto progress = std::make_shared<Progress>();
   Ends ends;
-  auto &client = ends.client, &server = ends.server;
   Ends others;
-  for (auto& each : {client, others.client}) each->start(progress, [](Status) {});
   Descriptor taker;
   int fd = lingering(taker);
-  send(progress, *client, fd);
+  ends.send(fd);
   ::close(fd);  // the last one is with the message
   auto memory = Mapping::create(1, true, true);
   std::promise<void> examined;
   // From here on that thread is in close().
-  server->receive([&](const DescriptorMessage&) { examined.set_value(); });
+  ends.server->receive([&](const DescriptorMessage&) { examined.set_value(); });
   examined.get_future().get();
   CHECK(seconds([&] {
-          send(progress, *others.client, memory->descriptor());
+          others.send(memory->descriptor());
           CHECK(receive(*others.server).ok());
-          progress->run([] {});
+          ends.progress->run([] {});
         }) < kLingerS / 2);
   taker.reset();
-  progress->stop();
 }
 
 TEST_CASE("descriptors: what nobody takes holds up nobody when the socket ends") {
-  auto progress = std::make_shared<Progress>();
   Ends ends;
-  auto &client = ends.client, &server = ends.server;
-  client->start(progress, [](Status) {});
   Descriptor taker;
   int fd = lingering(taker);
-  send(progress, *client, fd);
+  ends.send(fd);
   ::close(fd);
-  CHECK(seconds([&] { server.reset(); }) < kLingerS / 2);
+  CHECK(seconds([&] { ends.server.reset(); }) < kLingerS / 2);
   taker.reset();
-  progress->stop();
 }
 
 TEST_CASE("descriptors: a queue without room is waited for, in order") {
-  auto progress = std::make_shared<Progress>();
   Ends ends;
-  auto &client = ends.client, &server = ends.server;
-  client->start(progress, [](Status) {});
   auto memory = Mapping::create(1, true, true);
   constexpr int kMany = 300;
   std::vector<int> order;  // driving thread
-  progress->run([&] {
+  ends.progress->run([&] {
     for (int i = 0; i < kMany; ++i) {
       int fd = memory->descriptor();
       Header header;
       header.transfer = static_cast<uint64_t>(i);
-      client->send(header, {&fd, 1}, memory, [&order, i] { order.push_back(i); });
+      ends.client->send(header, {&fd, 1}, memory, [&order, i] { order.push_back(i); });
     }
-    CHECK(client->queued() > 0);
+    CHECK(ends.client->queued() > 0);
   });
   for (int i = 0; i < kMany; ++i) {
     std::atomic<uint64_t> came{0};
     Status status;
     do {
-      status = receive(*server, [&](const DescriptorMessage& m) { came = m.header().transfer; });
+      status =
+          receive(*ends.server, [&](const DescriptorMessage& m) { came = m.header().transfer; });
     } while (status.code == Code::kInvalid);  // the next one is not there yet
     CHECK(came == static_cast<uint64_t>(i));
   }
-  progress->run([&] { CHECK(order.size() == kMany); });
+  ends.progress->run([&] { CHECK(order.size() == kMany); });
   CHECK(std::is_sorted(order.begin(), order.end()));
-  progress->stop();
 }
 
 TEST_CASE("event: raising one never waits, also if it is full and its file blocks") {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "pair.h"
+
 namespace tensorwire {
 namespace {
 
@@ -50,12 +52,6 @@ struct Server {
   Meeting meeting{Code::kOk, 99};
 };
 
-template <class Array>
-State feed(ServerHandshake& server, const Array& bytes, Bytes& reply) {
-  reply.clear();
-  return server.feed({bytes.data(), bytes.size()}, reply);
-}
-
 template <size_t N>
 std::array<uint8_t, N> array_of(const Bytes& bytes) {
   REQUIRE(bytes.size() == N);
@@ -77,45 +73,50 @@ std::array<uint8_t, kChoiceBytes> choice_of(uint64_t bits, uint64_t socket = 0) 
   return choice;
 }
 
-// A client up to the point where it knows the server's challenge.
-struct Client {
-  Client(ServerHandshake& server, Hello me) : mine(me.encode()) {
-    Bytes reply;
-    REQUIRE(feed(server, mine, reply) == State::kMore);
+// An exchange with that server, up to the point where its client knows the challenge.
+struct Exchange {
+  explicit Exchange(Server& side, const Hello& me = hello("client"))
+      : server(side.context), mine(me.encode()) {
+    REQUIRE(feed(mine) == State::kMore);
     theirs = array_of<kHelloBytes>(reply);
   }
-  Keys keys(const Secret& secret) const { return Keys(secret, mine, theirs); }
-  std::array<uint8_t, kHelloBytes> mine, theirs;
-};
+  template <class Array>
+  State feed(const Array& bytes) {
+    reply.clear();
+    return server.feed({bytes.data(), bytes.size()}, reply);
+  }
+  Keys keys(const Secret& secret = kSecret) const { return Keys(secret, mine, theirs); }
+  State prove(const Secret& secret = kSecret) { return feed(proof_of(keys(secret).client)); }
+  State choose(uint64_t bits, uint64_t socket = 0) { return feed(choice_of(bits, socket)); }
+  Welcome welcome() const { return Welcome::decode(array_of<kWelcomeBytes>(reply)); }
 
-Welcome welcome_of(const Bytes& reply) { return Welcome::decode(array_of<kWelcomeBytes>(reply)); }
+  ServerHandshake server;
+  std::array<uint8_t, kHelloBytes> mine, theirs;
+  Bytes reply;
+};
 
 TEST_CASE("handshake: who knows the secret is admitted") {
   Server side;
-  ServerHandshake server(side.context);
   Hello me = hello("client");
-  Client client(server, me);
-  Hello challenge = Hello::decode(client.theirs);
+  Exchange with(side, me);
+  Hello challenge = Hello::decode(with.theirs);
   CHECK(challenge.kind == HelloKind::kChallenge);
   CHECK(challenge.name == "server");
   CHECK(challenge.nonce != me.nonce);
 
-  Bytes reply;
-  Keys keys = client.keys(kSecret);
-  CHECK(feed(server, proof_of(keys.client), reply) == State::kMore);
-  Welcome welcome = welcome_of(reply);
-  CHECK(welcome.status.ok());
-  CHECK(same_digest(welcome.proof, keys.server));
+  CHECK(with.prove() == State::kMore);
+  CHECK(with.welcome().status.ok());
+  CHECK(same_digest(with.welcome().proof, with.keys().server));
   CHECK(side.admitted == 1);
-  CHECK(server.proven());
+  CHECK(with.server.proven());
 
-  CHECK(feed(server, choice_of(kTcpBit), reply) == State::kDone);
-  CHECK(reply.empty());
-  CHECK(server.chosen() == kTcpBit);
-  CHECK(server.client().pid == 42);
-  CHECK(server.client().port == 4242);
+  CHECK(with.choose(kTcpBit) == State::kDone);
+  CHECK(with.reply.empty());
+  CHECK(with.server.chosen() == kTcpBit);
+  CHECK(with.server.client().pid == 42);
+  CHECK(with.server.client().port == 4242);
   // Nothing is taken after the end.
-  CHECK(feed(server, choice_of(kTcpBit), reply) == State::kFailed);
+  CHECK(with.choose(kTcpBit) == State::kFailed);
 }
 
 TEST_CASE("handshake: byte by byte, and never more than was asked for") {
@@ -145,31 +146,26 @@ TEST_CASE("handshake: byte by byte, and never more than was asked for") {
 
 TEST_CASE("handshake: a wrong secret is refused with a reason and without a proof") {
   Server side;
-  ServerHandshake server(side.context);
-  Client client(server, hello("client"));
+  Exchange with(side);
   Secret wrong = kSecret;
   wrong.back() ^= 1;
-  Bytes reply;
-  CHECK(feed(server, proof_of(client.keys(wrong).client), reply) == State::kFailed);
-  Welcome welcome = welcome_of(reply);
-  CHECK(welcome.status.code == Code::kPermission);
-  CHECK(welcome.status.message == "wrong secret");
-  CHECK(welcome.proof == Digest{});
+  CHECK(with.prove(wrong) == State::kFailed);
+  CHECK(with.welcome().status.code == Code::kPermission);
+  CHECK(with.welcome().status.message == "wrong secret");
+  CHECK(with.welcome().proof == Digest{});
   CHECK(side.admitted == 0);
-  CHECK(server.failure().code == Code::kPermission);
-  CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
-  CHECK(reply.empty());
+  CHECK(with.server.failure().code == Code::kPermission);
+  CHECK(with.prove() == State::kFailed);
+  CHECK(with.reply.empty());
 }
 
 TEST_CASE("handshake: every bit of the proof counts") {
   Server side;
   for (size_t bit = 0; bit < 256; ++bit) {
-    ServerHandshake server(side.context);
-    Client client(server, hello("client"));
-    auto proof = proof_of(client.keys(kSecret).client);
+    Exchange with(side);
+    auto proof = proof_of(with.keys().client);
     proof[bit / 8] ^= static_cast<uint8_t>(1u << (bit % 8));
-    Bytes reply;
-    CHECK(feed(server, proof, reply) == State::kFailed);
+    CHECK(with.feed(proof) == State::kFailed);
   }
   CHECK(side.admitted == 0);
 }
@@ -178,11 +174,9 @@ TEST_CASE("handshake: every byte of both hellos is covered by the proof") {
   Server side;
   for (size_t at = 0; at < kHelloBytes; ++at) {
     for (bool in_mine : {true, false}) {
-      ServerHandshake server(side.context);
-      Client client(server, hello("client"));
-      (in_mine ? client.mine : client.theirs)[at] ^= 0x40;
-      Bytes reply;
-      CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
+      Exchange with(side);
+      (in_mine ? with.mine : with.theirs)[at] ^= 0x40;
+      CHECK(with.prove() == State::kFailed);
     }
   }
   CHECK(side.admitted == 0);
@@ -191,42 +185,25 @@ TEST_CASE("handshake: every byte of both hellos is covered by the proof") {
 TEST_CASE("handshake: one side without a secret is told so, right proof or not") {
   for (bool server_has : {true, false}) {
     Server side(server_has ? kSecret : Secret{});
-    ServerHandshake server(side.context);
-    Client client(server, hello("client", !server_has));
-    CHECK(Hello::decode(client.theirs).has_secret == server_has);
-    Bytes reply;
-    auto proof = proof_of(client.keys(side.context.secret).client);
-    CHECK(feed(server, proof, reply) == State::kFailed);
-    Welcome welcome = welcome_of(reply);
+    Exchange with(side, hello("client", !server_has));
+    CHECK(Hello::decode(with.theirs).has_secret == server_has);
+    CHECK(with.prove(side.context.secret) == State::kFailed);
+    Welcome welcome = with.welcome();
     CHECK(welcome.status.code == Code::kPermission);
     CHECK(welcome.status.message.find("no secret") == (server_has ? std::string::npos : 14));
     CHECK(side.admitted == 0);
   }
 }
 
-TEST_CASE("handshake: without secrets both sides still agree") {
-  Server side(Secret{});
-  ServerHandshake server(side.context);
-  Client client(server, hello("client", false));
-  Bytes reply;
-  CHECK(feed(server, proof_of(client.keys({}).client), reply) == State::kMore);
-  CHECK(welcome_of(reply).status.ok());
-}
-
 TEST_CASE("handshake: a recorded exchange cannot be replayed") {
   Server side;
-  auto mine = hello("client").encode();
-  Bytes reply;
-  ServerHandshake first(side.context);
-  REQUIRE(feed(first, mine, reply) == State::kMore);
-  auto recorded = proof_of(Keys(kSecret, mine, array_of<kHelloBytes>(reply)).client);
-  REQUIRE(feed(first, recorded, reply) == State::kMore);
+  Hello me = hello("client");
+  Exchange first(side, me), second(side, me);
+  auto recorded = proof_of(first.keys().client);
+  REQUIRE(first.feed(recorded) == State::kMore);
   REQUIRE(side.admitted == 1);
-
-  ServerHandshake second(side.context);
-  REQUIRE(feed(second, mine, reply) == State::kMore);
-  CHECK(feed(second, recorded, reply) == State::kFailed);
-  CHECK(welcome_of(reply).status.code == Code::kPermission);
+  CHECK(second.feed(recorded) == State::kFailed);
+  CHECK(second.welcome().status.code == Code::kPermission);
   CHECK(side.admitted == 1);
 }
 
@@ -234,72 +211,50 @@ TEST_CASE("handshake: a server's own words cannot be reflected") {
   Server side;
   Bytes reply;
   // Its challenge is no hello of a client,
-  ServerHandshake first(side.context), second(side.context);
-  REQUIRE(feed(first, hello("client").encode(), reply) == State::kMore);
-  auto challenge = array_of<kHelloBytes>(reply);
-  CHECK(feed(second, challenge, reply) == State::kFailed);
+  Exchange first(side), third(side), swapped(side);
+  ServerHandshake second(side.context);
+  CHECK(second.feed(first.theirs, reply) == State::kFailed);
   CHECK(reply.empty());
   // and the proof that it gives is none that a client could give.
-  ServerHandshake third(side.context);
-  Client client(third, hello("client"));
-  CHECK(feed(third, proof_of(client.keys(kSecret).server), reply) == State::kFailed);
+  CHECK(third.feed(proof_of(third.keys().server)) == State::kFailed);
   // Nor do two servers vouch for each other: the transcript has an order.
-  ServerHandshake fifth(side.context);
-  Client swapped(fifth, hello("client"));
   std::swap(swapped.mine, swapped.theirs);
-  CHECK(feed(fifth, proof_of(swapped.keys(kSecret).client), reply) == State::kFailed);
+  CHECK(swapped.prove() == State::kFailed);
   CHECK(side.admitted == 0);
 }
 
 TEST_CASE("handshake: a full Node says so after the proof, not before") {
   Server side;
   side.verdict = {Code::kBusy, "no room"};
-  ServerHandshake server(side.context);
-  Client client(server, hello("client"));
-  Bytes reply;
-  CHECK(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kFailed);
-  CHECK(welcome_of(reply).status.code == Code::kBusy);
-  CHECK(welcome_of(reply).status.message == "no room");
+  Exchange with(side);
+  CHECK(with.prove() == State::kFailed);
+  CHECK(with.welcome().status.code == Code::kBusy);
+  CHECK(with.welcome().status.message == "no room");
 }
 
 TEST_CASE("handshake: only what both offer can be chosen") {
+  auto refused = [](uint32_t offered, uint64_t choice) {
+    Server side;
+    side.context.me.transports = offered;
+    Exchange with(side);
+    REQUIRE(with.prove() == State::kMore);
+    return with.choose(choice) == State::kFailed && with.reply.empty();
+  };
   for (uint64_t choice : {uint64_t{0}, uint64_t{3}, uint64_t{4}, uint64_t{8}, uint64_t{1} << 32,
                           (uint64_t{1} << 32) | kTcpBit, ~uint64_t{0}}) {
-    Server side;
-    ServerHandshake server(side.context);
-    Client client(server, hello("client"));
-    Bytes reply;
-    REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
-    CHECK(feed(server, choice_of(choice), reply) == State::kFailed);
-    CHECK(reply.empty());
+    CHECK(refused(kShmBit | kTcpBit, choice));
   }
-  Server tcp_only;
-  tcp_only.context.me.transports = kTcpBit;
-  ServerHandshake server(tcp_only.context);
-  Client client(server, hello("client"));
-  Bytes reply;
-  REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
-  CHECK(feed(server, choice_of(kShmBit), reply) == State::kFailed);
+  CHECK(refused(kTcpBit, kShmBit));
 }
-
-// A server whose client has been admitted.
-struct Admitted {
-  explicit Admitted(Server& side) : server(side.context) {
-    Client client(server, hello("client"));
-    Bytes reply;
-    REQUIRE(feed(server, proof_of(client.keys(kSecret).client), reply) == State::kMore);
-  }
-  ServerHandshake server;
-};
 
 TEST_CASE("handshake: a choice of shm is answered with a socket to meet at") {
   Server side;
-  Admitted with(side);
-  Bytes reply;
-  CHECK(feed(with.server, choice_of(kShmBit, 7), reply) == State::kDone);
+  Exchange with(side);
+  REQUIRE(with.prove() == State::kMore);
+  CHECK(with.choose(kShmBit, 7) == State::kDone);
   CHECK(with.server.chosen() == kShmBit);
   CHECK(side.met == std::vector<uint64_t>{7});
-  Meeting meeting = Meeting::decode(array_of<kMeetingBytes>(reply));
+  Meeting meeting = Meeting::decode(array_of<kMeetingBytes>(with.reply));
   CHECK(meeting.code == Code::kOk);
   CHECK(meeting.socket == 99);
 }
@@ -308,23 +263,22 @@ TEST_CASE("handshake: where shm cannot be had another choice follows, but shm no
   for (bool again : {false, true}) {
     Server side;
     side.meeting = {Code::kUnavailable, 0};
-    Admitted with(side);
-    Bytes reply;
-    CHECK(feed(with.server, choice_of(kShmBit, 7), reply) == State::kMore);
-    CHECK(Meeting::decode(array_of<kMeetingBytes>(reply)).code == Code::kUnavailable);
-    State state = feed(with.server, again ? choice_of(kShmBit, 8) : choice_of(kTcpBit), reply);
+    Exchange with(side);
+    REQUIRE(with.prove() == State::kMore);
+    CHECK(with.choose(kShmBit, 7) == State::kMore);
+    CHECK(Meeting::decode(array_of<kMeetingBytes>(with.reply)).code == Code::kUnavailable);
+    State state = again ? with.choose(kShmBit, 8) : with.choose(kTcpBit);
     CHECK(state == (again ? State::kFailed : State::kDone));
     CHECK(side.met.size() == 1);
   }
 }
 
 TEST_CASE("handshake: only shm names a socket, and always does") {
-  for (auto [transport, socket] : {std::pair(kShmBit, 0), std::pair(kTcpBit, 7)}) {
+  for (auto [transport, socket] : {std::pair(kShmBit, 0u), std::pair(kTcpBit, 7u)}) {
     Server side;
-    Admitted with(side);
-    Bytes reply;
-    auto choice = choice_of(transport, static_cast<uint64_t>(socket));
-    CHECK(feed(with.server, choice, reply) == State::kFailed);
+    Exchange with(side);
+    REQUIRE(with.prove() == State::kMore);
+    CHECK(with.choose(transport, socket) == State::kFailed);
     CHECK(side.met.empty());
   }
 }
@@ -358,13 +312,13 @@ TEST_CASE("handshake: secrets that HMAC takes for the same key are told apart") 
 
 TEST_CASE("handshake: only a client may begin") {
   Server side;
-  Bytes reply;
   for (HelloKind kind : {HelloKind::kClient, HelloKind::kBusy, HelloKind::kChallenge}) {
     ServerHandshake server(side.context);
     Hello me = hello("client");
     me.kind = kind;
+    Bytes reply;
     bool right = kind == HelloKind::kClient;
-    CHECK((feed(server, me.encode(), reply) == State::kMore) == right);
+    CHECK((server.feed(me.encode(), reply) == State::kMore) == right);
     CHECK(reply.empty() != right);
   }
 }
@@ -381,12 +335,7 @@ TEST_CASE("handshake: hello survives the wire, and nothing else passes for one")
   CHECK(back.host == me.host);
 
   auto refused = [](std::array<uint8_t, kHelloBytes> changed) {
-    try {
-      Hello::decode(changed);
-      return false;
-    } catch (const Error& error) {
-      return error.code() == Code::kInvalid;
-    }
+    return thrown([&] { Hello::decode(changed); }) == Code::kInvalid;
   };
   auto changed = [&](size_t at, uint8_t value) {
     auto copy = hello("short").encode();
@@ -430,11 +379,6 @@ TEST_CASE("handshake: welcome survives the wire, and a malformed one is refused"
   bytes = welcome.encode();
   bytes[48] = '\n';
   CHECK(Welcome::decode(bytes).status.message == "(unprintable)");
-}
-
-TEST_CASE("handshake: nonces differ") {
-  auto a = random_nonce(), b = random_nonce();
-  CHECK(a != b);
 }
 
 }  // namespace

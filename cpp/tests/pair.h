@@ -14,6 +14,8 @@
 
 namespace tensorwire {
 
+inline constexpr const char* kTransports[] = {"shm", "tcp"};
+
 // Far longer than anything in these tests takes.
 inline Deadline soon() { return Deadline::after(60.0); }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "event.h"
+#include "threads.h"
 #include "word.h"
 
 namespace tensorwire {
@@ -37,6 +38,26 @@ void ring_like_a_peer(Loop& loop) {
   loop.raiser->raise(loop.bell->descriptor());
 }
 
+// A thread that waits as long as this lives; none without a loop.
+class Waiter {
+ public:
+  explicit Waiter(std::shared_ptr<Progress> progress) : progress_(std::move(progress)) {
+    if (!progress_) return;
+    thread_ = std::thread([this] { progress_->wait([&] { return end_.load(); }, Deadline()); });
+  }
+  ~Waiter() {
+    if (!progress_) return;
+    end_ = true;
+    progress_->notify();
+    thread_.join();
+  }
+
+ private:
+  std::shared_ptr<Progress> progress_;
+  std::atomic<bool> end_{false};
+  std::thread thread_;
+};
+
 bool readable(int fd, int timeout_ms) {
   pollfd entry{fd, POLLIN, 0};
   return ::poll(&entry, 1, timeout_ms) == 1;
@@ -56,20 +77,16 @@ TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
   constexpr uint64_t kRounds = 5000;
   std::array<std::atomic<uint64_t>, 4> turn{};
   std::atomic<int> lost{0};
-  std::vector<std::thread> threads;
   // A ring of threads, each of which waits for the one before it.
-  for (size_t me = 0; me < turn.size(); ++me) {
-    threads.emplace_back([&, me] {
-      size_t before = (me + turn.size() - 1) % turn.size();
-      for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
-        uint64_t wanted = me == 0 ? round - 1 : round;
-        if (!loop->wait([&] { return turn[before].load() >= wanted; }, soon())) ++lost;
-        turn[me] = round;
-        loop->notify();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  run_threads(turn.size(), [&](size_t me) {
+    size_t before = (me + turn.size() - 1) % turn.size();
+    for (uint64_t round = 1; round <= kRounds && lost == 0; ++round) {
+      uint64_t wanted = me == 0 ? round - 1 : round;
+      if (!loop->wait([&] { return turn[before].load() >= wanted; }, soon())) ++lost;
+      turn[me] = round;
+      loop->notify();
+    }
+  });
   CHECK(lost == 0);
 }
 
@@ -143,20 +160,16 @@ TEST_CASE("progress: jobs run once each, or again while they ask for it") {
 TEST_CASE("progress: run is done when it returns, and never runs beside another job") {
   Loop loop;
   int plain = 0;  // TSan would see two at a time
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t) {
-    threads.emplace_back([&] {
-      for (int i = 0; i < 500; ++i) {
-        bool ran = false;
-        loop->run([&] {
-          ++plain;
-          ran = true;
-        });
-        if (!ran) std::abort();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  run_threads(4, [&](int) {
+    for (int i = 0; i < 500; ++i) {
+      bool ran = false;
+      loop->run([&] {
+        ++plain;
+        ran = true;
+      });
+      if (!ran) std::abort();
+    }
+  });
   loop->run([&] { CHECK(plain == 2000); });
 }
 
@@ -164,11 +177,7 @@ TEST_CASE("progress: a job is done though nobody waits, and though somebody wait
   std::atomic<int> done{0};
   Loop loop;
   for (bool waiter : {false, true}) {
-    std::atomic<bool> end{false};
-    std::thread thread;
-    if (waiter) {
-      thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
-    }
+    Waiter beside(waiter ? loop.progress : nullptr);
     for (int i = 0; i < 200; ++i) {
       int before = done;
       loop->post([&] {
@@ -178,9 +187,6 @@ TEST_CASE("progress: a job is done though nobody waits, and though somebody wait
       });
       done.wait(before);  // outside the loop: this thread never leads
     }
-    end = true;
-    loop->notify();
-    if (waiter) thread.join();
   }
   CHECK(done == 400);
 }
@@ -206,20 +212,13 @@ TEST_CASE("progress: an earlier timer shortens a sleep that has begun") {
   Loop loop;
   loop->after(1000.0, [&] { late = true; });
   for (bool waiter : {false, true}) {
-    std::atomic<bool> end{false};
-    std::thread thread;
-    if (waiter) {
-      thread = std::thread([&] { loop->wait([&] { return end.load(); }, Deadline()); });
-    }
+    Waiter beside(waiter ? loop.progress : nullptr);
     int before = fired;
     loop->after(0.01, [&] {
       ++fired;
       fired.notify_all();
     });
     fired.wait(before);
-    end = true;
-    loop->notify();
-    if (waiter) thread.join();
   }
   CHECK(fired == 2);
   CHECK_FALSE(late);

@@ -25,8 +25,6 @@ struct Tree {
     fs::path folder = root / "class/infiniband" / device / "ports" / std::to_string(number);
     fs::create_directories(folder / "gid_attrs/ndevs");
     std::ofstream(folder / "state") << state << "\n";
-    std::ofstream(folder / "link_layer") << "Ethernet\n";
-    std::ofstream(folder / "rate") << "100 Gb/sec (4X EDR)\n";
     for (const char* index : {"0", "1"}) {
       std::ofstream(folder / "gid_attrs/ndevs" / index) << netdev << "\n";
     }
@@ -62,8 +60,6 @@ TEST_CASE("rdma_ports: read and chosen by any of their names") {
   REQUIRE(ports.size() == 3);
   CHECK(ports[0].name() == "mlx5_0:1");
   CHECK(ports[0].active);
-  CHECK(ports[0].layer == "Ethernet");
-  CHECK(ports[0].rate == "100 Gb/sec (4X EDR)");
   CHECK(ports[0].netdevs == std::vector<std::string>{"lo"});
   CHECK(ports[0].addresses.front() == "127.0.0.1");
   CHECK(!ports[1].active);

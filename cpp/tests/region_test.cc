@@ -5,13 +5,12 @@
 #include <fcntl.h>
 
 #include <atomic>
-#include <memory>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "error.h"
+#include "pair.h"
+#include "threads.h"
 
 namespace tensorwire {
 namespace {
@@ -25,12 +24,7 @@ struct Fixture {
     return table.allocate(size, name, {true, true}, false, lessee);
   }
   Code refusal(uint64_t size, const std::string& name = {}) {
-    try {
-      allocate(size, name);
-      return Code::kOk;
-    } catch (const Error& error) {
-      return error.code();
-    }
+    return thrown([&] { allocate(size, name); });
   }
 };
 
@@ -171,20 +165,16 @@ TEST_CASE("region: what can be shared is sealed against any change of size") {
 TEST_CASE("region: threads that allocate and free do not disturb each other") {
   Fixture f;
   std::atomic<int> wrong{0};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
-      std::string name = "name " + std::to_string(t);
-      for (int i = 0; i < 300; ++i) {
-        auto region = f.allocate(64 + i, name, static_cast<uint64_t>(t));
-        if (f.table.find(name) != region) ++wrong;
-        if (f.table.find(region->id, region->generation) != region) ++wrong;
-        f.table.free(*region);
-        if (f.table.find(name)) ++wrong;
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  run_threads(4, [&](int t) {
+    std::string name = "name " + std::to_string(t);
+    for (int i = 0; i < 300; ++i) {
+      auto region = f.allocate(64 + i, name, static_cast<uint64_t>(t));
+      if (f.table.find(name) != region) ++wrong;
+      if (f.table.find(region->id, region->generation) != region) ++wrong;
+      f.table.free(*region);
+      if (f.table.find(name)) ++wrong;
+    }
+  });
   CHECK(wrong == 0);
   CHECK(f.table.leased().regions == 0);
 }

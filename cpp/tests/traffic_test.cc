@@ -5,19 +5,18 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "pair.h"
+#include "threads.h"
 #include "word.h"
 
 namespace tensorwire {
 namespace {
 
-const char* const kTransports[] = {"shm", "tcp"};
 constexpr uint64_t kSliceBytes = 512 << 10;
 
 // Sizes from a few bytes to more than a frame's buffer, each now and then.
@@ -33,7 +32,6 @@ TEST_CASE("traffic: threads in both directions, each sees its own bytes") {
     constexpr int kThreads = 3;
     constexpr uint64_t kRounds = 60;
     std::atomic<int> wrong{0};
-    std::vector<std::thread> threads;
     auto hammer = [&](Peer& peer, Node& target, const Region& region, const RemoteRegion& remote,
                       int slot) {
       uint64_t base = slot * kSliceBytes;
@@ -53,11 +51,13 @@ TEST_CASE("traffic: threads in both directions, each sees its own bytes") {
     auto there = pair.far->allocate(kThreads * kSliceBytes, "", {true, true});
     auto here = pair.near->allocate(kThreads * kSliceBytes, "", {true, true});
     auto to_there = grant(*pair.to_far, *there), to_here = grant(*pair.to_near, *here);
-    for (int slot = 0; slot < kThreads; ++slot) {
-      threads.emplace_back([&, slot] { hammer(*pair.to_far, *pair.far, *there, *to_there, slot); });
-      threads.emplace_back([&, slot] { hammer(*pair.to_near, *pair.near, *here, *to_here, slot); });
-    }
-    for (auto& thread : threads) thread.join();
+    run_threads(2 * kThreads, [&](int i) {
+      if (i % 2 == 0) {
+        hammer(*pair.to_far, *pair.far, *there, *to_there, i / 2);
+      } else {
+        hammer(*pair.to_near, *pair.near, *here, *to_here, i / 2);
+      }
+    });
     CHECK(wrong == 0);
   }
 }
@@ -67,17 +67,13 @@ TEST_CASE("traffic: fetch_add loses nothing, whoever adds") {
     Pair pair(transport);
     auto region = pair.far->allocate(8, "", {true, true});
     auto remote = grant(*pair.to_far, *region);
-    std::vector<std::thread> threads;
     std::atomic<uint64_t> seen{0};
-    for (int t = 0; t < 4; ++t) {
-      threads.emplace_back([&] {
-        for (int i = 0; i < 300; ++i) {
-          auto added = pair.to_far->fetch_add(*remote, 0, 1);
-          if (outcome(added) == Code::kOk) seen += added->value();
-        }
-      });
-    }
-    for (auto& thread : threads) thread.join();
+    run_threads(4, [&](int) {
+      for (int i = 0; i < 300; ++i) {
+        auto added = pair.to_far->fetch_add(*remote, 0, 1);
+        if (outcome(added) == Code::kOk) seen += added->value();
+      }
+    });
     CHECK(word_at(region->data()).load() == 1200);
     CHECK(seen == 1200 * 1199 / 2);
   }
@@ -152,7 +148,7 @@ class Storm {
         if (i % 8 == 0) last->wait(soon());
         if (last->done()) status = last->status();
       } catch (const Error& error) {
-        status = {error.code(), error.what()};
+        status = error.status();
       }
       ++rounds;
       rounds.notify_all();
@@ -255,26 +251,22 @@ TEST_CASE("traffic: regions come and go while threads use them") {
   for (const std::string transport : kTransports) {
     Pair pair(transport);
     std::atomic<int> wrong{0};
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 3; ++t) {
-      threads.emplace_back([&, t] {
-        auto bytes = pattern(10'000, t);
-        for (int i = 0; i < 40; ++i) {
-          std::string name = "lease " + std::to_string(t);
-          auto remote = answer(*pair.to_far, pair.to_far->ask_allocate(10'000, name, {true, true}));
-          auto local = pair.far->region(name);
-          if (outcome(write(*pair.to_far, bytes, *remote, 0)) != Code::kOk) ++wrong;
-          if (std::memcmp(local->data(), bytes.data(), bytes.size()) != 0) ++wrong;
-          if (i % 2 == 0) {
-            answer(*pair.to_far, pair.to_far->ask_free(*remote));
-          } else {
-            pair.far->free(local);
-          }
-          if (outcome(write(*pair.to_far, bytes, *remote, 0)) != Code::kStaleHandle) ++wrong;
+    run_threads(3, [&](int t) {
+      auto bytes = pattern(10'000, t);
+      for (int i = 0; i < 40; ++i) {
+        std::string name = "lease " + std::to_string(t);
+        auto remote = answer(*pair.to_far, pair.to_far->ask_allocate(10'000, name, {true, true}));
+        auto local = pair.far->region(name);
+        if (outcome(write(*pair.to_far, bytes, *remote, 0)) != Code::kOk) ++wrong;
+        if (std::memcmp(local->data(), bytes.data(), bytes.size()) != 0) ++wrong;
+        if (i % 2 == 0) {
+          answer(*pair.to_far, pair.to_far->ask_free(*remote));
+        } else {
+          pair.far->free(local);
         }
-      });
-    }
-    for (auto& thread : threads) thread.join();
+        if (outcome(write(*pair.to_far, bytes, *remote, 0)) != Code::kStaleHandle) ++wrong;
+      }
+    });
     CHECK(wrong == 0);
   }
 }
@@ -298,23 +290,17 @@ TEST_CASE("traffic: peers() shows only peers that can be used, while they come a
         }
       }
     });
-    std::vector<std::thread> comers;
-    for (int t = 0; t < 2; ++t) {
-      comers.emplace_back([&] {
-        for (int i = 0; i < 15; ++i) {
-          auto node = make_node("comer");
-          node->allocate(8, "there", {true, true});
-          auto peer = connect(*node, *server, transport);
-          if (outcome(peer->fetch_add(*answer(*peer, peer->ask_lookup("here")), 0, 1)) !=
-              Code::kOk) {
-            ++wrong;
-          }
-          node->close();
-          if (node->transfers().started != node->transfers().completed) ++wrong;
-        }
-      });
-    }
-    for (auto& comer : comers) comer.join();
+    run_threads(2, [&](int) {
+      for (int i = 0; i < 15; ++i) {
+        auto node = make_node("comer");
+        node->allocate(8, "there", {true, true});
+        auto peer = connect(*node, *server, transport);
+        auto here = answer(*peer, peer->ask_lookup("here"));
+        if (outcome(peer->fetch_add(*here, 0, 1)) != Code::kOk) ++wrong;
+        node->close();
+        if (node->transfers().started != node->transfers().completed) ++wrong;
+      }
+    });
     over = true;
     looker.join();
     CHECK(word_at(region->data()).load() == 30);

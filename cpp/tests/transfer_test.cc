@@ -13,11 +13,8 @@ namespace {
 
 struct Fixture {
   ~Fixture() { progress->stop(); }
-  TransferPtr make(uint64_t bytes = 0) {
-    return std::make_shared<Transfer>(progress, counters, bytes);
-  }
+  TransferPtr make(uint64_t bytes = 0) { return std::make_shared<Transfer>(progress, bytes); }
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
-  std::shared_ptr<Transfer::Counters> counters = std::make_shared<Transfer::Counters>();
 };
 
 void count(void* counter) { ++*static_cast<std::atomic<int>*>(counter); }
@@ -28,15 +25,15 @@ TEST_CASE("transfer: how it ended is told, and counted") {
   CHECK(transfer->bytes == 100);
   CHECK_FALSE(transfer->done());
   CHECK_FALSE(transfer->wait(Deadline::after(0.0)));
-  CHECK(f.counters->started == 1);
-  CHECK(f.counters->completed == 0);
-  transfer->complete(Code::kStaleHandle, "gone", 7);
+  CHECK(f.progress->transfers().started == 1);
+  CHECK(f.progress->transfers().completed == 0);
+  transfer->complete({Code::kStaleHandle, "gone"}, 7);
   CHECK(transfer->done());
   CHECK(transfer->wait(Deadline()));
   CHECK(transfer->status().code == Code::kStaleHandle);
   CHECK(transfer->status().message == "gone");
   CHECK(transfer->value() == 7);
-  CHECK(f.counters->completed == 1);
+  CHECK(f.progress->transfers().completed == 1);
 }
 
 TEST_CASE("transfer: what it holds is released once, at the end or with it") {
@@ -87,14 +84,14 @@ TEST_CASE("transfer: threads that hold, follow and wait while it ends") {
         saw += transfer->wait(Deadline::after(30.0)) && transfer->value() == 5;
       });
     }
-    transfer->complete(Code::kOk, {}, 5);
+    transfer->complete({}, 5);
     f.progress->notify();
     for (auto& thread : threads) thread.join();
     CHECK(released + kept == 3);
     CHECK(followed == 3);
     CHECK(saw == 3);
   }
-  CHECK(f.counters->started == f.counters->completed);
+  CHECK(f.progress->transfers().started == f.progress->transfers().completed);
 }
 
 }  // namespace

@@ -31,12 +31,12 @@ _PATIENCE_S = 10
 _STRANGERS = 8
 
 _loops: Any = _core.bench_loops
-_MODES = {
-    "send": (_loops.socket_send, _loops.serve_sink),
-    "fetch": (_loops.socket_fetch, _loops.serve_source),
-    "echo": (_loops.socket_ping_pong, _loops.serve_echo),
-}
-"""The loops of the measuring side and of the server."""
+_MODES = ("send", "fetch", "echo")
+
+
+def _round(mode: str, size_bytes: int) -> tuple[int, int]:
+    """What the client sends in one round, and what the server answers, in bytes."""
+    return 1 if mode == "fetch" else size_bytes, 1 if mode == "send" else size_bytes
 
 
 def _tune(stream: socket.socket, patience_s: int) -> None:
@@ -98,7 +98,9 @@ class RawServer:
                         continue
                     _tune(stream, self._patience_s)
                     served = np.ones(size_bytes, np.uint8) if memory is None else memory
-                    _MODES[mode][1](stream.fileno(), served.ctypes.data, size_bytes)
+                    _loops.socket_serve(
+                        stream.fileno(), served.ctypes.data, *_round(mode, size_bytes)
+                    )
                     return
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ class RawClient:
         self, host: str, port: int, token: str, mode: str, memory: Bytes, patience_s: int = 0
     ) -> None:
         self._memory = memory
-        self._loop = _MODES[mode][0]
+        self._round = _round(mode, memory.nbytes)
         proof = bytes.fromhex(token)
         self._stream = socket.create_connection((host, port), timeout=3)
         try:
@@ -148,8 +150,8 @@ class RawClient:
             PeerLostError: the other side is gone or silent.
         """
         memory = self._memory
-        samples: Sequence[float] = self._loop(
-            self._stream.fileno(), memory.ctypes.data, memory.nbytes, count, batch
+        samples: Sequence[float] = _loops.socket_rounds(
+            self._stream.fileno(), memory.ctypes.data, *self._round, count, batch
         )
         return samples
 

@@ -77,12 +77,12 @@ class Dialogue:
             ValueError: what came is no message.
         """
         self._seen += 1
-        data = memoryview(self._inbox.wait(self._seen, timeout_s, peer=self.peer))
-        (size,) = _SIZE.unpack_from(data)
+        data = self._inbox.wait(self._seen, timeout_s, peer=self.peer)
+        (size,) = _SIZE.unpack(data[: _SIZE.size].tobytes())
         if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a message of {size} bytes")
         try:
-            message = json.loads(bytes(data[_SIZE.size : _SIZE.size + size]))
+            message = json.loads(data[_SIZE.size : _SIZE.size + size].tobytes())
         except RecursionError as error:
             raise ValueError("a message that is nested too deeply") from error
         if not isinstance(message, dict):

@@ -149,6 +149,8 @@ def names(stage: CheckStage) -> None:
     must_fail(ValueError, stage.peer.allocate, 8, "x" * 2000)
     stage.target.free("a")
     must_fail(LookupError, stage.peer.region, "weights/ä")
+    stage.target.allocate("b", 8, "rw", "weights/ä")
+    assert stage.peer.region("weights/ä").size_bytes == 8
 
 
 def awaited_names(stage: CheckStage) -> None:
@@ -175,14 +177,11 @@ def awaited_names(stage: CheckStage) -> None:
         must_fail(TimeoutError, stage.peer.wait_region, f"never {name}", 0)
     must_fail(BusyError, stage.peer.wait_region, "one too many", WAIT_S)
     with stage.third() as third:
-        peer = third.connect(stage.target.address())
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(peer.wait_region, "never", WAIT_S)
+            waiting = pool.submit(third.wait_region, "never", WAIT_S)
             must_fail(TimeoutError, waiting.result, 0.05)
-            peer.close()
+            third.close()
             must_fail(ClosedError, waiting.result, WAIT_S)
-    stage.target.allocate("b", 8, "rw", "weights/ä")
-    assert stage.peer.region("weights/ä").size_bytes == 8
 
 
 def remote_allocation(stage: CheckStage) -> None:
