@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
@@ -43,6 +42,9 @@ from tensorwire_benchmarks.verdicts import (
     judge_overhead,
     judge_planning,
 )
+from tensorwire_benchmarks.worker import serve, use_settings
+
+__all__ = ["Driver", "serve"]
 
 PLAIN = "plain"
 MAX_BYTES = 1 << 20
@@ -158,8 +160,7 @@ class Driver:
     """The process: makes both ways of the model that is asked for."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
-        for variable in [name for name in os.environ if name.startswith("TENSORWIRE_")]:
-            del os.environ[variable]
+        use_settings({})
         self._torch: Any = importlib.import_module("torch")
         self._tw: Any = importlib.import_module("tensorwire.torch")
         self._torch.set_num_threads(1)
@@ -283,10 +284,3 @@ class Driver:
 
 def _order(at: int) -> tuple[int, int]:
     return (0, 1) if at % 2 == 0 else (1, 0)
-
-
-def serve(link: Connection, options: dict[str, Any]) -> None:
-    """There is nobody else; waits for the end."""
-    del options
-    while link.recv()[0] != "stop":
-        pass

@@ -21,7 +21,7 @@ class StepTimes(NamedTuple):
         backward_begin: forward has returned.
         gradients_ready: the last gradient of this worker was produced: the last of the hooks that
             run when a gradient was accumulated, before anything is sent on behalf of it. In a step
-            that was held (`worker.Run`): when all workers were there.
+            that was held (`worker.Driver.run`): when all workers were there.
         readable: this worker may read the updated parameters.
         end: gradients were cleared, the step is over.
         exchange_cpu_s: CPU time of this process between gradients_ready and readable.
@@ -35,33 +35,16 @@ class StepTimes(NamedTuple):
     exchange_cpu_s: float
 
 
-class WorkerEnd(NamedTuple):
-    """Of one worker after its last step.
-
-    Attributes:
-        steps: that it trained in all.
-        bits: a digest of the bits of its parameters.
-        hidden_s: per step that was not held, for how long gradients were on their way while
-            backward went on.
-        in_place: the share of its gradients' bytes that were produced in place in its last step;
-            None of a system that knows no places.
-    """
-
-    steps: int
-    bits: str
-    hidden_s: float
-    in_place: float | None = None
-
-
 class End(NamedTuple):
-    """Where a system was after its last turn.
+    """Where a worker, or a whole system, was after its last turn.
 
     Attributes:
         steps: that it trained in all.
         bits: per worker, a digest of the parameters' bits.
         hidden_s: per step that was not held, for how long gradients were on their way while
             backward went on; that of the slowest worker.
-        in_place: as `WorkerEnd` has it, of the worker with the least.
+        in_place: the share of its gradients' bytes that were produced in place in its last step, of
+            the worker with the least; None of a system that knows no places.
     """
 
     steps: int
@@ -70,11 +53,11 @@ class End(NamedTuple):
     in_place: float | None = None
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerEnd]) -> End:
-        """That of all workers."""
+    def of(cls, workers: Sequence[End]) -> End:
+        """That of a system, from those of its workers."""
         return cls(
             workers[0].steps,
-            [worker.bits for worker in workers],
+            [bits for worker in workers for bits in worker.bits],
             max(worker.hidden_s for worker in workers),
             min((w.in_place for w in workers if w.in_place is not None), default=None),
         )

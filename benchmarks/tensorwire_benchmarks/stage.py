@@ -255,7 +255,7 @@ class Stage:
         if name not in self._teams:
             return
         try:
-            self.ends[name] = End.of(self._teams[name].end())
+            self.ends[name] = self._teams[name].end()
         except PairError as error:
             self._fail(name, error)
             return

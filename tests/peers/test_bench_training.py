@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 from tensorwire_benchmarks import alone
@@ -22,7 +23,7 @@ from tensorwire_benchmarks.benches import TRAINING
 from tensorwire_benchmarks.engine import run
 from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire_benchmarks.team import Team, TeamError
+from tensorwire_benchmarks.team import Team
 
 pytest.importorskip("torch")
 
@@ -102,7 +103,7 @@ def test_a_step_that_is_held_is_an_ordinary_one_for_the_parameters(
     rival: Team, chosen: tuple[str, str]
 ) -> None:
     if not BY_NAME[chosen[0]].holds:
-        with pytest.raises(TeamError, match="exchanges during backward"):
+        with pytest.raises(PairError, match="exchanges during backward"):
             rival.run(2, held=True)
         return
     for held in (True, False, True):
@@ -127,11 +128,11 @@ def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
 def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
     pids = rival.pids
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(TeamError, match="worker"):
+    with pytest.raises(PairError, match="worker"):
         rival.run(2)
     assert rival.closed
     assert not any(map(alive, pids))
-    with pytest.raises(TeamError, match="have ended"):
+    with pytest.raises(PairError, match="have ended"):
         rival.run(1)
     rival.close()
 
@@ -141,17 +142,17 @@ def test_a_killed_server_is_a_reason_and_nothing_stays() -> None:
     with Team(needed("grpc"), "tcp", TINY, 2, "sgd") as team:
         pids = team.pids
         os.kill(pids[-1], signal.SIGKILL)
-        with pytest.raises(TeamError, match=r"server|worker"):
+        with pytest.raises(PairError, match=r"server|worker"):
             team.run(2)
         assert not any(map(alive, pids))
 
 
 def test_a_system_that_does_not_come_up_is_a_reason() -> None:
     absent = System("x", "a_module_that_nobody_has", (), None, {"shm": ""})
-    with pytest.raises(TeamError, match="ModuleNotFoundError"):
+    with pytest.raises(PairError, match="ModuleNotFoundError"):
         Team(absent, "shm", TINY, 2, "sgd")
     serverless = System("x", "y", (), "a_module_that_nobody_has", {"shm": ""})
-    with pytest.raises(TeamError, match=r"before it listened.*a_module_that_nobody_has"):
+    with pytest.raises(PairError, match=r"before it listened.*a_module_that_nobody_has"):
         Team(serverless, "shm", TINY, 2, "sgd")
 
 
