@@ -193,11 +193,10 @@ def test_the_grpc_server_applies_as_one_process_would(
     pytest.importorskip("grpc")
     from tensorwire_benchmarks.systems.base import make_optimizer
     from tensorwire_benchmarks.systems.grpc_server import (
-        CONFIGURATION,
+        BUCKET_BYTES,
         HEADER,
         Shard,
         cut,
-        pack_start,
     )
 
     random = np.random.default_rng(7)
@@ -205,8 +204,8 @@ def test_the_grpc_server_applies_as_one_process_would(
     alone = torch.nn.Parameter(torch.from_numpy(start.copy()))
     single = make_optimizer(torch, optimizer, [alone], fused=False)
     shard = Shard(torch, workers, optimizer)
-    shard.start(pack_start([], [start]))
-    shard.configure(CONFIGURATION.pack(bucket_bytes, 0, 1, 1))
+    shard.start(start, [])
+    shard.configure(BUCKET_BYTES.pack(bucket_bytes))
     for _ in range(4):
         gradients = random.standard_normal((workers, 33)).astype(np.float32)
         alone.grad = torch.from_numpy(gradients.mean(axis=0))
@@ -234,10 +233,10 @@ def test_the_grpc_server_applies_as_one_process_would(
 def test_nobody_is_answered_before_the_last_worker_has_sent() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire_benchmarks.systems.grpc_server import HEADER, Shard, pack_start
+    from tensorwire_benchmarks.systems.grpc_server import HEADER, Shard
 
     shard = Shard(torch, 2, "sgd")
-    shard.start(pack_start([], [np.zeros(3, np.float32)]))
+    shard.start(np.zeros(3, np.float32), [])
     answers: list[bytes] = []
     shard.push(HEADER.pack(0, 0) + bytes(12), answers.append)
     assert answers == []
