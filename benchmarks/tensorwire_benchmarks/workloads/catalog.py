@@ -218,8 +218,8 @@ WORKLOADS = (
     Workload("lstm", "recurrent:Lstm", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
     Workload("gru", "recurrent:Gru", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
     Workload("fcn5", "plain:Fcn5", "5 dense layers; 784 inputs", 4, 30),
-    Workload("resnet50", "resnet:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
-    Workload("gpt2-small", "gpt2:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
+    Workload("resnet50", "plain:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
+    Workload("gpt2-small", "transformer:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
     Workload(
         "dlrm",
         "dlrm:Dlrm",
@@ -229,7 +229,7 @@ WORKLOADS = (
         "plain-sgd",
     ),
     Workload("dlrm-dense", "dlrm:DlrmDense", "the same with dense gradients", 128, 30),
-    Workload("moe", "moe:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
+    Workload("moe", "transformer:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
     Workload("bilstm", "recurrent:BiLstm", "2 layers, both ways; 5 to 24 words", 4, 20),
 )
 """Those of the paper first, in its order."""
