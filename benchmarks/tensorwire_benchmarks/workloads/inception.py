@@ -17,18 +17,18 @@ from .task import Task
 
 _AUXILIARY_WEIGHT = 0.4
 
-Layer = nn.Module | tuple[Any, ...] | list[Any]
-"""A pooling; or what a convolution has: channels, kernel, stride; or branches, a row each."""
+Row = Sequence[Any]
+"""Layers: a pooling; or what a convolution has: channels, kernel, stride; or branches, rows."""
 
 _MAX, _AVERAGE = nn.MaxPool2d(3, 2), nn.AvgPool2d(3, 1, padding=1, count_include_pad=False)
 _ACROSS, _DOWN = (1, 7), (7, 1)
 
 
-def _a(pooled: int) -> list[list[Layer]]:  # 35 × 35
+def _a(pooled: int) -> list[Row]:  # 35 × 35
     return [[(64,)], [(48,), (64, 5)], [(64,), (96, 3), (96, 3)], [_AVERAGE, (pooled,)]]
 
 
-def _b(c: int) -> list[list[Layer]]:  # 17 × 17
+def _b(c: int) -> list[Row]:  # 17 × 17
     return [
         [(192,)],
         [(c,), (c, _ACROSS), (192, _DOWN)],
@@ -37,20 +37,25 @@ def _b(c: int) -> list[list[Layer]]:  # 17 × 17
     ]
 
 
-_SPLIT = [[(384, (1, 3))], [(384, (3, 1))]]
-_C = [[(320,)], [(384,), _SPLIT], [(448,), (384, 3), _SPLIT], [_AVERAGE, (192,)]]  # 8 × 8
+_SPLIT: list[Row] = [[(384, (1, 3))], [(384, (3, 1))]]
+_C: list[Row] = [
+    [(320,)],
+    [(384,), _SPLIT],
+    [(448,), (384, 3), _SPLIT],
+    [_AVERAGE, (192,)],
+]  # 8 × 8
 
-_STEM = ((32, 3, 2), (32, 3, 1), (64, 3), _MAX, (80,), (192, 3, 1), _MAX)
-_MIDDLE = (
+_STEM: Row = ((32, 3, 2), (32, 3, 1), (64, 3), _MAX, (80,), (192, 3, 1), _MAX)
+_MIDDLE: Row = (
     _a(32), _a(64), _a(64),
     [[(384, 3, 2)], [(64,), (96, 3), (96, 3, 2)], [_MAX]],
     _b(128), _b(160), _b(160), _b(192),
 )  # fmt: skip
-_TOP = (
+_TOP: Row = (
     [[(192,), (320, 3, 2)], [(192,), (192, _ACROSS), (192, _DOWN), (192, 3, 2)], [_MAX]],
     _C, _C, nn.AdaptiveAvgPool2d(1),
 )  # fmt: skip
-_AUXILIARY = (nn.AvgPool2d(5, 3), (128,), (768, 5, 1))
+_AUXILIARY: Row = (nn.AvgPool2d(5, 3), (128,), (768, 5, 1))
 
 
 class _Convolution(nn.Module):
@@ -86,7 +91,7 @@ class _Branches(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-def _row(a: int, layers: Sequence[Layer], divisor: int) -> tuple[nn.Sequential, int]:
+def _row(a: int, layers: Row, divisor: int) -> tuple[nn.Sequential, int]:
     """The layers on `a` channels, each narrower by `divisor`, and how many channels come out."""
     found: list[nn.Module] = []
     for layer in layers:
