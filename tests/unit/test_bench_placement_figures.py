@@ -14,8 +14,7 @@ from tensorwire_benchmarks.figures import (
     End,
     StepTimes,
     Turns,
-    backward_seconds,
-    forward_seconds,
+    seconds_of,
 )
 from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
@@ -44,11 +43,11 @@ def stage_of(*systems: str) -> Stage:
 def test_parts_are_those_of_the_slowest_worker() -> None:
     first = [StepTimes(0, 2, 5, 6, 7, 0), StepTimes(10, 11, 15, 16, 17, 0)]
     second = [StepTimes(0, 1, 6, 7, 8, 0), StepTimes(10, 13, 14, 15, 16, 0)]
-    assert forward_seconds([first, second]) == [2, 3]
-    assert backward_seconds([first, second]) == [5, 4]
+    assert seconds_of("forward", [first, second]) == [2, 3]
+    assert seconds_of("backward", [first, second]) == [5, 4]
     turns = Turns()
     turns.add([first, second], 0, 0, 1)
-    assert (turns.forward, turns.backward) == ([[3]], [[4]])
+    assert (turns.samples["forward"], turns.samples["backward"]) == ([[3]], [[4]])
 
 
 def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:

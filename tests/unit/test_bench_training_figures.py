@@ -12,11 +12,9 @@ from tensorwire.errors import TensorwireError
 from tensorwire_benchmarks.figures import (
     StepTimes,
     Turns,
-    exchange_seconds,
     extra_seconds,
     limit_over_wire,
-    skew_seconds,
-    step_seconds,
+    seconds_of,
     turn_ratio,
 )
 from tensorwire_benchmarks.models import MODELS, Network, named
@@ -36,26 +34,25 @@ SECOND = [at(1, 5, 8, 8), at(10, 12, 17, 21)]
 
 
 def test_an_exchange_is_from_the_last_gradient_to_the_slowest_worker() -> None:
-    assert exchange_seconds([FIRST, SECOND]) == [3, 4]
-    assert step_seconds([FIRST, SECOND]) == [8, 11]
-    assert skew_seconds([FIRST, SECOND]) == [1, 2]
+    assert seconds_of("exchange", [FIRST, SECOND]) == [3, 4]
+    assert seconds_of("step", [FIRST, SECOND]) == [8, 11]
+    assert seconds_of("skew", [FIRST, SECOND]) == [1, 2]
 
 
 def test_workers_with_different_numbers_of_steps_are_a_mistake() -> None:
     with pytest.raises(ValueError, match="zip"):
-        exchange_seconds([FIRST, SECOND[:1]])
+        seconds_of("exchange", [FIRST, SECOND[:1]])
 
 
 def test_turns_leave_out_the_warm_steps_but_for_cpu_time() -> None:
     turns = Turns()
     turns.add([FIRST, SECOND], cpu_workers_s=3.0, cpu_server_s=1.0, warm=1)
     turns.add([FIRST, SECOND], cpu_workers_s=3.0, cpu_server_s=1.0, warm=0)
-    assert turns.exchange == [[4], [3, 4]]
-    assert turns.step == [[11], [8, 11]]
+    assert turns.samples["exchange"] == [[4], [3, 4]]
+    assert turns.samples["step"] == [[11], [8, 11]]
     assert turns.steps_with_cpu == 4
     turns.add_isolated([FIRST, SECOND], warm=1)
-    assert turns.of("isolated") == [[4]]
-    assert turns.of("exchange") == turns.exchange
+    assert turns.samples["isolated"] == [[4]]
     assert turns.steps_with_cpu == 4
     assert (turns.cpu_workers_s, turns.cpu_server_s, turns.cpu_exchange_s) == (6.0, 2.0, 2.0)
 
