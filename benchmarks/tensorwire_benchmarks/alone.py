@@ -33,7 +33,6 @@ from tensorwire.bench.processes import Pair, PairError
 from tensorwire.bench.rows import Row, Verdict, format_seconds
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.figures import extra_seconds
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import COPY, OWN, PLAN
 from tensorwire_benchmarks.systems.base import make_optimizer
 from tensorwire_benchmarks.verdicts import (
@@ -43,6 +42,7 @@ from tensorwire_benchmarks.verdicts import (
     judge_planning,
 )
 from tensorwire_benchmarks.worker import serve, use_settings
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 __all__ = ["Driver", "serve"]
 
@@ -57,11 +57,14 @@ _ROUNDS = 3
 _WAYS = (PLAN, COPY)
 _WARM = 3
 
+Found = tuple[list[Row], list[Verdict]]
 Two = tuple[list[float], list[float]]
 """Samples of the first way and of the second."""
 
 
-def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+def beside_plain(
+    bench: Bench, model: Workload, settings: Settings
+) -> tuple[list[Row], list[Verdict]]:
     """Rows of the script with tensorwire and of the plain one, and what the bar says."""
     case = bench.case(ALONE, model.name, "step")
     rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
@@ -87,7 +90,9 @@ def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[R
     return rows, [judge_alone(case, extra_seconds(*walls), "")]
 
 
-def beside_copy(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+def beside_copy(
+    bench: Bench, model: Workload, settings: Settings
+) -> tuple[list[Row], list[Verdict]]:
     """Rows of the steps with placement and without, and what the bars say."""
     rows = [
         Row(bench.name, bench.case(ALONE, model.name, what), way.name, model.traffic(1).up_bytes)
@@ -149,7 +154,7 @@ class Driver:
         self._torch: Any = importlib.import_module("torch")
         self._tw: Any = importlib.import_module("tensorwire.torch")
         self._torch.set_num_threads(1)
-        self._model: Model = options["model"]
+        self._model: Workload = options["model"]
         self._optimizer: str = options["optimizer"]
         self._job = self._tw.init(rank=0, world_size=1)
         self._loss = self._model.loss(self._torch)
@@ -185,7 +190,7 @@ class Driver:
     def _loaders(self, shuffle: bool) -> tuple[Any, Any]:
         data: Any = importlib.import_module("torch.utils.data")
         random = self._torch.Generator().manual_seed(1000)
-        passes = [self._model.sample(self._torch, random) for _ in range(PASS_STEPS)]
+        passes = [self._model.sample(random) for _ in range(PASS_STEPS)]
         samples = data.TensorDataset(*map(self._torch.cat, zip(*passes, strict=True)))
         size = self._model.batch
         return (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.parameters import most_threads
 from tensorwire_benchmarks.figures import End
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 ALONE = "alone"
 """The wire that is none: one process."""
@@ -26,7 +26,7 @@ class Settings:
         server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
     """
 
-    models: Sequence[Model]
+    models: Sequence[Workload]
     wires: Sequence[str]
     systems: Sequence[str]
     optimizer: str = "sgd"
@@ -62,8 +62,8 @@ class Bench:
 
     name: str
     called: str
-    models: Sequence[Model]
-    quick: Sequence[Model]
+    models: Sequence[Workload]
+    quick: Sequence[Workload]
     wires: Sequence[str]
     usual: Sequence[str]
     systems: Sequence[System]
@@ -72,7 +72,7 @@ class Bench:
     stem: str
     joint: str
     whole: str
-    alone: Callable[[Bench, Model, Settings], tuple[list[Row], list[Verdict]]]
+    alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]]
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
     alone_most_bytes: float = float("inf")

@@ -27,8 +27,7 @@ from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PLACEMENT, TRAINING
-from tensorwire_benchmarks.models import MODELS, named
-from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
+from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
 
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)

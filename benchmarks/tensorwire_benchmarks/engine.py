@@ -20,9 +20,9 @@ from functools import partial
 from tensorwire.bench import machine
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.parts import rows_of
 from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 Progress = Callable[[int, int, str], None]
 """Called with the stages done, their number and a label, never while a turn runs."""
@@ -71,7 +71,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
     return report
 
 
-def _small(bench: Bench, model: Model) -> bool:
+def _small(bench: Bench, model: Workload) -> bool:
     return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
 
 

@@ -21,10 +21,10 @@ from tensorwire_benchmarks import link
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.figures import End, Turns, limit_over_wire, turn_ratio
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import LIMIT, LIMIT_COPIES, System
 from tensorwire_benchmarks.team import Team
 from tensorwire_benchmarks.traffic import FLOAT_BYTES
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 _CHECK_STEPS = 3
 _SAME = 1e-4  # relative; a wrong learning rate or a sum for a mean is far above it
@@ -46,7 +46,7 @@ class Stage:
         tell: called with what is being done, never while a turn runs.
     """
 
-    def __init__(self, bench: Bench, settings: Settings, model: Model, wire: str) -> None:
+    def __init__(self, bench: Bench, settings: Settings, model: Workload, wire: str) -> None:
         self.bench = bench
         self._settings = settings
         self._model = model

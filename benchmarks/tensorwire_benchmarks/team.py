@@ -27,8 +27,8 @@ from tensorwire.bench.processes import Pair, PairError
 from tensorwire_benchmarks import worker
 from tensorwire_benchmarks.figures import End, StepTimes
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 _BENCHMARKS = str(Path(__file__).resolve().parents[1])
 """Where a server imports this package from."""
@@ -53,7 +53,7 @@ class Team:
     """
 
     def __init__(
-        self, system: System, wire: str, model: Model, workers: int, optimizer: str,
+        self, system: System, wire: str, model: Workload, workers: int, optimizer: str,
         threads: int = 1, start_timeout_s: float = 120.0, hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
         self.note = ""

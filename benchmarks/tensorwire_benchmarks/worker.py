@@ -23,8 +23,8 @@ from typing import Any
 from tensorwire.bench.harness import median
 from tensorwire_benchmarks.figures import End, StepTimes
 from tensorwire_benchmarks.link import Host
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems.base import Place, Trainer
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Order:
     """
 
     trainer: str
-    model: Model
+    model: Workload
     workers: int
     optimizer: str
     folder: str

@@ -21,13 +21,13 @@ from tensorwire_benchmarks import alone
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.benches import TRAINING
 from tensorwire_benchmarks.engine import run
-from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
 from tensorwire_benchmarks.team import Team
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 pytest.importorskip("torch")
 
-TINY = Network("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
+TINY = Workload("tiny", "plain:Convolutions", "", 2, 7, arguments=((1, 4, 4), (2,), (9, 3)))
 BY_NAME = {system.name: system for system in SYSTEMS}
 
 

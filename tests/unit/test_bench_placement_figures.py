@@ -16,7 +16,6 @@ from tensorwire_benchmarks.figures import (
     Turns,
     seconds_of,
 )
-from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
 from tensorwire_benchmarks.stage import Stage
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
@@ -27,12 +26,14 @@ from tensorwire_benchmarks.verdicts import (
     judge_placement,
     judge_planning,
 )
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 MIB = 1 << 20
-NETWORK = Network("fcn5", (1 << 14,), (), (1 << 14,), batch=1, steps=1)  # 1 GiB
+NETWORK = Workload("fcn5", "plain:Perceptron", "", 1, 1, arguments=(1 << 14, 1 << 14))  # 1 GiB
 
 
 def stage_of(*systems: str) -> Stage:
+    pytest.importorskip("torch")
     settings = Settings((NETWORK,), ("tcp",), systems or PLACEMENT.names)
     return Stage(PLACEMENT, settings, NETWORK, "tcp")
 

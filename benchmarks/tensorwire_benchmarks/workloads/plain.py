@@ -1,4 +1,4 @@
-"""Layers in a row: AlexNet, VGGNet-16 and FCN-5 with ten outputs as in the paper, and ResNet-50.
+"""Layers in a row: AlexNet, VGGNet-16 and FCN-5 with ten outputs as in the paper, and others.
 
 AlexNet is TF-slim's alexnet_v2: no groups, and the first dense layer is a 5 × 5 convolution.
 """
@@ -52,14 +52,43 @@ class Vgg16(Task):
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *dense)
 
 
-class Fcn5(Task):
-    """10 tensors, 204.47 MiB."""
+class Perceptron(Task):
+    """Linear layers of these widths, the inputs' first."""
 
-    shape = (784,)
+    def __init__(self, tiny: bool, inputs: int, *widths: int) -> None:
+        super().__init__(tiny)
+        self.shape, self.widths, self.classes = (inputs,), widths, widths[-1]
 
     def build(self) -> nn.Module:
-        wide = 64 if self.tiny else 4096
-        return perceptron(*self.shape, wide, wide, wide, wide, self.classes)
+        return perceptron(*self.shape, *self.widths)
+
+
+class Fcn5(Perceptron):
+    """10 tensors, 204.47 MiB."""
+
+    def __init__(self, tiny: bool) -> None:
+        wide = 64 if tiny else 4096
+        super().__init__(tiny, 784, wide, wide, wide, wide, 10)
+
+
+class Convolutions(Task):
+    """3 × 3 convolutions with so many outputs, one pooling, then linear layers, ReLU between."""
+
+    def __init__(
+        self, tiny: bool, shape: tuple[int, ...], channels: tuple[int, ...], widths: tuple[int, ...]
+    ) -> None:
+        super().__init__(tiny)
+        self.shape, self.channels, self.widths, self.classes = shape, channels, widths, widths[-1]
+
+    def build(self) -> nn.Module:
+        a, high, wide = self.shape
+        layers: list[nn.Module] = []
+        for b in self.channels:
+            layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()]
+            a = b
+        features = a * (high // 2) * (wide // 2)
+        dense = perceptron(features, *self.widths)
+        return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), *dense)
 
 
 _WIDER = 4  # a block's outputs by its inner channels
