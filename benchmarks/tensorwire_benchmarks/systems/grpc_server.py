@@ -154,14 +154,15 @@ class Shard:
         self._bucket_bytes = BUCKET_BYTES.pack(4 << 20)
 
     def start(self, flat: Floats, blocks: Sequence[Floats]) -> None:
-        """Takes the values that training starts with, which nobody else has.
+        """Copies the values that training starts with.
 
         Raises:
             ValueError: there are tables, and the optimizer would change all of their rows.
         """
         if blocks and self._optimizer != PLAIN_SGD:
             raise ValueError(f"tables need {PLAIN_SGD}, not {self._optimizer}")
-        self._parameters, self._blocks = flat, blocks
+        self._parameters = flat.copy()  # numpy asks for large pages
+        self._blocks = [block.copy() for block in blocks]
         self.configure(self._bucket_bytes)
 
     def configure(self, bucket_bytes: bytes) -> bytes:

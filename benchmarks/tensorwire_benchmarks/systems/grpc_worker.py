@@ -138,13 +138,12 @@ class GrpcTrainer(Trainer):
         tables = {id(table) for each in self._blocks for table in each.parameters}
         self._tables = len(tables)
         self._dense = [parameter for parameter in order if id(parameter) not in tables]
-        whole = place.torch.cat(
-            [place.torch.zeros(0), *(p.detach().reshape(-1) for p in self._dense)]
+        self._flat: Floats = np.concatenate(
+            [np.zeros(0, np.float32), *(p.detach().numpy().reshape(-1) for p in self._dense)]
         )
-        parts = whole.split([parameter.numel() for parameter in self._dense])
+        parts = place.torch.from_numpy(self._flat).split([p.numel() for p in self._dense])
         for parameter, part in zip(self._dense, parts, strict=True):
             parameter.data = part.view_as(parameter)
-        self._flat: Floats = whole.numpy()
         for parameter in order:
             parameter.register_post_accumulate_grad_hook(self._arrived)
         self._channel = grpc.insecure_channel(place.server, options=OPTIONS)
