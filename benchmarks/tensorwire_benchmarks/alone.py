@@ -67,6 +67,8 @@ def beside_plain(
 ) -> tuple[list[Row], list[Verdict]]:
     """Rows of the script with tensorwire and of the plain one, and what the bar says."""
     case = bench.case(ALONE, model.name, "step")
+    if OWN not in settings.systems:
+        return [], [judge_alone(case, None, "it did not run")]
     rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
     pairs = _PASSES_PER_TURN * settings.turns
     try:

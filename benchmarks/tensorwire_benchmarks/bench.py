@@ -52,7 +52,6 @@ class Bench:
             what is the `whole`.
         alone: gives rows and verdicts of one model in one process.
         alone_most_bytes: only models up to this size are measured so.
-        alone_needs: and only if this system was chosen; "" for always.
         unmeasured: the verdict on a case that should have been measured alone, if there is one.
         parts: whether there are rows for what a step is made of.
         judge: the verdicts that rows and comparisons tell on models of these names.
@@ -76,7 +75,6 @@ class Bench:
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
     alone_most_bytes: float = float("inf")
-    alone_needs: str = ""
     unmeasured: Callable[[str], list[Verdict]] = lambda case: []
     parts: bool = False
     links: Mapping[str, int] = field(default_factory=dict)

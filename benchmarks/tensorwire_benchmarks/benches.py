@@ -30,7 +30,6 @@ TRAINING = Bench(
     whole="",
     alone=alone.beside_plain,
     alone_most_bytes=alone.MAX_BYTES,
-    alone_needs=OWN,
     unmeasured=lambda case: [verdicts.judge_alone(case, None, "it did not run")],
     judge=verdicts.judge_training,
 )

@@ -54,11 +54,10 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
                 others += _measure(stage, report)
                 continue
             tell(done, len(stages), label)
-            if not bench.alone_needs or bench.alone_needs in settings.systems:
-                rows, verdicts = bench.alone(bench, model, settings)
-                report.rows += rows
-                others += verdicts
-                measured.add(model.name)
+            rows, verdicts = bench.alone(bench, model, settings)
+            report.rows += rows
+            others += verdicts
+            measured.add(model.name)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()

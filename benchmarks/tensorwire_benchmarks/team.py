@@ -1,23 +1,20 @@
 """The processes of one system: its server, if it has one, and its workers; resident between turns.
 
-A worker is the driver of a `Pair` (`worker.py`), the server a command. The bench's process only
-sends commands and draws. A process that dies, fails or stops answering becomes a PairError with a
-reason, and its team is closed; closing always ends every process and removes the team's folder.
-All have one thread each for torch.
+Each worker is the driver of a `Pair`, the server the target of the first (`worker.py`). The bench's
+process only sends commands and draws. A process that dies, fails or stops answering becomes a
+PairError with a reason, and its team is closed; closing always ends every process and removes the
+team's folder. All have one thread each for torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import select
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from multiprocessing import Pipe
+from multiprocessing import Pipe, active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,9 +26,6 @@ from tensorwire_benchmarks.figures import End, StepTimes
 from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.workloads.catalog import Workload
-
-_BENCHMARKS = str(Path(__file__).resolve().parents[1])
-"""Where a server imports this package from."""
 
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
 
@@ -60,67 +54,30 @@ class Team:
         self.closed = False
         self._pids: list[int] = []
         self._name = system.name
-        self._hosts = hosts
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         self._pool = ThreadPoolExecutor(workers)  # one thread waits for each worker
         self._workers: dict[int, Pair] = {}
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: BaseProcess | None = None
+        settings = {"OMP_NUM_THREADS": "1"}
+        if system.in_job:
+            settings["TENSORWIRE_SECRET"] = secrets.token_hex(32)
+            settings["TENSORWIRE_TRANSPORTS"] = "shm,tcp" if wire == "shm" else "tcp"
+        arguments = system.server_arguments(
+            wire, workers, optimizer, threads, self._folder.name,
+            "127.0.0.1" if hosts is None else hosts[0].address,
+        )  # fmt: skip
+        order = worker.Order(
+            system, model, workers, optimizer, self._folder.name, arguments, settings, hosts
+        )
         try:
-            settings, address = {"OMP_NUM_THREADS": "1"}, ""
-            if system.in_job:
-                settings["TENSORWIRE_SECRET"] = secrets.token_hex(32)
-                settings["TENSORWIRE_TRANSPORTS"] = "shm,tcp" if wire == "shm" else "tcp"
-            if system.server is not None:
-                host = "127.0.0.1" if hosts is None else hosts[0].address
-                arguments = system.server_arguments(
-                    wire, workers, optimizer, threads, self._folder.name, host
-                )
-                command = [sys.executable, "-m", system.server, *arguments]
-                address = self._start_server(command, settings, start_timeout_s)
-            if system.in_job:
-                settings["TENSORWIRE_WORKERS"] = str(workers)
-                settings["TENSORWIRE_SERVERS"] = address
-                # On tcp the server is on another host; these workers are on one, and share memory.
-                settings["TENSORWIRE_TRANSPORTS"] = "shm,tcp"
-            order = worker.Order(
-                system.trainer, model, workers, optimizer, self._folder.name, address, settings,
-                None if hosts is None else hosts[1],
-            )  # fmt: skip
             self._start_workers(order)
-            self._pids = self._call("start", timeout_s=start_timeout_s)
+            address = self._address(start_timeout_s) if system.server is not None else ""
+            self._pids = self._call("start", address, timeout_s=start_timeout_s)
         except BaseException:
             self.close()
             raise
 
     # --- starting -------------------------------------------------------------------------------
-
-    def _start_server(
-        self, command: Sequence[str], settings: dict[str, str], timeout_s: float
-    ) -> str:
-        """Starts it and returns the address that it writes into an inherited descriptor."""
-        reading, writing = os.pipe()
-        command = [*command, "--address-fd", str(writing)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")}
-        path = filter(None, (_BENCHMARKS, environment.get("PYTHONPATH")))
-        environment |= settings | {"PYTHONPATH": os.pathsep.join(path)}
-        if self._hosts is not None:
-            command = self._hosts[0].command(*command)
-        with open(reading) as told:
-            try:
-                with open(Path(self._folder.name, "server.err"), "wb") as errors:
-                    self._server = subprocess.Popen(
-                        command,
-                        # Its input ends with the bench, whatever happens to the bench.
-                        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors,
-                        pass_fds=(writing,), env=environment, start_new_session=True,
-                    )  # fmt: skip
-            finally:
-                os.close(writing)
-            if not select.select([told], [], [], timeout_s)[0]:
-                raise PairError("the server gave no address in time")
-            if address := told.readline().strip():
-                return address
-            raise PairError(f"the server ended before it listened{self._said('server')}")
 
     def _start_workers(self, order: worker.Order) -> None:
         barriers = [Pipe() for _ in range(order.workers - 1)]
@@ -137,12 +94,23 @@ class Team:
                 for end in both:
                     end.close()
 
+    def _address(self, timeout_s: float) -> str:
+        """Waits until the server listens: it is the target of the first worker."""
+        pid = self._workers[0].target_pid
+        self._server = next((each for each in active_children() if each.pid == pid), None)
+        address: str | None = self._workers[0].call("address", timeout_s, timeout_s=2 * timeout_s)
+        if address is None:
+            raise PairError("the server gave no address in time")
+        if not address:
+            raise PairError(f"the server ended before it listened{self._said('server')}")
+        return address
+
     # --- commands -------------------------------------------------------------------------------
 
     @property
     def pids(self) -> list[int]:
         """The process numbers of the workers, then of the server."""
-        server = [self._server.pid] if self._server is not None else []
+        server = [self._workers[0].target_pid] if self._server is not None else []
         return [*self._pids, *server]
 
     def prepare(self, timeout_s: float = 300.0) -> None:
@@ -177,7 +145,7 @@ class Team:
         if self._server is None or self.closed:
             return 0.0
         try:
-            return process_cpu_seconds(self._server.pid)
+            return process_cpu_seconds(self._workers[0].target_pid)
         except ProcessLookupError as error:
             self.close()
             raise PairError("the server process has ended") from error
@@ -206,8 +174,8 @@ class Team:
                 done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
                 for each in done:
                     each.result()
-                if waiting and self._server is not None and self._server.poll() is not None:
-                    code, said = self._server.returncode, self._said("server")
+                if waiting and self._server is not None and not self._server.is_alive():
+                    code, said = self._server.exitcode, self._said("server")
                     raise PairError(f"the server ended in '{name}', exit code {code}{said}")
         except BaseException:
             self.close()
@@ -230,16 +198,6 @@ class Team:
         with ThreadPoolExecutor(max(1, len(self._workers))) as pool:  # they may end together only
             list(pool.map(Pair.close, self._workers.values()))
         self._pool.shutdown()
-        if self._server is not None:
-            assert self._server.stdin is not None
-            with contextlib.suppress(OSError):
-                self._server.stdin.close()
-            self._server.terminate()
-            try:
-                self._server.wait(2)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
         self._folder.cleanup()
 
     def __enter__(self) -> Team:

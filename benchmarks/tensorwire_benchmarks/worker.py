@@ -1,18 +1,21 @@
 """A worker process of one system: trains when it is told to, and says when what happened.
 
-It is the driver of a pair (`tensorwire.bench.processes`) whose target has nothing to do. The loop
-is the same for every system: barrier, forward, backward, exchange, zero_grad. The barrier is the
-bench's own and lies before the clock of a step starts, so that all workers begin together and their
-gradients are ready at about the same time. The moment of the last gradient is taken by a hook on
-every parameter, put there before the system puts its own.
+It is the driver of a pair (`tensorwire.bench.processes`). The target of the first worker is the
+system's server, if it has one; the others have nothing to do. The loop is the same for every
+system: barrier, forward, backward, exchange, zero_grad. The barrier is the bench's own and lies
+before the clock of a step starts, so that all workers begin together and their gradients are ready
+at about the same time. The moment of the last gradient is taken by a hook on every parameter, put
+there before the system puts its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +25,8 @@ from typing import Any
 
 from tensorwire.bench.harness import median
 from tensorwire_benchmarks.figures import End, StepTimes
-from tensorwire_benchmarks.link import Host
+from tensorwire_benchmarks.link import Hosts
+from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.systems.base import Place, Trainer
 from tensorwire_benchmarks.workloads.catalog import Workload
 
@@ -32,21 +36,28 @@ class Order:
     """What the workers of a team are to be; picklable.
 
     Attributes:
-        trainer: as `System` has it.
-        folder: the team's, also for what workers write to their standard error.
-        server: the address of the system's server.
-        settings: what a worker's environment has beside the bench's own.
-        host: where they are; None for here.
+        folder: the team's, also for what processes write to their standard error.
+        arguments: of the system's server, but for the descriptor of its address.
+        settings: what the environment of all has beside the bench's own.
+        hosts: where the server is, and where the workers are; None for here.
     """
 
-    trainer: str
+    system: System
     model: Workload
     workers: int
     optimizer: str
     folder: str
-    server: str
+    arguments: list[str]
     settings: dict[str, str]
-    host: Host | None
+    hosts: Hosts | None
+
+    def enter(self, who: str, host: int, settings: dict[str, str]) -> None:
+        """Makes this process, which has not imported torch, one of the team's."""
+        with open(Path(self.folder, f"{who}.err"), "wb") as errors:
+            os.dup2(errors.fileno(), 2)
+        if self.hosts is not None:
+            self.hosts[host].enter()
+        use_settings(self.settings | settings)
 
 
 class Barrier:
@@ -88,7 +99,7 @@ class Driver:
     """The model, its system and the loop. `start` comes first."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
-        del link
+        self._link = link
         self._order: Order = options["order"]
         self._rank: int = options["rank"]
         self._barrier = Barrier(self._rank, options["barrier"])
@@ -96,14 +107,25 @@ class Driver:
         self._at = 0
         self._held = 0  # of these steps
 
-    def start(self) -> int:
+    def address(self, timeout_s: float) -> str | None:
+        """The server's, None if it gives none in time; "" if it has ended before."""
+        try:
+            return str(self._link.recv()) if self._link.poll(timeout_s) else None
+        except EOFError:
+            return ""
+
+    def start(self, server: str) -> int:
         """Builds everything, in all workers at the same time; returns the process number."""
-        order, rank = self._order, self._rank
-        with open(Path(order.folder, f"worker{rank}.err"), "wb") as errors:
-            os.dup2(errors.fileno(), 2)
-        if order.host is not None:
-            order.host.enter()
-        use_settings(order.settings | {"TENSORWIRE_RANK": str(rank)})
+        order, rank, settings = self._order, self._rank, {}
+        if order.system.in_job:
+            settings = {
+                "TENSORWIRE_RANK": str(rank),
+                "TENSORWIRE_WORKERS": str(order.workers),
+                "TENSORWIRE_SERVERS": server,
+                # On tcp the server is on another host; workers are on one, and share memory there.
+                "TENSORWIRE_TRANSPORTS": "shm,tcp",
+            }
+        order.enter(f"worker{rank}", 1, settings)
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
         network = order.model.build(torch)
@@ -111,9 +133,9 @@ class Driver:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
         place = Place(
-            torch, rank, order.workers, order.optimizer, order.folder, order.server, self._barrier
+            torch, rank, order.workers, order.optimizer, order.folder, server, self._barrier
         )
-        module, _, name = order.trainer.partition(":")
+        module, _, name = order.system.trainer.partition(":")
         self._trainer: Trainer = getattr(importlib.import_module(module), name)(place, network)
         self._loss = order.model.loss(torch)
         self._batches = order.model.batches(torch, rank)
@@ -189,8 +211,24 @@ class Driver:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """The target has nothing to do: it waits for the end."""
+    """Beside the first worker the system's server, if it has one; else it waits for the end."""
     for end in options.get("barrier", ()):
         end.close()
-    while link.recv()[0] != "stop":
-        pass
+    order: Order | None = options.get("order")
+    if order is None or order.system.server is None or options["rank"]:
+        with contextlib.suppress(EOFError):
+            link.recv()
+        return
+    order.enter("server", 0, {})
+    reading, writing = os.pipe()
+
+    def tell() -> None:
+        with open(reading) as told:
+            link.send(told.readline().strip())
+        with contextlib.suppress(EOFError, OSError):
+            link.recv()
+        os._exit(0)  # the worker has ended; what waits for it holds threads
+
+    threading.Thread(target=tell, daemon=True).start()
+    arguments = [*order.arguments, "--address-fd", str(writing)]
+    importlib.import_module(order.system.server).main(arguments)

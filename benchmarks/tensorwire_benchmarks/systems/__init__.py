@@ -24,7 +24,7 @@ class System:
         name: as in rows and on the command line.
         trainer: its Trainer, "module:class".
         needs: import names, each with what to do when it is missing.
-        server: module to run as its server, None without one.
+        server: module whose `main` is its server, None without one.
         carries: per wire, for the note: what its bytes really travel over.
         copies: how often the bytes of the model lie in the memory of two workers and the server,
             at most and roughly.

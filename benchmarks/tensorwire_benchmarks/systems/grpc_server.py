@@ -28,7 +28,6 @@ import importlib
 import os
 import pickle
 import struct
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -235,24 +234,19 @@ def listen(shard: Shard, workers: int, where: str) -> tuple[Any, str]:
     return server, where if where.startswith("unix:") else f"{where.rpartition(':')[0]}:{port}"
 
 
-def main() -> None:
-    """Serves until standard input ends, which is when the bench closes it or dies."""
+def main(arguments: Sequence[str]) -> None:
+    """Serves until the process is ended."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--optimizer", required=True)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--address-fd", type=int, required=True)
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
-    shard = Shard(torch, arguments.workers, arguments.optimizer)
-    _server, address = listen(shard, arguments.workers, arguments.listen)
-    os.write(arguments.address_fd, f"{address}\n".encode())
-    os.close(arguments.address_fd)
-    sys.stdin.buffer.read()
-    os._exit(0)  # streams of workers that are gone still hold threads
-
-
-if __name__ == "__main__":
-    main()
+    shard = Shard(torch, options.workers, options.optimizer)
+    server, address = listen(shard, options.workers, options.listen)
+    os.write(options.address_fd, f"{address}\n".encode())
+    os.close(options.address_fd)
+    server.wait_for_termination()
