@@ -43,6 +43,10 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
         if wire != ALONE or _small(bench, model)
     ]
     tell = progress or (lambda done, total, label: None)
+
+    def tell_more(done: int, label: str, what: str) -> None:
+        tell(done, len(stages), f"{label} {what}")
+
     others: list[Verdict] = []  # that rows and comparisons do not tell
     measured = set()
     try:
@@ -50,7 +54,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
             label = bench.label(wire, model.name)
             if wire != ALONE:
                 stage = Stage(bench, settings, model, wire)
-                stage.tell = partial(_tell, tell, done, len(stages), label)
+                stage.tell = partial(tell_more, done, label)
                 others += _measure(stage, report)
                 continue
             tell(done, len(stages), label)
@@ -86,10 +90,6 @@ def _measure(stage: Stage, report: Report) -> list[Verdict]:
         report.comparisons += stage.comparisons()
         report.settings["warnings"] += stage.warnings
     return stage.bench.judge_ends(stage.case("exchange"), stage.ends)
-
-
-def _tell(progress: Progress, done: int, total: int, label: str, what: str) -> None:
-    progress(done, total, f"{label} {what}")
 
 
 def _describe(bench: Bench, settings: Settings) -> dict[str, object]:
