@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe, active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensorwire.bench.machine import process_cpu_seconds
@@ -27,6 +26,7 @@ from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.workloads.catalog import Workload
 
+_START_S = 120.0  # that a system has to come up
 _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
 
 
@@ -43,12 +43,12 @@ class Team:
         closed: whether it has ended, by `close` or because something failed.
 
     Raises:
-        PairError: the processes did not come up within `start_timeout_s`.
+        PairError: the processes did not come up.
     """
 
     def __init__(
         self, system: System, wire: str, model: Workload, workers: int, optimizer: str,
-        threads: int = 1, start_timeout_s: float = 120.0, hosts: Hosts | None = None,
+        threads: int = 1, hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
         self.note = ""
         self.closed = False
@@ -71,8 +71,8 @@ class Team:
         )
         try:
             self._start_workers(order)
-            address = self._address(start_timeout_s) if system.server is not None else ""
-            self._pids = self._call("start", address, timeout_s=start_timeout_s)
+            address = self._address() if system.server is not None else ""
+            self._pids = self._call("start", address, timeout_s=_START_S)
         except BaseException:
             self.close()
             raise
@@ -94,11 +94,11 @@ class Team:
                 for end in both:
                     end.close()
 
-    def _address(self, timeout_s: float) -> str:
+    def _address(self) -> str:
         """Waits until the server listens: it is the target of the first worker."""
         pid = self._workers[0].target_pid
         self._server = next((each for each in active_children() if each.pid == pid), None)
-        address: str | None = self._workers[0].call("address", timeout_s, timeout_s=2 * timeout_s)
+        address: str | None = self._workers[0].call("address", _START_S, timeout_s=2 * _START_S)
         if address is None:
             raise PairError("the server gave no address in time")
         if not address:
@@ -199,14 +199,3 @@ class Team:
             list(pool.map(Pair.close, self._workers.values()))
         self._pool.shutdown()
         self._folder.cleanup()
-
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture
 def rival(chosen: tuple[str, str]) -> Iterator[Team]:
     name, optimizer = chosen
-    with Team(needed(name), "shm", TINY, 2, optimizer) as team:
+    with closing(Team(needed(name), "shm", TINY, 2, optimizer)) as team:
         yield team
 
 
@@ -139,7 +140,7 @@ def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
 
 @pytest.mark.slow
 def test_a_killed_server_is_a_reason_and_nothing_stays() -> None:
-    with Team(needed("grpc"), "tcp", TINY, 2, "sgd") as team:
+    with closing(Team(needed("grpc"), "tcp", TINY, 2, "sgd")) as team:
         pids = team.pids
         os.kill(pids[-1], signal.SIGKILL)
         with pytest.raises(PairError, match=r"server|worker"):

@@ -55,13 +55,7 @@ class System:
         return None
 
     def server_arguments(
-        self,
-        wire: str,
-        workers: int,
-        optimizer: str,
-        threads: int,
-        folder: str,
-        host: str = "127.0.0.1",
+        self, wire: str, workers: int, optimizer: str, threads: int, folder: str, host: str
     ) -> list[str]:
         """Arguments of the server, but for the descriptor of its address."""
         if self.in_job:
