@@ -23,18 +23,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.processes import PairError, ProcessPair
 from tensorwire.bench.rows import Row, Verdict, format_seconds
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.figures import extra_seconds
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import COPY, OWN, PLAN
 from tensorwire_benchmarks.systems.base import make_optimizer
 from tensorwire_benchmarks.verdicts import (
@@ -43,6 +41,10 @@ from tensorwire_benchmarks.verdicts import (
     judge_overhead,
     judge_planning,
 )
+from tensorwire_benchmarks.worker import serve, use_settings
+from tensorwire_benchmarks.workloads.catalog import Workload
+
+__all__ = ["Driver", "serve"]
 
 PLAIN = "plain"
 MAX_BYTES = 1 << 20
@@ -52,40 +54,30 @@ FIRST_STEPS = 2
 _PASSES_PER_TURN = 4
 _SAME = 1e-4  # relative; the same kernels in another order
 _ROUNDS = 3
+_WAYS = (PLAN, COPY)
 _WARM = 3
 
+Found = tuple[list[Row], list[Verdict]]
 Two = tuple[list[float], list[float]]
 """Samples of the first way and of the second."""
 
 
-class First(NamedTuple):
-    """How it begins.
-
-    Attributes:
-        seconds: with placement and without, each time.
-        learning: seconds of it for learning which allocations gradients are, by what it tells.
-        load_s: what it took to load the allocator, or to compile it.
-    """
-
-    seconds: Two
-    learning: list[float]
-    load_s: float
-
-
-def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+def beside_plain(
+    bench: Bench, model: Workload, settings: Settings
+) -> tuple[list[Row], list[Verdict]]:
     """Rows of the script with tensorwire and of the plain one, and what the bar says."""
     case = bench.case(ALONE, model.name, "step")
+    if OWN not in settings.systems:
+        return [], [judge_alone(case, None, "it did not run")]
     rows = [Row(bench.name, case, name, model.size_bytes) for name in (OWN, PLAIN)]
     pairs = _PASSES_PER_TURN * settings.turns
     try:
         with ProcessPair(__name__, {"model": model, "optimizer": settings.optimizer}) as pair:
-            own, plain = pair.call("digests")
+            (own, plain), walls, cpus = pair.call("passes", pairs, timeout_s=600)
             if abs(plain - own) > _SAME * plain:
                 raise PairError(f"after one pass the parameters differ: {own}, plain {plain}")
-            walls, cpus = pair.call("passes", pairs, timeout_s=600)
     except PairError as error:
-        rows = [dataclasses.replace(row, note=str(error)) for row in rows]
-        return rows, [judge_alone(case, None, str(error))]
+        return _unmeasured(rows, error), [judge_alone(case, None, str(error))]
     notes = ("no server; job.loader", "torch alone; DataLoader")
     rows = [
         row.timed(
@@ -100,42 +92,43 @@ def beside_plain(bench: Bench, model: Model, settings: Settings) -> tuple[list[R
     return rows, [judge_alone(case, extra_seconds(*walls), "")]
 
 
-def beside_copy(bench: Bench, model: Model, settings: Settings) -> tuple[list[Row], list[Verdict]]:
+def beside_copy(
+    bench: Bench, model: Workload, settings: Settings
+) -> tuple[list[Row], list[Verdict]]:
     """Rows of the steps with placement and without, and what the bars say."""
-    size_bytes = model.traffic(1).up_bytes
-
-    def rows_of(what: str) -> list[Row]:
-        case = bench.case(ALONE, model.name, what)
-        return [Row(bench.name, case, system.name, size_bytes) for system in (PLAN, COPY)]
-
-    step, first, (planning, _) = map(rows_of, ("step", "first", "planning"))
-    label = bench.label(ALONE, model.name)
+    rows = [
+        Row(bench.name, bench.case(ALONE, model.name, what), way.name, model.traffic(1).up_bytes)
+        for what, ways in (("step", _WAYS), ("first", _WAYS), ("planning", _WAYS[:1]))
+        for way in ways
+    ]
+    case, label = rows[0].case, bench.label(ALONE, model.name)
     optimizer = model.optimizer or settings.optimizer
     pairs = settings.steps or OVERHEAD_PAIRS
     try:
         with ProcessPair(__name__, {"model": model, "optimizer": optimizer}) as pair:
-            begun: First = pair.call("first", _ROUNDS, timeout_s=300 + 120 * _ROUNDS)
+            begun, learning, load_s = pair.call("first", _ROUNDS, timeout_s=300 + 120 * _ROUNDS)
             walls, cpus = pair.call("steps", pairs, timeout_s=60 + 60 * pairs)
     except PairError as error:
-        why = str(error)
-        rows = [dataclasses.replace(row, note=why) for row in (*step, *first, planning)]
-        return rows, [judge_overhead(step[0].case, None, why), judge_planning(label, None, why)]
+        verdicts = [judge_overhead(case, None, str(error)), judge_planning(label, None, str(error))]
+        return _unmeasured(rows, error), verdicts
     note = f"one process, no server; optimizer {optimizer}"
     begins = f"the optimizer is made and trains {FIRST_STEPS} steps"
-    load = f"part of first; to load the allocator took {format_seconds(begun.load_s)} before"
-    extra_s = median([plan - copy for plan, copy in zip(*begun.seconds, strict=True)])
-    rows = [
-        *(
-            row.timed(wall, cpu_seconds_local=median(cpu), note=note)
-            for row, wall, cpu in zip(step, walls, cpus, strict=True)
-        ),
-        *(row.timed(taken, note=begins) for row, taken in zip(first, begun.seconds, strict=True)),
-        planning.timed(begun.learning, note=load),
+    load = f"part of first; to load the allocator took {format_seconds(load_s)} before"
+    extra_s = median([plan - copy for plan, copy in zip(*begun, strict=True)])
+    figures: list[tuple[list[float], dict[str, Any]]] = [
+        *((wall, {"cpu_seconds_local": median(cpu), "note": note})
+          for wall, cpu in zip(walls, cpus, strict=True)),
+        *((taken, {"note": begins}) for taken in begun),
+        (learning, {"note": load}),
+    ]  # fmt: skip
+    return [row.timed(each, **more) for row, (each, more) in zip(rows, figures, strict=True)], [
+        judge_overhead(case, paired_ratio(*cpus)),
+        judge_planning(label, (extra_s, median(learning))),
     ]
-    return rows, [
-        judge_overhead(step[0].case, paired_ratio(*cpus)),
-        judge_planning(label, (extra_s, median(begun.learning))),
-    ]
+
+
+def _unmeasured(rows: list[Row], error: PairError) -> list[Row]:
+    return [dataclasses.replace(row, note=str(error)) for row in rows]
 
 
 class _Script:
@@ -158,44 +151,48 @@ class Driver:
     """The process: makes both ways of the model that is asked for."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
-        for variable in [name for name in os.environ if name.startswith("TENSORWIRE_")]:
-            del os.environ[variable]
+        del link
+        use_settings({})
         self._torch: Any = importlib.import_module("torch")
         self._tw: Any = importlib.import_module("tensorwire.torch")
         self._torch.set_num_threads(1)
-        self._model: Model = options["model"]
+        self._model: Workload = options["model"]
         self._optimizer: str = options["optimizer"]
         self._job = self._tw.init(rank=0, world_size=1)
         self._loss = self._model.loss(self._torch)
         self._batches = self._model.batches(self._torch, 0)
-        self._scripts: list[_Script] = []
 
-    def _distributed(self, network: Any, placement: str) -> Any:
-        return self._tw.DistributedOptimizer(self._plain(network), network, placement=placement)
+    def _made(self, network: Any, placement: str) -> Any:
+        """The optimizer; plain without a placement."""
+        plain = make_optimizer(self._torch, self._optimizer, network.parameters(), fused=False)
+        if not placement:
+            return plain
+        return self._tw.DistributedOptimizer(plain, network, placement=placement)
 
-    def _plain(self, network: Any) -> Any:
-        return make_optimizer(self._torch, self._optimizer, network.parameters(), fused=False)
-
-    def _script(self, optimizer: Callable[[Any], Any]) -> _Script:
+    def _script(self, placement: str) -> _Script:
         network = self._model.build(self._torch)
-        return _Script(network, self._loss, optimizer(network))
+        return _Script(network, self._loss, self._made(network, placement))
 
     # --- with tensorwire, and plain -------------------------------------------------------------
 
-    def digests(self) -> list[float]:
-        """Both train a pass over the same batches: sums of magnitudes of their parameters."""
-        self._scripts = [
-            self._script(lambda network: self._distributed(network, "plan")),
-            self._script(self._plain),
-        ]
-        for script, loader in zip(self._scripts, self._loaders(shuffle=False), strict=True):
+    def passes(self, pairs: int) -> tuple[list[float], Two, Two]:
+        """Sums of magnitudes of both scripts' parameters after a pass over the same batches.
+
+        And wall and CPU seconds per step of all passes behind it, in whatever order batches come.
+        """
+        scripts = [self._script("plan"), self._script("")]
+        for script, loader in zip(scripts, self._loaders(shuffle=False), strict=True):
             script.train(loader)
-        return [script.digest() for script in self._scripts]
+        digests = [script.digest() for script in scripts]
+        loaders = self._loaders(shuffle=True)
+        walls, cpus = _alternate(scripts, pairs, 1, lambda which, at: loaders[which])
+        per_step = [[seconds / PASS_STEPS for seconds in way] for way in (*walls, *cpus)]
+        return digests, (per_step[0], per_step[1]), (per_step[2], per_step[3])
 
     def _loaders(self, shuffle: bool) -> tuple[Any, Any]:
         data: Any = importlib.import_module("torch.utils.data")
         random = self._torch.Generator().manual_seed(1000)
-        passes = [self._model.sample(self._torch, random) for _ in range(PASS_STEPS)]
+        passes = [self._model.sample(random) for _ in range(PASS_STEPS)]
         samples = data.TensorDataset(*map(self._torch.cat, zip(*passes, strict=True)))
         size = self._model.batch
         return (
@@ -203,39 +200,37 @@ class Driver:
             data.DataLoader(samples, batch_size=size, shuffle=shuffle),
         )
 
-    def passes(self, pairs: int) -> tuple[Two, Two]:
-        """Wall and CPU seconds per step of every pass of each script."""
-        loaders = self._loaders(shuffle=True)
-        walls, cpus = self._alternate(pairs, 1, lambda which, at: loaders[which])
-        per_step = [[seconds / PASS_STEPS for seconds in way] for way in (*walls, *cpus)]
-        return (per_step[0], per_step[1]), (per_step[2], per_step[3])
-
     # --- with placement, and with copies --------------------------------------------------------
 
-    def first(self, rounds: int) -> First:
+    def first(self, rounds: int) -> tuple[Two, list[float], float]:
         """Begins again and again, each time with memory that nobody touched.
 
         A round before them is not counted: all that torch itself does once per process.
+
+        Returns:
+            Seconds of each way, those for learning which allocations gradients are, by what it
+            tells, and what it took to load the allocator, or to compile it.
         """
         begin = time.perf_counter()
         importlib.import_module("tensorwire.torch.allocator.library").load()
         load_s = time.perf_counter() - begin
         network = self._model.build(self._torch)
-        found = First(([], []), [], load_s)
+        seconds: Two = ([], [])
+        learning = []
         for at in range(rounds + 1):
             for which in _order(at):
-                taken_s, learning_s = self._begin(network, (PLAN, COPY)[which].name)
+                taken_s, learning_s = self._begin(network, _WAYS[which].name)
                 if at > 0:
-                    found.seconds[which].append(taken_s)
+                    seconds[which].append(taken_s)
                 if at > 0 and which == 0:
-                    found.learning.append(learning_s)
-        return found
+                    learning.append(learning_s)
+        return seconds, learning, load_s
 
     def _begin(self, network: Any, placement: str) -> tuple[float, float]:
         """Seconds in all, and those for learning."""
         gc.collect()
         begin = time.perf_counter()
-        optimizer = self._distributed(network, placement)
+        optimizer = self._made(network, placement)
         _Script(network, self._loss, optimizer).train(self._batches[:FIRST_STEPS])
         taken_s = time.perf_counter() - begin
         learning_s = self._tw.explain_optimizer(optimizer).planning_s
@@ -244,49 +239,37 @@ class Driver:
 
     def steps(self, pairs: int) -> tuple[Two, Two]:
         """Wall and CPU seconds of each step of each way."""
-        networks = [self._model.build(self._torch) for _ in (PLAN, COPY)]
-        self._scripts = [
-            _Script(network, self._loss, self._distributed(network, system.name))
-            for network, system in zip(networks, (PLAN, COPY), strict=True)
-        ]
+        scripts = [self._script(way.name) for way in _WAYS]
         batches = self._batches
-        return self._alternate(pairs, _WARM, lambda which, at: [batches[at % len(batches)]])
-
-    # --- both -----------------------------------------------------------------------------------
-
-    def _alternate(
-        self, pairs: int, warm: int, batches: Callable[[int, int], Iterable[Any]]
-    ) -> tuple[Two, Two]:
-        """Wall and CPU seconds of every turn of each script, after some that are not counted."""
-        for _ in range(warm):
-            for which, script in enumerate(self._scripts):
-                script.train(batches(which, 0))
-        walls: Two = ([], [])
-        cpus: Two = ([], [])
-        gc.collect()
-        gc.disable()
-        try:
-            for at in range(pairs):
-                for which in _order(at):
-                    wall, cpu = time.perf_counter(), time.process_time()
-                    self._scripts[which].train(batches(which, at))
-                    walls[which].append(time.perf_counter() - wall)
-                    cpus[which].append(time.process_time() - cpu)
-        finally:
-            gc.enable()
-        return walls, cpus
+        return _alternate(scripts, pairs, _WARM, lambda which, at: [batches[at % len(batches)]])
 
     def close(self) -> None:
         """Leaves the job."""
         self._job.close()
 
 
+def _alternate(
+    scripts: list[_Script], pairs: int, warm: int, batches: Callable[[int, int], Iterable[Any]]
+) -> tuple[Two, Two]:
+    """Wall and CPU seconds of every turn of each script, after some that are not counted."""
+    for _ in range(warm):
+        for which, script in enumerate(scripts):
+            script.train(batches(which, 0))
+    walls: Two = ([], [])
+    cpus: Two = ([], [])
+    gc.collect()
+    gc.disable()
+    try:
+        for at in range(pairs):
+            for which in _order(at):
+                wall, cpu = time.perf_counter(), time.process_time()
+                scripts[which].train(batches(which, at))
+                walls[which].append(time.perf_counter() - wall)
+                cpus[which].append(time.process_time() - cpu)
+    finally:
+        gc.enable()
+    return walls, cpus
+
+
 def _order(at: int) -> tuple[int, int]:
     return (0, 1) if at % 2 == 0 else (1, 0)
-
-
-def serve(link: Connection, options: dict[str, Any]) -> None:
-    """There is nobody else; waits for the end."""
-    del options
-    while link.recv()[0] != "stop":
-        pass

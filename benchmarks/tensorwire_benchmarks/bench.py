@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.parameters import most_threads
 from tensorwire_benchmarks.figures import End
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import System
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 ALONE = "alone"
 """The wire that is none: one process."""
@@ -26,7 +26,7 @@ class Settings:
         server_threads: that tensorwire's server may use; the limit gets as many as it then uses.
     """
 
-    models: Sequence[Model]
+    models: Sequence[Workload]
     wires: Sequence[str]
     systems: Sequence[str]
     optimizer: str = "sgd"
@@ -52,7 +52,6 @@ class Bench:
             what is the `whole`.
         alone: gives rows and verdicts of one model in one process.
         alone_most_bytes: only models up to this size are measured so.
-        alone_needs: and only if this system was chosen; "" for always.
         unmeasured: the verdict on a case that should have been measured alone, if there is one.
         parts: whether there are rows for what a step is made of.
         judge: the verdicts that rows and comparisons tell on models of these names.
@@ -62,8 +61,8 @@ class Bench:
 
     name: str
     called: str
-    models: Sequence[Model]
-    quick: Sequence[Model]
+    models: Sequence[Workload]
+    quick: Sequence[Workload]
     wires: Sequence[str]
     usual: Sequence[str]
     systems: Sequence[System]
@@ -72,11 +71,10 @@ class Bench:
     stem: str
     joint: str
     whole: str
-    alone: Callable[[Bench, Model, Settings], tuple[list[Row], list[Verdict]]]
+    alone: Callable[[Bench, Workload, Settings], tuple[list[Row], list[Verdict]]]
     judge: Callable[[Report, Sequence[str]], list[Verdict]]
     judge_ends: Callable[[str, Mapping[str, End]], list[Verdict]] = lambda case, ends: []
     alone_most_bytes: float = float("inf")
-    alone_needs: str = ""
     unmeasured: Callable[[str], list[Verdict]] = lambda case: []
     parts: bool = False
     links: Mapping[str, int] = field(default_factory=dict)

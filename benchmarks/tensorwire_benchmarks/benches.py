@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from tensorwire_benchmarks import alone, verdicts
 from tensorwire_benchmarks.bench import ALONE, Bench
-from tensorwire_benchmarks.models import MODELS
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN, SYSTEMS
-from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
+from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, workload
 
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -31,7 +30,6 @@ TRAINING = Bench(
     whole="",
     alone=alone.beside_plain,
     alone_most_bytes=alone.MAX_BYTES,
-    alone_needs=OWN,
     unmeasured=lambda case: [verdicts.judge_alone(case, None, "it did not run")],
     judge=verdicts.judge_training,
 )

@@ -14,21 +14,13 @@ from typing import Any
 
 import click
 
-from tensorwire.bench.commands import (
-    Decorator,
-    carry_out,
-    chosen,
-    json_option,
-    names,
-    outputs,
-)
+from tensorwire.bench.commands import Decorator, carry_out, chosen, json_option, names, outputs
 from tensorwire.command import Command, check_file, terminal
 from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PLACEMENT, TRAINING
-from tensorwire_benchmarks.models import MODELS, named
-from tensorwire_benchmarks.workloads.catalog import WORKLOADS, workload
+from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
 
 _MODELS = tuple(each.name for each in MODELS)
 _WORKLOADS = tuple(each.name for each in WORKLOADS)
@@ -53,13 +45,10 @@ def _options(
         names("--systems", known=known, help=f"Only these: {', '.join(known)}."),
         click.option("--steps", type=click.IntRange(1), help=f"Steps of each system, {steps}."),
         click.option(
-            "--optimizer",
-            type=click.Choice(OPTIMIZERS),
-            default="sgd",
-            show_default=True,
+            "--optimizer", type=click.Choice(OPTIMIZERS), default="sgd", show_default=True,
             help=f"sgd has momentum 0.9{optimizer}.",
         ),
-    )
+    )  # fmt: skip
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):

@@ -20,9 +20,9 @@ from functools import partial
 from tensorwire.bench import machine
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.parts import rows_of
 from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 Progress = Callable[[int, int, str], None]
 """Called with the stages done, their number and a label, never while a turn runs."""
@@ -43,6 +43,10 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
         if wire != ALONE or _small(bench, model)
     ]
     tell = progress or (lambda done, total, label: None)
+
+    def tell_more(done: int, label: str, what: str) -> None:
+        tell(done, len(stages), f"{label} {what}")
+
     others: list[Verdict] = []  # that rows and comparisons do not tell
     measured = set()
     try:
@@ -50,15 +54,14 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
             label = bench.label(wire, model.name)
             if wire != ALONE:
                 stage = Stage(bench, settings, model, wire)
-                stage.tell = partial(_tell, tell, done, len(stages), label)
+                stage.tell = partial(tell_more, done, label)
                 others += _measure(stage, report)
                 continue
             tell(done, len(stages), label)
-            if not bench.alone_needs or bench.alone_needs in settings.systems:
-                rows, verdicts = bench.alone(bench, model, settings)
-                report.rows += rows
-                others += verdicts
-                measured.add(model.name)
+            rows, verdicts = bench.alone(bench, model, settings)
+            report.rows += rows
+            others += verdicts
+            measured.add(model.name)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
@@ -71,7 +74,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
     return report
 
 
-def _small(bench: Bench, model: Model) -> bool:
+def _small(bench: Bench, model: Workload) -> bool:
     return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
 
 
@@ -87,10 +90,6 @@ def _measure(stage: Stage, report: Report) -> list[Verdict]:
         report.comparisons += stage.comparisons()
         report.settings["warnings"] += stage.warnings
     return stage.bench.judge_ends(stage.case("exchange"), stage.ends)
-
-
-def _tell(progress: Progress, done: int, total: int, label: str, what: str) -> None:
-    progress(done, total, f"{label} {what}")
 
 
 def _describe(bench: Bench, settings: Settings) -> dict[str, object]:

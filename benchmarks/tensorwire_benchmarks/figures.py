@@ -6,7 +6,8 @@ host, so moments of different workers can be subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class StepTimes(NamedTuple):
         backward_begin: forward has returned.
         gradients_ready: the last gradient of this worker was produced: the last of the hooks that
             run when a gradient was accumulated, before anything is sent on behalf of it. In a step
-            that was held (`worker.Run`): when all workers were there.
+            that was held (`worker.Driver.run`): when all workers were there.
         readable: this worker may read the updated parameters.
         end: gradients were cleared, the step is over.
         exchange_cpu_s: CPU time of this process between gradients_ready and readable.
@@ -35,33 +36,16 @@ class StepTimes(NamedTuple):
     exchange_cpu_s: float
 
 
-class WorkerEnd(NamedTuple):
-    """Of one worker after its last step.
-
-    Attributes:
-        steps: that it trained in all.
-        bits: a digest of the bits of its parameters.
-        hidden_s: per step that was not held, for how long gradients were on their way while
-            backward went on.
-        in_place: the share of its gradients' bytes that were produced in place in its last step;
-            None of a system that knows no places.
-    """
-
-    steps: int
-    bits: str
-    hidden_s: float
-    in_place: float | None = None
-
-
 class End(NamedTuple):
-    """Where a system was after its last turn.
+    """Where a worker, or a whole system, was after its last turn.
 
     Attributes:
         steps: that it trained in all.
         bits: per worker, a digest of the parameters' bits.
         hidden_s: per step that was not held, for how long gradients were on their way while
             backward went on; that of the slowest worker.
-        in_place: as `WorkerEnd` has it, of the worker with the least.
+        in_place: the share of its gradients' bytes that were produced in place in its last step, of
+            the worker with the least; None of a system that knows no places.
     """
 
     steps: int
@@ -70,11 +54,11 @@ class End(NamedTuple):
     in_place: float | None = None
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerEnd]) -> End:
-        """That of all workers."""
+    def of(cls, workers: Sequence[End]) -> End:
+        """That of a system, from those of its workers."""
         return cls(
             workers[0].steps,
-            [worker.bits for worker in workers],
+            [bits for worker in workers for bits in worker.bits],
             max(worker.hidden_s for worker in workers),
             min((w.in_place for w in workers if w.in_place is not None), default=None),
         )
@@ -83,59 +67,40 @@ class End(NamedTuple):
 Steps = Sequence[StepTimes]
 
 
-def _by_step(workers: Sequence[Steps]) -> list[tuple[StepTimes, ...]]:
-    return list(zip(*workers, strict=True))
-
-
-def step_seconds(workers: Sequence[Steps]) -> list[float]:
-    """Each step from the first worker's begin to the last worker's end."""
-    return [max(t.end for t in step) - min(t.begin for t in step) for step in _by_step(workers)]
-
-
-def exchange_seconds(workers: Sequence[Steps]) -> list[float]:
-    """Each exchange: from the last gradient of any worker until the slowest worker may read.
-
-    What a worker waits for another one's computation is thus no part of it. Whatever a system did
-    during backward is no part of it either.
-    """
-    return [
-        max(t.readable for t in step) - max(t.gradients_ready for t in step)
-        for step in _by_step(workers)
-    ]
-
-
-def skew_seconds(workers: Sequence[Steps]) -> list[float]:
-    """How far apart the workers' last gradients were in each step."""
-    return [
+_OF_A_STEP: dict[str, Callable[[Steps], float]] = {
+    # From the first worker's begin to the last worker's end.
+    "step": lambda step: max(t.end for t in step) - min(t.begin for t in step),
+    # From the last gradient of any worker until the slowest worker may read: what a worker waits
+    # for another one's computation is no part of it, nor what a system did during backward.
+    "exchange": lambda step: max(t.readable for t in step) - max(t.gradients_ready for t in step),
+    # How far apart the workers' last gradients were.
+    "skew": lambda step: (
         max(t.gradients_ready for t in step) - min(t.gradients_ready for t in step)
-        for step in _by_step(workers)
-    ]
+    ),
+    # Those of the slowest worker.
+    "forward": lambda step: max(t.backward_begin - t.begin for t in step),
+    "backward": lambda step: max(t.gradients_ready - t.backward_begin for t in step),
+}
+"""What the times of all workers in one step tell, in seconds."""
 
 
-def forward_seconds(workers: Sequence[Steps]) -> list[float]:
-    """The forward pass of each step, that of the slowest worker."""
-    return [max(t.backward_begin - t.begin for t in step) for step in _by_step(workers)]
-
-
-def backward_seconds(workers: Sequence[Steps]) -> list[float]:
-    """Each step from the forward pass to the last gradient, that of the slowest worker."""
-    return [max(t.gradients_ready - t.backward_begin for t in step) for step in _by_step(workers)]
+def seconds_of(what: str, workers: Sequence[Steps]) -> list[float]:
+    """Seconds of what `_OF_A_STEP` has by this name, in each step."""
+    return [_OF_A_STEP[what](step) for step in zip(*workers, strict=True)]
 
 
 @dataclass(slots=True)
 class Turns:
-    """All turns of one system at one model over one wire.
+    """All turns of one system, or of the limit, at one model over one wire.
 
-    Samples are per step; the CPU figures are sums over all steps, workers together. `isolated` are
-    exchanges of steps that were held, of which nothing else is kept.
+    Attributes:
+        samples: seconds, turn by turn; by the names of `seconds_of`, and "isolated": exchanges of
+            steps that were held, of which nothing else is kept.
+        cpu_workers_s, cpu_exchange_s, cpu_server_s: sums over all steps, workers together.
+        steps_with_cpu: how many these are.
     """
 
-    exchange: list[list[float]] = field(default_factory=list)
-    step: list[list[float]] = field(default_factory=list)
-    forward: list[list[float]] = field(default_factory=list)
-    backward: list[list[float]] = field(default_factory=list)
-    isolated: list[list[float]] = field(default_factory=list)
-    skew: list[float] = field(default_factory=list)
+    samples: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
     cpu_workers_s: float = 0.0
     cpu_exchange_s: float = 0.0
     cpu_server_s: float = 0.0
@@ -145,24 +110,21 @@ class Turns:
         self, workers: Sequence[Steps], cpu_workers_s: float, cpu_server_s: float, warm: int
     ) -> None:
         """Adds a turn whose first `warm` steps count for CPU time only."""
-        kept = [steps[warm:] for steps in workers]
-        self.exchange.append(exchange_seconds(kept))
-        self.step.append(step_seconds(kept))
-        self.forward.append(forward_seconds(kept))
-        self.backward.append(backward_seconds(kept))
-        self.skew += skew_seconds(kept)
+        for what in _OF_A_STEP:
+            self.samples[what].append(seconds_of(what, [steps[warm:] for steps in workers]))
         self.cpu_workers_s += cpu_workers_s
         self.cpu_server_s += cpu_server_s
         self.cpu_exchange_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
         self.steps_with_cpu += len(workers[0])
 
-    def of(self, what: str) -> list[list[float]]:
-        """The samples of "step", "exchange" or "isolated"."""
-        return {"step": self.step, "exchange": self.exchange, "isolated": self.isolated}[what]
-
     def add_isolated(self, workers: Sequence[Steps], warm: int) -> None:
         """Adds a turn of steps that were held, but for the first `warm`."""
-        self.isolated.append(exchange_seconds([steps[warm:] for steps in workers]))
+        kept = [steps[warm:] for steps in workers]
+        self.samples["isolated"].append(seconds_of("exchange", kept))
+
+    def all(self, what: str) -> list[float]:
+        """The samples of all turns."""
+        return [sample for turn in self.samples[what] for sample in turn]
 
 
 def turn_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Ratio | None:

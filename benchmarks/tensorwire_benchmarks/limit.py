@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -54,12 +53,7 @@ class LimitTimes(NamedTuple):
 
 def _memory(elements: int, value: float) -> Floats:
     """An array in shared memory, touched."""
-    descriptor = os.memfd_create("tensorwire-bench-limit")
-    try:
-        os.ftruncate(descriptor, FLOAT_BYTES * elements)
-        array = np.frombuffer(mmap.mmap(descriptor, FLOAT_BYTES * elements), np.float32)
-    finally:
-        os.close(descriptor)
+    array = np.frombuffer(mmap.mmap(-1, FLOAT_BYTES * elements), np.float32)  # anonymous, shared
     array[:] = value
     return array
 
@@ -68,7 +62,6 @@ class Driver:
     """Applies, and is the workers' end of the raw socket."""
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
-        self._link = link
         self._target_pid = int(link.recv())
         self._traffic: Traffic = options["traffic"]
         self._workers = int(options["workers"])
@@ -80,18 +73,16 @@ class Driver:
         self._duplex = ThreadPoolExecutor(2) if hosts is not None else None
         if hosts is not None:
             hosts[1].enter()
-        if options["wire"] != "shm":
-            self._connect(LOOPBACK if hosts is None else hosts[0].address)
-
-    def _connect(self, host: str) -> None:
+        host = LOOPBACK if hosts is None else hosts[0].address
         for mode, array, size_bytes in (
             ("send", self._arrays[-1], self._traffic.up_bytes),
             ("fetch", self._arrays[0], self._traffic.down_bytes),
         ):
-            self._link.send(("listen", mode, size_bytes, host))
-            port, token = self._link.recv()
-            memory = array.view(np.uint8)[:size_bytes]
-            self._clients.append(RawClient(host, port, token, mode, memory))
+            if options["wire"] != "shm":
+                link.send(("listen", mode, size_bytes, host))
+                port, token = link.recv()
+                memory = array.view(np.uint8)[:size_bytes]
+                self._clients.append(RawClient(host, port, token, mode, memory))
 
     def block(self, count: int) -> tuple[list[LimitTimes], float, float]:
         """`count` samples, and the CPU time of this process and of the other end for all of them.
@@ -101,11 +92,8 @@ class Driver:
         self._sample()
         local, remote = time.process_time(), process_cpu_seconds(self._target_pid)
         samples = [self._sample() for _ in range(count)]
-        return (
-            samples,
-            time.process_time() - local,
-            process_cpu_seconds(self._target_pid) - remote,
-        )
+        remote = process_cpu_seconds(self._target_pid) - remote
+        return samples, time.process_time() - local, remote
 
     def _sample(self) -> LimitTimes:
         apply_s = self._apply()

@@ -27,9 +27,9 @@ def rows_of(stage: Stage) -> Iterator[Row]:
     """The rows of a stage's parts; of systems without figures none."""
     computation = stage.turns[COMPUTATION.name] if COMPUTATION.name in stage.ends else None
     if computation is not None:
-        for part, turns in (("forward", computation.forward), ("backward", computation.backward)):
-            row, samples = stage.empty(part, COMPUTATION.name), [s for turn in turns for s in turn]
-            yield row.timed(samples, note="of the slowest worker")
+        for part in ("forward", "backward"):
+            row = stage.empty(part, COMPUTATION.name)
+            yield row.timed(computation.all(part), note="of the slowest worker")
     for name in stage.names:
         if name == COMPUTATION.name or name not in stage.ends:
             continue
@@ -43,8 +43,8 @@ def rows_of(stage: Stage) -> Iterator[Row]:
         )
         if computation is None:
             continue
-        own = stage.turns[name].step
-        extra = extra_seconds(list(map(median, own)), list(map(median, computation.step)))
+        own, alone = (turns.samples["step"] for turns in (stage.turns[name], computation))
+        extra = extra_seconds(list(map(median, own)), list(map(median, alone)))
         note = "the median of the differences of turns"
         if extra.interval is not None:
             note += f"; 95 % interval {extra.interval[0]:.3g} to {extra.interval[1]:.3g} s"

@@ -8,9 +8,9 @@ the same, and the notes say so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 from tensorwire.bench import machine
 from tensorwire.bench.harness import laps_of, median
@@ -21,10 +21,10 @@ from tensorwire_benchmarks import link
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.figures import End, Turns, limit_over_wire, turn_ratio
 from tensorwire_benchmarks.link import Hosts
-from tensorwire_benchmarks.models import Model
 from tensorwire_benchmarks.systems import LIMIT, LIMIT_COPIES, System
 from tensorwire_benchmarks.team import Team
 from tensorwire_benchmarks.traffic import FLOAT_BYTES
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 _CHECK_STEPS = 3
 _SAME = 1e-4  # relative; a wrong learning rate or a sum for a mean is far above it
@@ -34,29 +34,19 @@ _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
 
 
-@dataclass(slots=True)
-class _LimitTurns:
-    """What the limit gave: its samples per turn, their parts, and the CPU time for all of them."""
-
-    samples: list[list[float]] = field(default_factory=list)
-    parts: list[tuple[float, float, float]] = field(default_factory=list)
-    cpu_local_s: float = 0.0
-    cpu_remote_s: float = 0.0
-
-
 class Stage:
     """Runs by `measure`; then `rows`, `comparisons` and what the attributes have.
 
     Attributes:
         bench: what it is part of.
         names: of those that take part, the limit too, in the order of their turns.
-        turns: per system that ran.
+        turns: per system that ran, and of the limit.
         ends: per system that ran to its end.
         warnings: one sentence each.
         tell: called with what is being done, never while a turn runs.
     """
 
-    def __init__(self, bench: Bench, settings: Settings, model: Model, wire: str) -> None:
+    def __init__(self, bench: Bench, settings: Settings, model: Workload, wire: str) -> None:
         self.bench = bench
         self._settings = settings
         self._model = model
@@ -70,9 +60,8 @@ class Stage:
             for name in bench.names
             if name in settings.systems and (name == LIMIT or name in self._systems)
         ]
-        self._teams: dict[str, Team] = {}
-        self._pair: ProcessPair | None = None
-        self._limit = _LimitTurns()
+        self._running: dict[str, Team | ProcessPair] = {}
+        self._limit_parts: list[tuple[float, float, float]] = []
         self._failed: dict[str, str] = {}
         self._each_s: dict[str, float] = {}
         self._notes: dict[str, str] = {}
@@ -85,11 +74,9 @@ class Stage:
 
     def close(self) -> None:
         """Ends all processes of the stage."""
-        for team in self._teams.values():
-            team.close()
-        self._teams.clear()
-        if self._pair is not None:
-            self._pair.close()
+        for running in self._running.values():
+            running.close()
+        self._running.clear()
 
     # --- measuring ------------------------------------------------------------------------------
 
@@ -114,14 +101,32 @@ class Stage:
         for group in groups:
             for name in group:
                 self.tell(f"starts {name}")
-                self._start_limit() if name == LIMIT else self._start(self._systems[name])
+                with self._failing(name):
+                    self._start_limit() if name == LIMIT else self._start(self._systems[name])
                 if len(groups) > 1 and name in self._notes:
                     parts = (self._notes[name], f"resident with {_others(group, name)}")
                     self._notes[name] = "; ".join(filter(None, parts))
             self._take_turns(group)
             for name in group:
+                with self._failing(name):
+                    if isinstance(team := self._running.get(name), Team):
+                        self.ends[name] = team.end()
                 self._end(name)
         self._check()
+
+    @contextlib.contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """Around what `name` does: if it fails it takes part no more, and rows have the reason."""
+        try:
+            yield
+        except PairError as error:
+            self._failed[name] = str(error)
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        running = self._running.pop(name, None)
+        if running is not None:
+            running.close()
 
     def _groups(self, free_bytes: int | None) -> list[list[str]]:
         """Names that live at the same time, by what their processes need at most."""
@@ -138,42 +143,20 @@ class Stage:
             left -= need
         return groups
 
-    def _take_turns(self, group: Sequence[str]) -> None:
-        steps = self._settings.steps or self._model.steps
-        turns = laps_of(steps, self._settings.turns)
-        for index, count in enumerate(turns):
-            self.tell(f"turn {index + 1} of {len(turns)}")
-            order = [name for name in group if name in self._teams or name == LIMIT]
-            for name in order if index % 2 == 0 else reversed(order):
-                if name == LIMIT:
-                    self._limit_turn(count)
-                elif name in self._teams:
-                    self._turn(name, count)
-
     def _start(self, system: System) -> None:
         reason = system.missing()
         if reason is not None:
-            self._failed[system.name] = reason
-            return
-        try:
-            team = Team(
-                system,
-                self._wire,
-                self._model,
-                self._settings.workers,
-                self._optimizer,
-                self._settings.server_threads,
-                hosts=self._hosts,
-            )
-            self._teams[system.name] = team
-            times, _, _ = team.run(_CHECK_STEPS)
-            if system.exchanges:
-                self._digest(system.name, team.digest())
-            team.prepare(300 + _LONGEST_SEARCH * (times[0][-1].end - times[0][-1].begin))
-            times, _, _ = team.run(2)
-        except PairError as error:
-            self._fail(system.name, error)
-            return
+            raise PairError(reason)
+        team = Team(
+            system, self._wire, self._model, self._settings.workers, self._optimizer,
+            self._settings.server_threads, hosts=self._hosts,
+        )  # fmt: skip
+        self._running[system.name] = team
+        times, _, _ = team.run(_CHECK_STEPS)
+        if system.exchanges:
+            self._digest(system.name, team.digest())
+        team.prepare(300 + _LONGEST_SEARCH * (times[0][-1].end - times[0][-1].begin))
+        times, _, _ = team.run(2)
         self._each_s[system.name] = max(t.end - t.begin for t in times[0])
         megabits = self.bench.links.get(self._wire)
         carries = system.carries if megabits is None else {self._wire: f"TCP, {megabits} Mbit/s"}
@@ -210,56 +193,36 @@ class Stage:
             "optimizer": self._optimizer,
             "hosts": self._hosts,
         }
-        try:
-            self._pair = ProcessPair("tensorwire_benchmarks.limit", options)
-        except PairError as error:
-            self._fail(LIMIT, error)
+        self._running[LIMIT] = ProcessPair("tensorwire_benchmarks.limit", options)
+        self.turns[LIMIT] = Turns()
 
-    def _fail(self, name: str, error: PairError) -> None:
-        self._failed[name] = str(error)
-        team = self._teams.pop(name, None)
-        if team is not None:
-            team.close()
+    def _take_turns(self, group: Sequence[str]) -> None:
+        steps = self._settings.steps or self._model.steps
+        turns = laps_of(steps, self._settings.turns)
+        for index, count in enumerate(turns):
+            self.tell(f"turn {index + 1} of {len(turns)}")
+            for name in group if index % 2 == 0 else reversed(group):
+                if running := self._running.get(name):
+                    with self._failing(name):
+                        self._turn(name, running, count)
 
-    def _turn(self, name: str, count: int) -> None:
+    def _turn(self, name: str, running: Team | ProcessPair, count: int) -> None:
+        turns = self.turns[name]
+        if isinstance(running, ProcessPair):
+            samples, local, remote = running.call("block", count, timeout_s=60 + 10 * count)
+            turns.samples["exchange"].append([limit_over_wire(*sample) for sample in samples])
+            turns.cpu_exchange_s += local
+            turns.cpu_server_s += remote
+            turns.steps_with_cpu += count
+            self._limit_parts += samples
+            return
         timeout_s = 60 + 20 * self._each_s[name] * (count + _WARM)
-        try:
-            team = self._teams[name]
-            workers, cpu_workers, cpu_server = team.run(count + _WARM, timeout_s)
-            if self._systems[name].holds:
-                held, _, _ = team.run(count + _WARM, timeout_s, held=True)
-        except PairError as error:
-            self._fail(name, error)
-            return
-        self.turns[name].add(workers, cpu_workers, cpu_server, _WARM)
-        if self._systems[name].holds:
-            self.turns[name].add_isolated(held, _WARM)
-
-    def _limit_turn(self, count: int) -> None:
-        if self._pair is None or self._pair.closed:
-            return
-        try:
-            samples, local, remote = self._pair.call("block", count, timeout_s=60 + 10 * count)
-        except PairError as error:
-            self._fail(LIMIT, error)
-            return
-        self._limit.samples.append([limit_over_wire(*sample) for sample in samples])
-        self._limit.parts += samples
-        self._limit.cpu_local_s += local
-        self._limit.cpu_remote_s += remote
-
-    def _end(self, name: str) -> None:
-        """The system's last word; its processes end."""
-        if name == LIMIT and self._pair is not None:
-            self._pair.close()
-        if name not in self._teams:
-            return
-        try:
-            self.ends[name] = End.of(self._teams[name].end())
-        except PairError as error:
-            self._fail(name, error)
-            return
-        self._teams.pop(name).close()
+        taken = running.run(count + _WARM, timeout_s)
+        holds = self._systems[name].holds
+        held = running.run(count + _WARM, timeout_s, held=True)[0] if holds else None
+        turns.add(*taken, _WARM)
+        if held is not None:
+            turns.add_isolated(held, _WARM)
 
     # --- rows -----------------------------------------------------------------------------------
 
@@ -269,16 +232,16 @@ class Stage:
 
     def rows(self) -> list[Row]:
         """A row per system for the step and both exchanges, failed ones with the reason."""
-        found = []
-        for what in ("step", "exchange", "isolated"):
-            for name in self.names:
-                if name != LIMIT and self._takes_part(name, what):
-                    found.append(self._row(what, name))
-            if what == "exchange" and LIMIT in self.names:
-                found.append(self._limit_row())
-        return found
+        return [
+            self._row(what, name)
+            for what in ("step", "exchange", "isolated")
+            for name in sorted(self.names, key=lambda name: name == LIMIT)  # the limit comes last
+            if self._takes_part(name, what)
+        ]
 
     def _takes_part(self, name: str, what: str) -> bool:
+        if name == LIMIT:
+            return what == "exchange"
         system = self._systems[name]
         return {"step": True, "exchange": system.exchanges, "isolated": system.holds}[what]
 
@@ -290,30 +253,29 @@ class Stage:
     def _row(self, what: str, name: str) -> Row:
         row = self.empty(what, name)
         turns = self.turns.get(name)
-        if name in self._failed or turns is None or not turns.step:
+        if name in self._failed or turns is None or not turns.steps_with_cpu:
             return row
-        mine = turns.of(what)
-        row = row.timed([s for turn in mine for s in turn], moves=what != "step")
-        if what != "step":
-            row = row.beside(turn_ratio(self._limit.samples, mine))
+        row = row.timed(turns.all(what), moves=what != "step")
+        if what != "step" and name != LIMIT and LIMIT in self.turns:
+            limit = self.turns[LIMIT].samples["exchange"]
+            row = row.beside(turn_ratio(limit, turns.samples[what]))
         if what == "isolated":
             return dataclasses.replace(row, note="all gradients are there when it begins")
-        steps = max(1, turns.steps_with_cpu)
-        cpu_workers_s = turns.cpu_exchange_s if what == "exchange" else turns.cpu_workers_s
-        apart = f"last gradients {format_seconds(median(turns.skew))} apart"
+        note = self._limit_note() if name == LIMIT else self._note(name, turns)
+        local = turns.cpu_exchange_s if what == "exchange" else turns.cpu_workers_s
         return dataclasses.replace(
             row,
-            cpu_seconds_local=cpu_workers_s / steps,
-            cpu_seconds_remote=turns.cpu_server_s / steps,
-            note="; ".join(filter(None, (self._notes[name], apart))),
+            cpu_seconds_local=local / turns.steps_with_cpu,
+            cpu_seconds_remote=turns.cpu_server_s / turns.steps_with_cpu,
+            note=note,
         )
 
-    def _limit_row(self) -> Row:
-        row = self.empty("exchange", LIMIT)
-        samples = [sample for turn in self._limit.samples for sample in turn]
-        if LIMIT in self._failed or not samples:
-            return row
-        apply_s, into_s, out_s = (median(part) for part in zip(*self._limit.parts, strict=True))
+    def _note(self, name: str, turns: Turns) -> str:
+        apart = f"last gradients {format_seconds(median(turns.all('skew')))} apart"
+        return "; ".join(filter(None, (self._notes[name], apart)))
+
+    def _limit_note(self) -> str:
+        apply_s, into_s, out_s = (median(part) for part in zip(*self._limit_parts, strict=True))
         threads = self._limit_threads()
         on = "1 thread" if threads == 1 else f"{threads} threads"
         note = f"a C loop on {on}: {format_seconds(apply_s)}"
@@ -331,13 +293,7 @@ class Stage:
                 f"{self._traffic.up_bytes / 1e6:.3g} MB of gradients per worker, indices included, "
                 f"{self._traffic.down_bytes / 1e6:.3g} MB of new values"
             )
-        return row.timed(
-            samples,
-            moves=True,
-            cpu_seconds_local=self._limit.cpu_local_s / len(samples),
-            cpu_seconds_remote=self._limit.cpu_remote_s / len(samples),
-            note=note,
-        )
+        return note
 
     def comparisons(self) -> list[Comparison]:
         """Paired ratios of our own system to each rival, for the step and both exchanges."""
@@ -347,10 +303,10 @@ class Stage:
             return []
         found = []
         for rival, turns in self.turns.items():
-            if rival == name or rival in self._failed or not self._systems[rival].exchanges:
+            if rival in (name, LIMIT, *self._failed) or not self._systems[rival].exchanges:
                 continue
             for what in ("step", "exchange", "isolated"):
-                ratio = turn_ratio(turns.of(what), own.of(what))
+                ratio = turn_ratio(turns.samples[what], own.samples[what])
                 if ratio is not None:
                     found.append(
                         Comparison(

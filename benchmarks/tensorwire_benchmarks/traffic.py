@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
 
@@ -51,25 +53,15 @@ class Traffic(NamedTuple):
     @classmethod
     def of_rows(cls, elements: int, workers: int, lookups: Sequence[Lookup], steps: int) -> Traffic:
         """Of gradients with so many dense elements, and all lookups in so many steps."""
-        rows = [0] * workers
-        row_elements = [0] * workers
-        for wide, counts in lookups:
-            for index, count in enumerate(counts):
-                rows[index] += count
-                row_elements[index] += count * wide
-
-        def size_bytes(weights: Sequence[float]) -> int:
-            indices, values = (
-                sum(w * n for w, n in zip(weights, numbers, strict=True))
-                for numbers in (rows, row_elements)
-            )
-            moved = (INDEX_BYTES * indices + FLOAT_BYTES * values) / steps
-            return FLOAT_BYTES * elements + round(moved)
-
-        applied = [round(count / steps) for count in row_elements]
+        rows = np.array([counts for _, counts in lookups]).sum(0)  # by how many looked them up
+        row_elements = np.array([np.multiply(wide, counts) for wide, counts in lookups]).sum(0)
+        moved = (INDEX_BYTES * rows + FLOAT_BYTES * row_elements) / steps
+        applied = np.rint(row_elements / steps).astype(int)
         applied[-1] += elements
-        mean = [(index + 1) / workers for index in range(workers)]
-        return cls(size_bytes(mean), size_bytes([1.0] * workers), tuple(applied), True)
+        dense_bytes = FLOAT_BYTES * elements
+        up_bytes = dense_bytes + round(float(moved @ np.arange(1, workers + 1)) / workers)
+        down_bytes = dense_bytes + round(float(moved.sum()))
+        return cls(up_bytes, down_bytes, tuple(applied.tolist()), True)
 
     @property
     def elements(self) -> int:

@@ -67,7 +67,8 @@ def judge_placement(report: Report, workloads: Sequence[str]) -> list[Verdict]:
                 found.append(_beside(report, case.format(name), PLAN.name, beside, bar))
         found += _of_copy(report, f"{name}/shm")
         if linked:
-            found.append(_of_link(report, f"{name}/1gbit"))
+            told = (f"{name}/1gbit{_LINK_NAME}", ">=", LINK_BAR, "")
+            found.append(_of_row(report, f"{name}/1gbit", PLAN.name, ratio, told))
     if not linked:
         missing = "it needs --wire 1gbit"
         found.append(Verdict.of(f"1gbit{_LINK_NAME}", ">=", LINK_BAR, "", None, None, missing))
@@ -82,32 +83,32 @@ def _beside(report: Report, case: str, own: str, beside: str, bar: float) -> Ver
         return _exposed(report, case, beside, bar)
     if beside == LIMIT:
         name = f"{case} by the limit of an exchange"
-        value, interval = _found(report, case, own, by_limit)
-        return Verdict.of(
-            name, "<=", bar, "x", value, interval, _missing(report, case, own, beside, value)
-        )
+        return _of_row(report, case, own, by_limit, (name, "<=", bar, "x"))
     paired = (
         (item.ratio, item.interval)
         for item in report.comparisons
         if (item.case, item.system, item.rival) == (case, own, beside)
     )
     value, interval = next(paired, (None, None))
-    return Verdict.of(
-        f"{case} against {beside}", ">=", bar, "x as fast", value, interval,
-        _missing(report, case, own, beside, value),
-    )  # fmt: skip
+    missing = _missing(report, case, own, beside) if value is None else ""
+    name = f"{case} against {beside}"
+    return Verdict.of(name, ">=", bar, "x as fast", value, interval, missing)
+
+
+def _of_row(
+    report: Report, case: str, own: str, figure: Callable[[Row], Figure | None],
+    told: tuple[str, str, float, str],
+) -> Verdict:  # fmt: skip
+    """What a figure of a row tells; `told` is what a verdict has before its figure."""
+    row = _row(report, case, own)
+    found = None if row is None else figure(row)
+    if found is None:
+        return Verdict.of(*told, None, None, _missing(report, case, own, LIMIT))
+    return Verdict.of(*told, *found)
 
 
 def _row(report: Report, case: str, system: str) -> Row | None:
     return next((r for r in report.rows if (r.case, r.system) == (case, system)), None)
-
-
-def _found(
-    report: Report, case: str, system: str, figure: Callable[[Row], Figure | None]
-) -> tuple[float | None, tuple[float, float] | None]:
-    row = _row(report, case, system)
-    found = None if row is None else figure(row)
-    return found or (None, None)
 
 
 def _seconds(report: Report, case: str, system: str) -> float | None:
@@ -115,10 +116,8 @@ def _seconds(report: Report, case: str, system: str) -> float | None:
     return None if row is None else row.seconds_median
 
 
-def _missing(report: Report, case: str, own: str, beside: str, value: float | None) -> str:
-    """Why these systems have no figures in a case; nothing where they have."""
-    if value is not None:
-        return ""
+def _missing(report: Report, case: str, own: str, beside: str) -> str:
+    """Why these systems have no figures in a case."""
     notes = [
         f"{row.system}: {row.note}"
         for row in report.rows
@@ -155,13 +154,6 @@ def _of_copy(report: Report, case: str) -> list[Verdict]:
         return [Verdict.of(exposed.name, ">=", COPY_BAR, "x as fast", None, None, why)]
     paired = (f"{case}/isolated", case)
     return [exposed, *(_beside(report, c, PLAN.name, COPY.name, COPY_BAR) for c in paired)]
-
-
-def _of_link(report: Report, case: str) -> Verdict:
-    """What both ways of a raw socket take at once, by the exchange's time."""
-    value, interval = _found(report, case, PLAN.name, ratio)
-    missing = _missing(report, case, PLAN.name, LIMIT, value)
-    return Verdict.of(f"{case}{_LINK_NAME}", ">=", LINK_BAR, "", value, interval, missing)
 
 
 # --- what the ends of systems tell --------------------------------------------------------------

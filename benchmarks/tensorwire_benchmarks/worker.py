@@ -1,77 +1,72 @@
-"""A worker process of one system: takes commands over a pipe, trains, says when what happened.
+"""A worker process of one system: trains when it is told to, and says when what happened.
 
-The loop is the same for every system: barrier, forward, backward, exchange, zero_grad. The barrier
-is the bench's own, over sockets between the workers, and lies before the clock of a step starts, so
-that all workers begin together and their gradients are ready at about the same time. The moment of
-the last gradient is taken by a hook on every parameter, put there before the system puts its own.
-
-    command             answer
-    "start", Order      none
-    "prepare"           note; the system has looked for its best settings
-    "run", Run          [StepTimes], CPU seconds of this process
-    "digest"            sum of the magnitudes of all parameters
-    "end"               WorkerEnd, after the last "run"
-    "stop"              no answer, the process ends
+It is the driver of a pair (`tensorwire.bench.processes`). The target of the first worker is the
+system's server, if it has one; the others have nothing to do. The loop is the same for every
+system: barrier, forward, backward, exchange, zero_grad. The barrier is the bench's own and lies
+before the clock of a step starts, so that all workers begin together and their gradients are ready
+at about the same time. The moment of the last gradient is taken by a hook on every parameter, put
+there before the system puts its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import hashlib
 import importlib
 import os
-import queue
-import signal
-import socket
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from tensorwire.bench.harness import median
-from tensorwire_benchmarks.figures import StepTimes, WorkerEnd
-from tensorwire_benchmarks.models import Model
+from tensorwire_benchmarks.figures import End, StepTimes
+from tensorwire_benchmarks.link import Hosts
+from tensorwire_benchmarks.systems import System
 from tensorwire_benchmarks.systems.base import Place, Trainer
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is to be."""
+    """What the workers of a team are to be; picklable.
 
-    trainer: str
-    model: Model
-    rank: int
+    Attributes:
+        folder: the team's, also for what processes write to their standard error.
+        arguments: of the system's server, but for the descriptor of its address.
+        settings: what the environment of all has beside the bench's own.
+        hosts: where the server is, and where the workers are; None for here.
+    """
+
+    system: System
+    model: Workload
     workers: int
     optimizer: str
     folder: str
-    server: str
+    arguments: list[str]
+    settings: dict[str, str]
+    hosts: Hosts | None
 
-
-class Run(NamedTuple):
-    """Steps to train.
-
-    Attributes:
-        held: nothing leaves before all workers have all their gradients; the moment when they have
-            is then that of the last gradient.
-    """
-
-    steps: int
-    held: bool = False
+    def enter(self, who: str, host: int, settings: dict[str, str]) -> None:
+        """Makes this process, which has not imported torch, one of the team's."""
+        with open(Path(self.folder, f"{who}.err"), "wb") as errors:
+            os.dup2(errors.fileno(), 2)
+        if self.hosts is not None:
+            self.hosts[host].enter()
+        use_settings(self.settings | settings)
 
 
 class Barrier:
     """All workers of a team meet: rank 0 hears from each of the others, then answers them all.
 
-    `links` are connected sockets: of rank 0 one to every other worker, of the others one to rank 0.
+    `links` are connections: of rank 0 one to every other worker, of the others one to rank 0.
     """
 
-    def __init__(self, rank: int, links: list[socket.socket]) -> None:
+    def __init__(self, rank: int, links: Sequence[Connection]) -> None:
         self._rank = rank
         self._links = links
 
@@ -81,38 +76,70 @@ class Barrier:
         Raises:
             ConnectionError: another worker has ended.
         """
-        if self._rank:
-            self._links[0].sendall(b"!")
-        for link in self._links:
-            if not link.recv(1):
-                raise ConnectionError("another worker has ended")
-        if not self._rank:
+        try:
+            if self._rank:
+                self._links[0].send_bytes(b"!")
             for link in self._links:
-                link.sendall(b"!")
+                link.recv_bytes()
+            if not self._rank:
+                for link in self._links:
+                    link.send_bytes(b"!")
+        except (EOFError, OSError) as error:
+            raise ConnectionError("another worker has ended") from error
 
 
-class Worker:
-    """The model, its system and the loop."""
+def use_settings(settings: dict[str, str]) -> None:
+    """Puts these in place of what a developer's shell tells tensorwire; torch comes after it."""
+    for name in [name for name in os.environ if name.startswith("TENSORWIRE_")]:
+        del os.environ[name]
+    os.environ.update(settings)
 
-    def __init__(self, order: Order, barrier: Callable[[], None]) -> None:
+
+class Driver:
+    """The model, its system and the loop. `start` comes first."""
+
+    def __init__(self, link: Connection, options: dict[str, Any]) -> None:
+        self._link = link
+        self._order: Order = options["order"]
+        self._rank: int = options["rank"]
+        self._barrier = Barrier(self._rank, options["barrier"])
+        self._ready = (0.0, 0.0)
+        self._at = 0
+        self._held = 0  # of these steps
+
+    def address(self, timeout_s: float) -> str | None:
+        """The server's, None if it gives none in time; "" if it has ended before."""
+        try:
+            return str(self._link.recv()) if self._link.poll(timeout_s) else None
+        except EOFError:
+            return ""
+
+    def start(self, server: str) -> int:
+        """Builds everything, in all workers at the same time; returns the process number."""
+        order, rank, settings = self._order, self._rank, {}
+        if order.system.in_job:
+            settings = {
+                "TENSORWIRE_RANK": str(rank),
+                "TENSORWIRE_WORKERS": str(order.workers),
+                "TENSORWIRE_SERVERS": server,
+                # On tcp the server is on another host; workers are on one, and share memory there.
+                "TENSORWIRE_TRANSPORTS": "shm,tcp",
+            }
+        order.enter(f"worker{rank}", 1, settings)
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
-        self._torch = torch
-        self._barrier = barrier
         network = order.model.build(torch)
         self._parameters = list(network.parameters())
-        self._ready = (0.0, 0.0)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
         place = Place(
-            torch, order.rank, order.workers, order.optimizer, order.folder, order.server, barrier
+            torch, rank, order.workers, order.optimizer, order.folder, server, self._barrier
         )
-        module, _, name = order.trainer.partition(":")
+        module, _, name = order.system.trainer.partition(":")
         self._trainer: Trainer = getattr(importlib.import_module(module), name)(place, network)
         self._loss = order.model.loss(torch)
-        self._batches = order.model.batches(torch, order.rank)
-        self._at = 0
-        self._held = 0  # of these steps
+        self._batches = order.model.batches(torch, rank)
+        return os.getpid()
 
     def _gradient_arrived(self, parameter: object) -> None:
         self._ready = (time.monotonic(), time.process_time())
@@ -123,16 +150,20 @@ class Worker:
         return self._trainer.note
 
     def _median_step(self, count: int) -> float:
-        times, _ = self.run(Run(count))
+        times, _ = self.run(count)
         return median([t.end - t.begin for t in times])
 
-    def run(self, order: Run) -> tuple[list[StepTimes], float]:
-        """Runs steps with the garbage collector off; all workers do it together."""
+    def run(self, steps: int, held: bool = False) -> tuple[list[StepTimes], float]:
+        """Steps with the garbage collector off, and their CPU time; all workers do it together.
+
+        Of steps that are `held` nothing leaves before all workers have all their gradients; the
+        moment when they have is then that of the last gradient.
+        """
         collecting = gc.isenabled()
         gc.disable()
         cpu = time.process_time()
         try:
-            times = [self._step(order.held) for _ in range(order.steps)]
+            times = [self._step(held) for _ in range(steps)]
             return times, time.process_time() - cpu
         finally:
             if collecting:
@@ -163,82 +194,41 @@ class Worker:
         """Differs when parameters differ; equal up to rounding for equal ones."""
         return float(sum(p.detach().double().abs().sum() for p in self._parameters))
 
-    def end(self) -> WorkerEnd:
+    def end(self) -> End:
         """Where this worker is now."""
         bits = hashlib.sha256()
         for parameter in self._parameters:
             bits.update(parameter.detach().contiguous().numpy().reshape(-1).data)
         hidden_s = self._trainer.hidden_s() / max(1, self._at - self._held)
-        return WorkerEnd(self._at, bits.hexdigest(), hidden_s, self._trainer.in_place())
+        return End(self._at, [bits.hexdigest()], hidden_s, self._trainer.in_place())
 
     def close(self) -> None:
-        """Ends the system's part."""
-        self._trainer.close()
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
-
-
-def _act(worker: Worker | None, barrier: Barrier, name: str, argument: Any) -> tuple[Any, Any]:
-    if name == "start":
-        worker = Worker(argument, barrier)
-        return worker, None
-    assert worker is not None, "start comes first"
-    actions: dict[str, Callable[..., Any]] = {
-        "prepare": lambda _: worker.prepare(),
-        "run": worker.run,
-        "digest": lambda _: worker.digest(),
-        "end": lambda _: worker.end(),
-    }
-    return worker, actions[name](argument)
-
-
-def _commands(control: Connection) -> queue.SimpleQueue[Any]:
-    """Commands as they come. The process ends with the bench, even in the middle of a step."""
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
+        """Ends the system's part, and the process."""
         try:
-            while True:
-                found.put(control.recv())
-        except (EOFError, OSError):
-            os._exit(1)
-
-    threading.Thread(target=read, daemon=True).start()
-    return found
+            self._trainer.close()
+        finally:
+            os._exit(0)  # threads of libraries may wait for peers that are gone
 
 
-def main() -> None:
-    """Acts on commands until "stop" or until the bench is gone."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--barrier-fds", default="", help="as Barrier has them: 5,6,7")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the bench ends its teams in order
-    control = Connection(arguments.control_fd)
-    numbers = [int(part) for part in arguments.barrier_fds.split(",") if part]
-    barrier = Barrier(arguments.rank, [socket.socket(fileno=number) for number in numbers])
-    commands = _commands(control)
-    worker: Worker | None = None
-    while True:
-        name, argument = commands.get()
-        if name == "stop":
-            break
-        try:
-            worker, result = _act(worker, barrier, name, argument)
-            control.send((True, result))
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            control.send((False, _reason(error)))
-    if worker is not None:
-        with contextlib.suppress(Exception):
-            worker.close()
-    sys.stderr.flush()
-    os._exit(0)  # threads of libraries may wait for peers that are gone
+def serve(link: Connection, options: dict[str, Any]) -> None:
+    """Beside the first worker the system's server, if it has one; else it waits for the end."""
+    for end in options.get("barrier", ()):
+        end.close()
+    order: Order | None = options.get("order")
+    if order is None or order.system.server is None or options["rank"]:
+        with contextlib.suppress(EOFError):
+            link.recv()
+        return
+    order.enter("server", 0, {})
+    reading, writing = os.pipe()
 
+    def tell() -> None:
+        with open(reading) as told:
+            link.send(told.readline().strip())
+        with contextlib.suppress(EOFError, OSError):
+            link.recv()
+        os._exit(0)  # the worker has ended; what waits for it holds threads
 
-if __name__ == "__main__":
-    main()
+    threading.Thread(target=tell, daemon=True).start()
+    arguments = [*order.arguments, "--address-fd", str(writing)]
+    importlib.import_module(order.system.server).main(arguments)

@@ -8,25 +8,27 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
 from tensorwire_benchmarks import alone
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.benches import TRAINING
 from tensorwire_benchmarks.engine import run
-from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.systems import LIMIT, OWN, SYSTEMS, System
-from tensorwire_benchmarks.team import Team, TeamError
+from tensorwire_benchmarks.team import Team
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 pytest.importorskip("torch")
 
-TINY = Network("tiny", (1, 4, 4), (2,), (9, 3), batch=2, steps=7)
+TINY = Workload("tiny", "plain:Convolutions", "", 2, 7, arguments=((1, 4, 4), (2,), (9, 3)))
 BY_NAME = {system.name: system for system in SYSTEMS}
 
 
@@ -62,7 +64,7 @@ def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture
 def rival(chosen: tuple[str, str]) -> Iterator[Team]:
     name, optimizer = chosen
-    with Team(needed(name), "shm", TINY, 2, optimizer) as team:
+    with closing(Team(needed(name), "shm", TINY, 2, optimizer)) as team:
         yield team
 
 
@@ -102,7 +104,7 @@ def test_a_step_that_is_held_is_an_ordinary_one_for_the_parameters(
     rival: Team, chosen: tuple[str, str]
 ) -> None:
     if not BY_NAME[chosen[0]].holds:
-        with pytest.raises(TeamError, match="exchanges during backward"):
+        with pytest.raises(PairError, match="exchanges during backward"):
             rival.run(2, held=True)
         return
     for held in (True, False, True):
@@ -127,31 +129,31 @@ def test_preparing_keeps_the_workers_equal(rival: Team) -> None:
 def test_a_killed_worker_is_a_reason_and_nothing_stays(rival: Team) -> None:
     pids = rival.pids
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(TeamError, match="worker"):
+    with pytest.raises(PairError, match="worker"):
         rival.run(2)
     assert rival.closed
     assert not any(map(alive, pids))
-    with pytest.raises(TeamError, match="have ended"):
+    with pytest.raises(PairError, match="have ended"):
         rival.run(1)
     rival.close()
 
 
 @pytest.mark.slow
 def test_a_killed_server_is_a_reason_and_nothing_stays() -> None:
-    with Team(needed("grpc"), "tcp", TINY, 2, "sgd") as team:
+    with closing(Team(needed("grpc"), "tcp", TINY, 2, "sgd")) as team:
         pids = team.pids
         os.kill(pids[-1], signal.SIGKILL)
-        with pytest.raises(TeamError, match=r"server|worker"):
+        with pytest.raises(PairError, match=r"server|worker"):
             team.run(2)
         assert not any(map(alive, pids))
 
 
 def test_a_system_that_does_not_come_up_is_a_reason() -> None:
     absent = System("x", "a_module_that_nobody_has", (), None, {"shm": ""})
-    with pytest.raises(TeamError, match="ModuleNotFoundError"):
+    with pytest.raises(PairError, match="ModuleNotFoundError"):
         Team(absent, "shm", TINY, 2, "sgd")
     serverless = System("x", "y", (), "a_module_that_nobody_has", {"shm": ""})
-    with pytest.raises(TeamError, match=r"before it listened.*a_module_that_nobody_has"):
+    with pytest.raises(PairError, match=r"before it listened.*a_module_that_nobody_has"):
         Team(serverless, "shm", TINY, 2, "sgd")
 
 

@@ -20,14 +20,12 @@ pytest.importorskip("grpc")
 
 from tensorwire_benchmarks.systems.grpc_server import (  # noqa: E402 (they need torch and grpc)
     HEADER,
-    Block,
     Shard,
     listen,
     pack_rows,
-    pack_start,
     unpack_rows,
 )
-from tensorwire_benchmarks.systems.grpc_worker import GrpcTrainer, Setting  # noqa: E402
+from tensorwire_benchmarks.systems.grpc_worker import GrpcTrainer  # noqa: E402
 
 WORKERS = 2
 STEPS = 6
@@ -87,17 +85,17 @@ def expected(build: Callable[[], Any], batches: list[list[Any]], loss: Any) -> l
 
 
 def trained(
-    setting: Setting, build: Callable[[], Any], batches: list[list[Any]], loss: Any, folder: Path
+    bucket_bytes: int, build: Callable[[], Any], batches: list[list[Any]], loss: Any, folder: Path
 ) -> list[list[Any]]:
     """The parameters of each worker; every other step is held."""
     barrier = threading.Barrier(WORKERS, timeout=60)
-    server, address = listen(Shard(torch, WORKERS, "plain-sgd"), f"unix:{folder}/grpc")
+    server, address = listen(Shard(torch, WORKERS, "plain-sgd"), WORKERS, f"unix:{folder}/grpc")
     networks = [build() for _ in range(WORKERS)]
 
     def train(rank: int) -> list[Any]:
         place = Place(torch, rank, WORKERS, "plain-sgd", str(folder), address, barrier.wait)
         trainer = GrpcTrainer(place, networks[rank])
-        trainer._configure(setting)
+        assert trainer.configure(bucket_bytes) == bucket_bytes
         for step in range(STEPS):
             inputs, labels = batches[rank][step % len(batches[rank])]
             value = loss(trainer.module(inputs), labels)
@@ -119,23 +117,15 @@ def trained(
         server.stop(None).wait()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(1 << 20, "calls", during_backward=True),
-        Setting(1 << 10, "calls", during_backward=False, messages=4),
-        Setting(1 << 12, "stream", during_backward=True, messages=3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("bucket_bytes", [1 << 8, 1 << 10, 1 << 20])
 @pytest.mark.parametrize("task", [dlrm, two_widths])
 def test_rows_are_trained_as_torch_s_sgd_does(
-    task: Callable[[], Any], setting: Setting, tmp_path: Path
+    task: Callable[[], Any], bucket_bytes: int, tmp_path: Path
 ) -> None:
     build, batches, loss = task()
     before = [parameter.detach() for parameter in build().parameters()]
     wanted = expected(build, batches, loss)
-    first, second = trained(setting, build, batches, loss, tmp_path)
+    first, second = trained(bucket_bytes, build, batches, loss, tmp_path)
     for start, mine, theirs, right in zip(before, first, second, wanted, strict=True):
         assert torch.equal(mine, theirs)
         torch.testing.assert_close(mine - start, right - start, rtol=1e-3, atol=1e-6)
@@ -146,7 +136,7 @@ def test_rows_that_one_worker_looked_up_change_for_all() -> None:
     """By hand: tables of 3 and 2 rows; row 4 is looked up by both."""
     shard = Shard(torch, WORKERS, "plain-sgd")
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
-    shard.start(pack_start([Block(2, 5, 2)], [np.zeros(0, np.float32), values]))
+    shard.start(np.zeros(0, np.float32), [values])
     answers: list[bytes] = []
     for rank, rows in enumerate(([1, 4], [4])):
         assert not answers
@@ -170,6 +160,6 @@ def test_an_optimizer_that_changes_all_rows_is_refused(optimizer: str) -> None:
         GrpcTrainer(place, DLRM.build(torch))
     shard = Shard(torch, WORKERS, optimizer)
     with pytest.raises(ValueError, match="tables need plain-sgd"):
-        shard.start(pack_start([Block(1, 2, 2)], [np.zeros((2, 2), np.float32)]))
+        shard.start(np.zeros(0, np.float32), [np.zeros((2, 2), np.float32)])
     with pytest.raises(ValueError, match="no optimizer 'adam'"):
         make_optimizer(torch, "adam", [], fused=False)

@@ -14,10 +14,8 @@ from tensorwire_benchmarks.figures import (
     End,
     StepTimes,
     Turns,
-    backward_seconds,
-    forward_seconds,
+    seconds_of,
 )
-from tensorwire_benchmarks.models import Network
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
 from tensorwire_benchmarks.stage import Stage
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
@@ -28,12 +26,14 @@ from tensorwire_benchmarks.verdicts import (
     judge_placement,
     judge_planning,
 )
+from tensorwire_benchmarks.workloads.catalog import Workload
 
 MIB = 1 << 20
-NETWORK = Network("fcn5", (1 << 14,), (), (1 << 14,), batch=1, steps=1)  # 1 GiB
+NETWORK = Workload("fcn5", "plain:Perceptron", "", 1, 1, arguments=(1 << 14, 1 << 14))  # 1 GiB
 
 
 def stage_of(*systems: str) -> Stage:
+    pytest.importorskip("torch")
     settings = Settings((NETWORK,), ("tcp",), systems or PLACEMENT.names)
     return Stage(PLACEMENT, settings, NETWORK, "tcp")
 
@@ -44,11 +44,11 @@ def stage_of(*systems: str) -> Stage:
 def test_parts_are_those_of_the_slowest_worker() -> None:
     first = [StepTimes(0, 2, 5, 6, 7, 0), StepTimes(10, 11, 15, 16, 17, 0)]
     second = [StepTimes(0, 1, 6, 7, 8, 0), StepTimes(10, 13, 14, 15, 16, 0)]
-    assert forward_seconds([first, second]) == [2, 3]
-    assert backward_seconds([first, second]) == [5, 4]
+    assert seconds_of("forward", [first, second]) == [2, 3]
+    assert seconds_of("backward", [first, second]) == [5, 4]
     turns = Turns()
     turns.add([first, second], 0, 0, 1)
-    assert (turns.forward, turns.backward) == ([[3]], [[4]])
+    assert (turns.samples["forward"], turns.samples["backward"]) == ([[3]], [[4]])
 
 
 def report(copy_exposed_s: float = 0.2, ratio_to_limit: float = 0.8) -> Report:

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,55 +59,46 @@ class Driver(RivalDriver):
             return operation, f"raw bytes over {where}, {name}"
         named = dict(ways)
         if case not in self._best or size_bytes <= _LARGEST_TRIAL:
-            self._best[case] = min(named, key=lambda name: self._trial(named[name]))
+            self._best[case] = min(named, key=lambda name: _trial(named[name]))
         best = self._best[case]
         return named[best], f"raw bytes over {where}, {best}, the fastest of {len(ways)} ways tried"
-
-    @staticmethod
-    def _trial(operation: Operation) -> float:
-        operation()
-        return median(time_each(operation, 3))
 
     def _ways(self, case: str, size_bytes: int) -> list[tuple[str, Operation]]:
         """The ways to move this many bytes: one call, or chunks in concurrent calls or a stream."""
         put = case == "write"
         call = self._put if put else self._get
-        whole = bytes(size_bytes) if put else _asking(size_bytes)
-        ways: list[tuple[str, Operation]] = [("one call", lambda: call(whole))]
+
+        def requests(chunk_bytes: int) -> list[bytes]:
+            """Those bytes in chunks, or what asks for them."""
+            full, rest = divmod(size_bytes, chunk_bytes)
+            sizes = [chunk_bytes] * full + [rest] * (rest > 0)
+            chunk = bytes(chunk_bytes)
+            return [chunk[:size] if put else size.to_bytes(8, "little") for size in sizes]
+
+        def concurrent(sent: list[bytes]) -> None:
+            for future in [call.future(request) for request in sent]:
+                future.result()
+
+        def stream(sent: list[bytes]) -> None:
+            self._stream_put(iter(sent))
+
+        (whole,) = requests(size_bytes)
+        ways: list[tuple[str, Operation]] = [("one call", partial(call, whole))]
         for chunk in _CHUNKS if size_bytes > 1 << 18 else ():
             if chunk < size_bytes:
-                parts = _parts(size_bytes, chunk)
-                sent = parts if put else [_asking(len(part)) for part in parts]
-                ways.append((f"{format_size(chunk)} calls", _concurrent(call, sent)))
+                sent = requests(chunk)
+                ways.append((f"{format_size(chunk)} calls", partial(concurrent, sent)))
                 if put:
-                    ways.append((f"{format_size(chunk)} stream", _streamed(self._stream_put, sent)))
+                    ways.append((f"{format_size(chunk)} stream", partial(stream, sent)))
         return ways
 
     def close(self) -> None:
         self._channel.close()
 
 
-def _parts(size_bytes: int, chunk_bytes: int) -> list[bytes]:
-    full, rest = divmod(size_bytes, chunk_bytes)
-    chunk = bytes(chunk_bytes)
-    return [chunk] * full + ([bytes(rest)] if rest else [])
-
-
-def _asking(size_bytes: int) -> bytes:
-    """The request for so many bytes."""
-    return size_bytes.to_bytes(8, "little")
-
-
-def _streamed(call: Any, parts: list[bytes]) -> Operation:
-    return lambda: call(iter(parts))
-
-
-def _concurrent(call: Any, requests: list[bytes]) -> Operation:
-    def operation() -> None:
-        for future in [call.future(request) for request in requests]:
-            future.result()
-
-    return operation
+def _trial(operation: Operation) -> float:
+    operation()
+    return median(time_each(operation, 3))
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class System:
         name: as in rows and on the command line.
         trainer: its Trainer, "module:class".
         needs: import names, each with what to do when it is missing.
-        server: module to run as its server, None without one.
+        server: module whose `main` is its server, None without one.
         carries: per wire, for the note: what its bytes really travel over.
         copies: how often the bytes of the model lie in the memory of two workers and the server,
             at most and roughly.
@@ -55,13 +55,7 @@ class System:
         return None
 
     def server_arguments(
-        self,
-        wire: str,
-        workers: int,
-        optimizer: str,
-        threads: int,
-        folder: str,
-        host: str = "127.0.0.1",
+        self, wire: str, workers: int, optimizer: str, threads: int, folder: str, host: str
     ) -> list[str]:
         """Arguments of the server, but for the descriptor of its address."""
         if self.in_job:

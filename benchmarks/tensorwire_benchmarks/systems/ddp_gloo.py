@@ -43,6 +43,3 @@ class DdpTrainer(Trainer):
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        os._exit(0)  # destroying the group waits for the other ranks; nothing is left to lose

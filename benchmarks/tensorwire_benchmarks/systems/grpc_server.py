@@ -7,23 +7,17 @@ added from the received bytes where they lie, in float32 and in the order of ran
 the gradient that the optimizer reads.
 
 Tables, the parameters with sparse gradients, lie one below the other: all tables whose rows have as
-many elements are one block, and the row of a block says which table it is of. Of a block only rows
-travel, those of some tables in one message. A message's rows are updated as soon as those of every
-worker are there: their sum, in float32 and in the order of ranks, by the number of workers, and SGD
-on these rows. The answer has all rows that any worker sent, with their new values.
+many elements are one block, of which only rows travel, in one message. They are updated as soon as
+those of every worker are there: their sum, in float32 and in the order of ranks, by the number of
+workers, and SGD on these rows. The answer has all rows that any worker sent, with their new values.
 
-There are two ways to send buckets and rows: a call for each, or one stream per worker.
-
-    message          bytes
-    Start            u32 blocks, per block u32 tables, u32 rows, u32 elements of a row; the flat
-                     array, the blocks, float32
-    Configure        u32 bytes of a bucket, u8 way, u8 during backward, u8 messages per block;
-                     answer: the same
-    Describe         none; answer: as Configure
-    Exchange, Stream u32 rank, u32 bucket, gradients; answer: u32 0, u32 bucket, parameters
-                     for rows: u32 rank, u32 buckets + which of all messages of rows, i64 rows of
-                     the block in ascending order, each once, their gradients, float32; answer:
-                     u32 0, u32 the same, i64 changed rows, their new values
+    call       message
+    Start      the flat array and the blocks, float32, pickled
+    Configure  u32 bytes of a bucket, or nothing to leave it; answer: what it is now
+    Stream     u32 rank, u32 bucket, gradients; answer: u32 0, u32 bucket, parameters
+               for rows: u32 rank, u32 buckets + which block, i64 rows of the block in ascending
+               order, each once, their gradients, float32; answer: u32 0, u32 the same, i64 changed
+               rows, their new values
 """
 
 from __future__ import annotations
@@ -32,14 +26,14 @@ import argparse
 import contextlib
 import importlib
 import os
+import pickle
 import struct
-import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,32 +43,10 @@ from tensorwire_benchmarks.systems.base import LEARNING_RATE, PLAIN_SGD, make_op
 
 SERVICE = "tensorwire.bench.ParameterServer"
 HEADER = struct.Struct("<II")
-CONFIGURATION = struct.Struct("<IBBB")
-COUNT = struct.Struct("<I")
-BLOCK = struct.Struct("<III")
-WAYS = ("calls", "stream")
-_THREADS = 4096  # a call that waits for the other workers holds a thread; most are never started
+BUCKET_BYTES = struct.Struct("<I")
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
-
-
-class Block(NamedTuple):
-    """Tables one below the other."""
-
-    tables: int
-    rows: int
-    wide: int
-
-    def messages(self, wanted: int) -> int:
-        """Into how many its tables are cut."""
-        return min(wanted, self.tables)
-
-
-def pack_start(blocks: list[Block], arrays: list[Floats]) -> bytes:
-    """The message Start: the flat array, then that of each block."""
-    parts = [COUNT.pack(len(blocks)), *(BLOCK.pack(*block) for block in blocks)]
-    return b"".join([*parts, *(array.tobytes() for array in arrays)])
 
 
 def pack_rows(first: int, index: int, rows: Indices, values: Floats) -> bytes:
@@ -149,7 +121,7 @@ class Bucket(_Meeting):
 
 
 class Rows(_Meeting):
-    """Some tables of a block. Nothing but SGD without state changes only rows with a gradient."""
+    """The tables of a block. Only SGD without state leaves rows without a gradient unchanged."""
 
     def __init__(self, index: int, block: Floats, workers: int) -> None:
         super().__init__(index, workers)
@@ -178,42 +150,34 @@ class Shard:
         self._torch = torch
         self._workers = workers
         self._optimizer = optimizer
-        self._parameters: Floats = np.zeros(0, np.float32)
-        self._blocks: list[tuple[Block, Floats]] = []
-        self._meetings: list[_Meeting] = []
-        self.configuration = CONFIGURATION.pack(4 << 20, 0, 0, 1)
+        self._bucket_bytes = BUCKET_BYTES.pack(4 << 20)
 
-    def start(self, message: bytes) -> None:
-        """Takes the values that training starts with.
+    def start(self, flat: Floats, blocks: Sequence[Floats]) -> None:
+        """Copies the values that training starts with.
 
         Raises:
             ValueError: there are tables, and the optimizer would change all of their rows.
         """
-        (count,) = COUNT.unpack_from(message)
-        at = COUNT.size + count * BLOCK.size
-        blocks = [Block(*each) for each in BLOCK.iter_unpack(message[COUNT.size : at])]
         if blocks and self._optimizer != PLAIN_SGD:
             raise ValueError(f"tables need {PLAIN_SGD}, not {self._optimizer}")
-        values = np.frombuffer(message, np.float32, offset=at).copy()
-        first = len(values) - sum(block.rows * block.wide for block in blocks)
-        self._parameters, self._blocks = values[:first], []
-        for block in blocks:
-            end = first + block.rows * block.wide
-            self._blocks.append((block, values[first:end].reshape(block.rows, block.wide)))
-            first = end
-        self.configure(self.configuration)
+        self._parameters = flat.copy()  # numpy asks for large pages
+        self._blocks = [block.copy() for block in blocks]
+        self.configure(self._bucket_bytes)
 
-    def configure(self, configuration: bytes) -> None:
+    def configure(self, bucket_bytes: bytes) -> bytes:
         """Cuts the parameters anew; their values stay, the optimizer's state starts again."""
-        bucket_bytes, _, _, messages = CONFIGURATION.unpack(configuration)
-        self.configuration = configuration
-        self._meetings = [
-            Bucket(self._torch, index, self._parameters[begin:end], self._workers, self._optimizer)
-            for index, (begin, end) in enumerate(cut(len(self._parameters), bucket_bytes))
-        ]
-        for block, values in self._blocks:
-            for _ in range(block.messages(messages)):
-                self._meetings.append(Rows(len(self._meetings), values, self._workers))
+        if bucket_bytes:
+            self._bucket_bytes = bucket_bytes
+            ranges = cut(len(self._parameters), *BUCKET_BYTES.unpack(bucket_bytes))
+            self._meetings: list[_Meeting] = [
+                Bucket(self._torch, index, self._parameters[a:b], self._workers, self._optimizer)
+                for index, (a, b) in enumerate(ranges)
+            ]
+            self._meetings += [
+                Rows(index, block, self._workers)
+                for index, block in enumerate(self._blocks, len(ranges))
+            ]
+        return self._bucket_bytes
 
     def push(self, request: bytes, done: Callable[[bytes], None]) -> None:
         """Takes one worker's gradients of a bucket or of rows; `done` gets the new parameters."""
@@ -223,20 +187,11 @@ class Shard:
 
 def _handlers(grpc: Any, shard: Shard) -> dict[str, Any]:
     def start(request: bytes, context: object) -> bytes:
-        shard.start(request)
+        shard.start(*pickle.loads(request))
         return b""
 
     def configure(request: bytes, context: object) -> bytes:
-        shard.configure(request)
-        return request
-
-    def describe(request: bytes, context: object) -> bytes:
-        return shard.configuration
-
-    def exchange(request: bytes, context: object) -> bytes:
-        answer: SimpleQueue[bytes] = SimpleQueue()
-        shard.push(request, answer.put)
-        return answer.get()
+        return shard.configure(request)
 
     def stream(requests: Iterator[bytes], context: object) -> Iterator[bytes]:
         answers: SimpleQueue[bytes | None] = SimpleQueue()
@@ -248,23 +203,21 @@ def _handlers(grpc: Any, shard: Shard) -> dict[str, Any]:
             answers.put(None)
 
         threading.Thread(target=take, daemon=True).start()
-        while (answer := answers.get()) is not None:
-            yield answer
+        yield from iter(answers.get, None)
 
     return {
         "Start": grpc.unary_unary_rpc_method_handler(start),
         "Configure": grpc.unary_unary_rpc_method_handler(configure),
-        "Describe": grpc.unary_unary_rpc_method_handler(describe),
-        "Exchange": grpc.unary_unary_rpc_method_handler(exchange),
         "Stream": grpc.stream_stream_rpc_method_handler(stream),
     }
 
 
-def listen(shard: Shard, where: str) -> tuple[Any, str]:
+def listen(shard: Shard, workers: int, where: str) -> tuple[Any, str]:
     """Serves in threads of its own.
 
     Args:
         shard: what is served.
+        workers: how many there are; the stream of each holds a thread.
         where: as on the command line.
 
     Returns:
@@ -272,7 +225,7 @@ def listen(shard: Shard, where: str) -> tuple[Any, str]:
     """
     grpc: Any = importlib.import_module("grpc")
     server = grpc.server(
-        ThreadPoolExecutor(_THREADS),
+        ThreadPoolExecutor(2 * workers),
         handlers=[grpc.method_handlers_generic_handler(SERVICE, _handlers(grpc, shard))],
         options=OPTIONS,
     )
@@ -281,25 +234,19 @@ def listen(shard: Shard, where: str) -> tuple[Any, str]:
     return server, where if where.startswith("unix:") else f"{where.rpartition(':')[0]}:{port}"
 
 
-def main() -> None:
-    """Serves until standard input ends, which is when the bench closes it or dies."""
+def main(arguments: Sequence[str]) -> None:
+    """Serves until the process is ended."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--optimizer", required=True)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--address-fd", type=int, required=True)
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
-    _server, address = listen(
-        Shard(torch, arguments.workers, arguments.optimizer), arguments.listen
-    )
-    os.write(arguments.address_fd, f"{address}\n".encode())
-    os.close(arguments.address_fd)
-    sys.stdin.buffer.read()
-    os._exit(0)  # calls of workers that are gone still hold threads
-
-
-if __name__ == "__main__":
-    main()
+    shard = Shard(torch, options.workers, options.optimizer)
+    server, address = listen(shard, options.workers, options.listen)
+    os.write(options.address_fd, f"{address}\n".encode())
+    os.close(options.address_fd)
+    server.wait_for_termination()

@@ -1,8 +1,9 @@
 """The list of workloads: what the command line and the bench must know before torch is imported.
 
-The first six are those of "RPC Considered Harmful" (arXiv 1805.08430), with its numbers of tensors
-and its bytes. The others are larger or more diverse. Every parameter is real; images and sequences
-are as short as the architecture allows, so that a step runs on one core. Dropout is left out.
+The first six of `WORKLOADS` are those of "RPC Considered Harmful" (arXiv 1805.08430), with its
+numbers of tensors and its bytes. The others are larger or more diverse. Every parameter is real;
+images and sequences are as short as the architecture allows, so that a step runs on one core.
+Dropout is left out.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from tensorwire.errors import UnavailableError
-from tensorwire_benchmarks.models import Model, named
 from tensorwire_benchmarks.traffic import FLOAT_BYTES, Lookup, Traffic
 
 _PACKAGE = "tensorwire_benchmarks.workloads"
+_BATCHES = 4  # that a worker uses in turn
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
 
 
@@ -38,10 +39,12 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload(Model):
-    """A model with its batches and its loss, as its `Task` has them.
+class Workload:
+    """A model with its batches and its loss, as its `Task` has them; all is float32.
 
-    Picklable; the same values come out in every process.
+    Picklable; the same values come out in every process. Inputs are random and fixed by a seed: a
+    bench of communication needs their shape only, and every system computes the very same steps.
+    torch is imported by whoever calls.
 
     Attributes:
         name: as in cases and on the command line.
@@ -51,6 +54,7 @@ class Workload(Model):
         steps: measured by default.
         optimizer: the one that it needs, as in `make_optimizer`; None: whichever is asked for.
         tiny: the same structure with narrow layers, for tests.
+        arguments: what its Task gets besides.
     """
 
     name: str
@@ -60,10 +64,12 @@ class Workload(Model):
     steps: int
     optimizer: str | None = None
     tiny: bool = False
+    arguments: tuple[Any, ...] = ()
 
     def _make_task(self) -> Any:
         module, _, name = self.task.partition(":")
-        return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(self.tiny)
+        task = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+        return task(self.tiny, *self.arguments)
 
     def reduced(self) -> Workload:
         """The tiny one."""
@@ -71,8 +77,13 @@ class Workload(Model):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the parameters."""
+        """Bytes of the parameters; every step gives each of them a gradient."""
         return sum(tensor.size_bytes for tensor in self.tensors())
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return self.size_bytes // FLOAT_BYTES
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All parameters in the order of `module.parameters()`; no memory is taken for them.
@@ -95,11 +106,15 @@ class Workload(Model):
         torch.manual_seed(1)
         return self._make_task().build()
 
-    def sample(self, torch: Any, random: Any) -> tuple[Any, Any]:
-        """As the task makes it."""
-        del torch
+    def sample(self, random: Any) -> tuple[Any, Any]:
+        """Inputs and labels of one batch, by this generator."""
         found: tuple[Any, Any] = self._make_task().batch(self.batch, random)
         return found
+
+    def batches(self, torch: Any, rank: int) -> list[tuple[Any, Any]]:
+        """Inputs and labels that the worker uses in turn; workers have different ones."""
+        random = torch.Generator().manual_seed(1000 + rank)
+        return [self.sample(random) for _ in range(_BATCHES)]
 
     def loss(self, torch: Any) -> Callable[[Any, Any], Any]:
         """Of the module's output and the labels; a scalar."""
@@ -218,8 +233,8 @@ WORKLOADS = (
     Workload("lstm", "recurrent:Lstm", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
     Workload("gru", "recurrent:Gru", "a layer of 1024 cells, a tensor per gate; 10 steps", 4, 30),
     Workload("fcn5", "plain:Fcn5", "5 dense layers; 784 inputs", 4, 30),
-    Workload("resnet50", "resnet:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
-    Workload("gpt2-small", "gpt2:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
+    Workload("resnet50", "plain:ResNet50", "53 convolutions with BatchNorm; 64 × 64", 4, 20),
+    Workload("gpt2-small", "transformer:Gpt2Small", "12 transformer layers; 32 tokens", 1, 12),
     Workload(
         "dlrm",
         "dlrm:Dlrm",
@@ -229,10 +244,40 @@ WORKLOADS = (
         "plain-sgd",
     ),
     Workload("dlrm-dense", "dlrm:DlrmDense", "the same with dense gradients", 128, 30),
-    Workload("moe", "moe:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
+    Workload("moe", "transformer:MixtureOfExperts", "8 experts, 2 for each of 32 tokens", 4, 30),
     Workload("bilstm", "recurrent:BiLstm", "2 layers, both ways; 5 to 24 words", 4, 20),
 )
 """Those of the paper first, in its order."""
+
+
+MODELS = (
+    Workload(
+        "digits", "plain:Convolutions", "2 convolutions, 2 dense layers; 8 × 8", 32, 300,
+        arguments=((1, 8, 8), (16, 32), (64, 10)),
+    ),
+    Workload(
+        "mlp50", "plain:Perceptron", "5 dense layers; 784 inputs", 32, 60,
+        arguments=(784, 2048, 2048, 2048, 1024, 1000),
+    ),
+    Workload(
+        "mlp200", "plain:Perceptron", "5 dense layers; 784 inputs", 32, 30,
+        arguments=(784, 4096, 4096, 4096, 3072, 1000),
+    ),
+)  # fmt: skip
+"""Those of `bench training`: a small net for scikit-learn's digits (150 KiB), 50 and 200 MiB."""
+
+
+def named(name: str, models: Sequence[Workload], called: str = "model") -> Workload:
+    """The one of that name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for candidate in models:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(each.name for each in models)
+    raise LookupError(f"no {called} {name!r}; known: {known}")
 
 
 def workload(name: str) -> Workload:

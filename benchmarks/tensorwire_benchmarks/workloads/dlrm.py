@@ -7,14 +7,13 @@ are. The dense twin has the same tables, and gradients whose other rows are zero
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .task import Task
+from .task import Task, perceptron
 
 _ROWS = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
@@ -23,22 +22,15 @@ _ROWS = (
 _NUMBERS = 13  # inputs that are no categories
 
 
-def _perceptron(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
 class _Model(nn.Module):
     def __init__(self, rows: list[int], wide: int, inner: int, sparse: bool) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(n, wide, sparse=sparse) for n in rows)
         for table in self.tables:
             nn.init.uniform_(table.weight, -0.05, 0.05)
-        self.bottom = _perceptron(_NUMBERS, 2 * inner, inner, wide)
+        self.bottom = perceptron(_NUMBERS, 2 * inner, inner, wide)
         vectors = len(rows) + 1
-        self.top = _perceptron(wide + vectors * (vectors - 1) // 2, 2 * inner, inner, 1)
+        self.top = perceptron(wide + vectors * (vectors - 1) // 2, 2 * inner, inner, 1)
         self.pairs = torch.triu_indices(vectors, vectors, offset=1, device="cpu")
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

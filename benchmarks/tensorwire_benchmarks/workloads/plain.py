@@ -1,23 +1,21 @@
-"""Layers in a row: AlexNet, VGGNet-16 and FCN-5, with ten outputs as in the paper.
+"""Layers in a row: AlexNet, VGGNet-16 and FCN-5 with ten outputs as in the paper, and others.
 
 AlexNet is TF-slim's alexnet_v2: no groups, and the first dense layer is a 5 × 5 convolution.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from .task import Task, images
-
-_CLASSES = 10
+from .task import Task, perceptron
 
 
 class AlexNet(Task):
     """16 tensors, 176.42 MiB. Its first dense layer has 5 × 5 inputs per channel: 224 × 224."""
+
+    shape = (3, 224, 224)
 
     def build(self) -> nn.Module:
         divisor = 32 if self.tiny else 1
@@ -31,15 +29,14 @@ class AlexNet(Task):
             nn.Conv2d(c, d, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2),
             nn.Conv2d(d, wide, 5), nn.ReLU(),
             nn.Conv2d(wide, wide, 1), nn.ReLU(),
-            nn.Conv2d(wide, _CLASSES, 1), nn.Flatten(),
+            nn.Conv2d(wide, self.classes, 1), nn.Flatten(),
         )  # fmt: skip
-
-    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        return images(size, 224, _CLASSES, random)
 
 
 class Vgg16(Task):
     """32 tensors, 512.32 MiB. A pooling in front of the dense layers takes images of any size."""
+
+    shape = (3, 64, 64)
 
     def build(self) -> nn.Module:
         divisor = 32 if self.tiny else 1
@@ -51,29 +48,94 @@ class Vgg16(Task):
                 channels = width // divisor
             layers.append(nn.MaxPool2d(2))
         wide = 4096 // divisor
-        return nn.Sequential(
-            *layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(),
-            nn.Linear(channels * 7 * 7, wide), nn.ReLU(),
-            nn.Linear(wide, wide), nn.ReLU(),
-            nn.Linear(wide, _CLASSES),
-        )  # fmt: skip
-
-    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        return images(size, 64, _CLASSES, random)
+        dense = perceptron(channels * 7 * 7, wide, wide, self.classes)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *dense)
 
 
-class Fcn5(Task):
-    """10 tensors, 204.47 MiB."""
+class Perceptron(Task):
+    """Linear layers of these widths, the inputs' first."""
+
+    def __init__(self, tiny: bool, inputs: int, *widths: int) -> None:
+        super().__init__(tiny)
+        self.shape, self.widths, self.classes = (inputs,), widths, widths[-1]
 
     def build(self) -> nn.Module:
-        wide = 64 if self.tiny else 4096
-        layers: list[nn.Module] = []
-        for a, b in itertools.pairwise((784, wide, wide, wide, wide, _CLASSES)):
-            layers += [nn.Linear(a, b), nn.ReLU()]
-        return nn.Sequential(*layers[:-1])
+        return perceptron(*self.shape, *self.widths)
 
-    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        return (
-            torch.rand((size, 784), generator=random),
-            torch.randint(_CLASSES, (size,), generator=random),
+
+class Fcn5(Perceptron):
+    """10 tensors, 204.47 MiB."""
+
+    def __init__(self, tiny: bool) -> None:
+        wide = 64 if tiny else 4096
+        super().__init__(tiny, 784, wide, wide, wide, wide, 10)
+
+
+class Convolutions(Task):
+    """3 × 3 convolutions with so many outputs, one pooling, then linear layers, ReLU between."""
+
+    def __init__(
+        self, tiny: bool, shape: tuple[int, ...], channels: tuple[int, ...], widths: tuple[int, ...]
+    ) -> None:
+        super().__init__(tiny)
+        self.shape, self.channels, self.widths, self.classes = shape, channels, widths, widths[-1]
+
+    def build(self) -> nn.Module:
+        a, high, wide = self.shape
+        layers: list[nn.Module] = []
+        for b in self.channels:
+            layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()]
+            a = b
+        features = a * (high // 2) * (wide // 2)
+        dense = perceptron(features, *self.widths)
+        return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), *dense)
+
+
+_WIDER = 4  # a block's outputs by its inner channels
+
+
+def _convolution(a: int, b: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(a, b, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(b)
+    )
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, a: int, inner: int, stride: int) -> None:
+        super().__init__()
+        b = _WIDER * inner
+        self.layers = nn.Sequential(
+            _convolution(a, inner, 1), nn.ReLU(),
+            _convolution(inner, inner, 3, stride), nn.ReLU(),
+            _convolution(inner, b, 1),
+        )  # fmt: skip
+        changes = a != b or stride != 1
+        self.shortcut = _convolution(a, b, 1, stride) if changes else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+class ResNet50(Task):
+    """161 tensors, 97.49 MiB: four groups of 3, 4, 6 and 3 blocks; images of any size."""
+
+    shape = (3, 64, 64)
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__(tiny)
+        self.classes = 10 if tiny else 1000
+
+    def build(self) -> nn.Module:
+        channels = inner = 4 if self.tiny else 64
+        layers: list[nn.Module] = [
+            _convolution(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
+        ]  # fmt: skip
+        for group, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                stride = 2 if group and not block else 1
+                layers.append(_Bottleneck(channels, inner, stride))
+                channels = _WIDER * inner
+            inner *= 2
+        return nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)
         )

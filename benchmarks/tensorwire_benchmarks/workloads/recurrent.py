@@ -75,15 +75,10 @@ class Lstm(Task):
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
         self.cells, self.classes = (16, 10) if tiny else (1024, 1000)
+        self.shape = (10, self.cells)
 
     def build(self) -> nn.Module:
         return _Recurrent(self.kind, self.cells, self.classes)
-
-    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        return (
-            torch.rand((size, 10, self.cells), generator=random),
-            torch.randint(self.classes, (size,), generator=random),
-        )
 
 
 class Gru(Lstm):

@@ -31,22 +31,16 @@ def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for model in workloads:
         found = summary(model.tensors())
+        sizes = (found.bytes_average, found.bytes_median, found.bytes_min, found.bytes_max)
         table.add_row(
             model.name,
             str(found.tensors),
             f"{found.bytes / MIB:.2f}",
-            *(
-                size_text(size)
-                for size in (
-                    found.bytes_average, found.bytes_median, found.bytes_min, found.bytes_max,
-                )
-            ),
-            str(found.small),
-            str(found.medium),
-            str(found.large),
+            *map(size_text, sizes),
+            *map(str, (found.small, found.medium, found.large)),
             f"{100 * found.bytes_in_large / found.bytes:.2f} %",
             _looked_up(found),
-        )  # fmt: skip
+        )
     console.print(table)
     for model in workloads:
         console.print(f"{model.name:13} {model.about}; batch {model.batch}", highlight=False)

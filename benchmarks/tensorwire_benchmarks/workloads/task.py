@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -9,15 +10,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+_TOKENS = 32  # of a sequence
+
 
 class Task(ABC):
     """Made in the process that trains.
 
     Attributes:
         tiny: narrow layers, the same structure.
+        shape: of one sample.
+        classes: of labels.
         looked_up: what the names of parameters begin with that are looked up by row.
     """
 
+    shape: tuple[int, ...] = ()
+    classes = 10
     looked_up: tuple[str, ...] = ()
 
     def __init__(self, tiny: bool) -> None:
@@ -30,9 +37,12 @@ class Task(ABC):
         Its forward takes the inputs of `batch` as one argument.
         """
 
-    @abstractmethod
     def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
-        """Inputs and labels of `size` samples."""
+        """Inputs and labels of `size` samples; here random numbers, and one label for each."""
+        return (
+            torch.rand((size, *self.shape), generator=random),
+            torch.randint(self.classes, (size,), generator=random),
+        )
 
     def rows(self, inputs: Any) -> dict[str, torch.Tensor]:
         """Which rows of the parameters with sparse gradients a batch looks up, by their names.
@@ -47,11 +57,23 @@ class Task(ABC):
         return F.cross_entropy(output, labels)
 
 
-def images(
-    size: int, pixels: int, classes: int, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random images in three colours, and labels."""
-    return (
-        torch.rand((size, 3, pixels, pixels), generator=random),
-        torch.randint(classes, (size,), generator=random),
-    )
+class NextWord(Task):
+    """Predicts the next of so many `words`, at all positions of a sequence."""
+
+    words: int
+
+    def batch(self, size: int, random: torch.Generator) -> tuple[Any, Any]:
+        words = torch.randint(self.words, (size, _TOKENS + 1), generator=random)
+        return words[:, :-1], words[:, 1:]
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """Over all positions."""
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Linear layers of these widths, the inputs' first, with ReLU between."""
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

@@ -1,0 +1,146 @@
+"""Transformers that predict the next word: GPT-2 small, and a mixture of experts.
+
+GPT-2 small has 148 tensors and 124 million parameters; its output layer is the token embedding.
+The other is a layer whose perceptron is a mixture of 8 experts, the best two for each token. How
+many tokens an expert gets follows from the data and differs from step to step. One without tokens
+computes on none, and its gradient is zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .task import NextWord
+
+_EXPERTS = 8
+_CHOSEN = 2
+_BALANCE = 0.01  # weight of what keeps the experts equally busy
+
+
+class _Attention(nn.Module):
+    def __init__(self, wide: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inputs = nn.Linear(wide, 3 * wide)
+        self.output = nn.Linear(wide, wide)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.inputs(x).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def _perceptron(wide: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(wide, 4 * wide), nn.GELU(approximate="tanh"), nn.Linear(4 * wide, wide)
+    )
+
+
+class _Layer(nn.Module):
+    def __init__(self, wide: int, heads: int, perceptron: nn.Module) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(wide)
+        self.attention = _Attention(wide, heads)
+        self.before_perceptron = nn.LayerNorm(wide)
+        self.perceptron = perceptron
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before_attention(x))
+        return x + self.perceptron(self.before_perceptron(x))
+
+
+class _Gpt(nn.Module):
+    def __init__(self, words: int, positions: int, wide: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(words, wide)
+        self.positions = nn.Embedding(positions, wide)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+        self.layers = nn.Sequential(
+            *(_Layer(wide, heads, _perceptron(wide)) for _ in range(layers))
+        )
+        self.last = nn.LayerNorm(wide)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1])
+        x = self.layers(self.tokens(tokens) + self.positions(positions))
+        return F.linear(self.last(x), self.tokens.weight)
+
+
+class Gpt2Small(NextWord):
+    """The token embedding's gradient is dense: it is the output layer."""
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__(tiny)
+        self.words = 96 if tiny else 50_257
+
+    def build(self) -> nn.Module:
+        if self.tiny:
+            return _Gpt(self.words, 64, wide=16, layers=2, heads=2)
+        return _Gpt(self.words, 1024, wide=768, layers=12, heads=12)
+
+
+class _Experts(nn.Module):
+    """The weighted sum of the chosen experts' outputs.
+
+    Attributes:
+        unequal: how unequally they were chosen the last time.
+    """
+
+    unequal: torch.Tensor
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(wide, _EXPERTS, bias=False)
+        self.experts = nn.ModuleList(_perceptron(wide) for _ in range(_EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        shares = self.router(flat).softmax(-1)
+        weights, choice = shares.topk(_CHOSEN, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        output = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            tokens, place = torch.where(choice == index)
+            part = expert(flat[tokens]) * weights[tokens, place, None]
+            output = output.index_add(0, tokens, part)
+        used = F.one_hot(choice, _EXPERTS).float().mean((0, 1))
+        self.unequal = _EXPERTS * (used * shares.mean(0)).sum()
+        return output.view_as(x)
+
+
+class _Mixture(nn.Module):
+    def __init__(self, words: int, wide: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, wide)
+        self.layer = _Layer(wide, 4, _Experts(wide))
+        self.words = nn.Linear(wide, words)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.words(self.layer(self.embedding(words)))
+        return found, self.layer.perceptron.unequal
+
+
+class MixtureOfExperts(NextWord):
+    """The loss has a little for experts that are chosen too often."""
+
+    looked_up = ("embedding.",)
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__(tiny)
+        self.words, self.wide = (64, 16) if tiny else (4096, 512)
+
+    def build(self) -> nn.Module:
+        return _Mixture(self.words, self.wide)
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """Of the words, and a little for experts that are chosen too often."""
+        words, unequal = output
+        return super().loss(words, labels) + _BALANCE * unequal
