@@ -6,6 +6,7 @@
 #   make JOBS=1 test                tests in so many processes; default: one per core
 #   make WERROR=ON test-cpp         warnings are errors, as in CI
 #   make TORCH=2.14.0 test-torch    another torch than the second one of CI
+#   make SEED=7 mutants             the faults of this seed; ARGS='--only 5' repeats one of them
 #   make SEED=7 TRIALS=200 test-hostile     these trials; SEED=7 TRIAL=31 repeats one of them
 
 PYTHON ?= python3
@@ -34,7 +35,7 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-rest test-all test-torch test-engines test-rdma test-hostile bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rest test-all test-torch test-engines test-rdma test-hostile mutants bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
@@ -77,6 +78,10 @@ test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests bet
 test-hostile: build $(VENV)/.with-torch ## TRIALS random attacks from SEED; honest processes must not be harmed
 	@$(NEED) ?ip
 	python tests/hostile/run.py --trials $(TRIALS) $(if $(SEED),--seed $(SEED)) $(if $(TRIAL),--trial $(TRIAL)) $(ARGS)
+
+mutants: test-needs ## draw 24 faults from SEED, one line each, and see which the tests find; hours
+	@$(NEED) doctest
+	python tests/mutants/run.py --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench-rdma: build ## measure rdma beside perftest, between two such machines
 	@$(NEED) rig
