@@ -168,10 +168,11 @@ $(VENV)/bin/python:
 	@$(NEED) python venv
 	$(PYTHON) -m venv $(VENV)
 
+# One pip at a time, also where make runs recipes side by side.
 $(VENV)/.with-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@mkdir -p build
 	python tools/requirements.py $(if $(filter dev,$*),build run) $* >build/requirements-$*.txt
-	pip install -qq -c constraints.txt -r build/requirements-$*.txt
+	flock build/pip.lock pip install -qq -c constraints.txt -r build/requirements-$*.txt
 	@touch $@
 
 # A second torch lies in a folder of its own, which PYTHONPATH puts in front of everything else in
@@ -191,7 +192,7 @@ build/python-files: FORCE
 
 $(VENV)/.built: $(CPP) CMakeLists.txt pyproject.toml build/python-files $(VENV)/.with-dev
 	@$(NEED) cxx headers
-	pip install -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
+	MAKEFLAGS= pip install -qq --no-build-isolation --no-deps --config-settings=build-dir=build/python \
 	  --config-settings=cmake.define.TENSORWIRE_WERROR=$(WERROR) -e .
 	@touch $@
 

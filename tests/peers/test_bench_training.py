@@ -201,12 +201,11 @@ def test_every_system_has_its_rows(report: Report) -> None:
 def test_tensorwire_runs_beside_them() -> None:
     needed(OWN)
     pytest.importorskip("tensorwire.torch")
-    found = tiny(wires=("shm", "tcp"), systems=(OWN, LIMIT, "ddp-gloo"))
-    for wire in ("shm", "tcp"):
-        row = found.find(f"{wire}.tiny.exchange", OWN, TINY.size_bytes)
-        assert row is not None
-        assert row.measured, row.note
-        assert row.ratio_to_limit is not None
+    found = tiny(systems=(OWN, LIMIT, "ddp-gloo"))
+    row = found.find("shm.tiny.exchange", OWN, TINY.size_bytes)
+    assert row is not None
+    assert row.measured, row.note
+    assert row.ratio_to_limit is not None
     assert {item.rival for item in found.comparisons} == {"ddp-gloo"}
     assert not any("different parameters" in text for text in found.settings["warnings"])
 

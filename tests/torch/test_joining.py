@@ -244,8 +244,8 @@ def demo(rank, port):
     train(tw.init(rank=rank, world_size=2))
 
 if __name__ == "__main__":
-    for _ in range(2):
-        mp.spawn(demo, args=(os.environ["PORT"],), nprocs=2)
+    for _ in range(2):  # forked, since each would import torch again
+        mp.start_processes(demo, args=(os.environ["PORT"],), nprocs=2, start_method="fork")
 """
     made = run(tmp_path, text, PORT=free_port())
     told = made.communicate(timeout=100)[0]

@@ -701,7 +701,7 @@ def page_alone() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["tensorwire run", "torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["tensorwire run", "python"])
 def test_the_page(repository: Path, tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "script.py"
     blocks = (repository / "docs" / "split.md").read_text().split("```python\n")[1:]
@@ -710,7 +710,6 @@ def test_the_page(repository: Path, tmp_path: Path, launcher: str) -> None:
     script.write_text(program)
     start = {
         "tensorwire run": ["-m", "tensorwire.cli", "run", "--workers", "4", "--no-prefix"],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"],
         "python": [],
     }
     done = subprocess.run(
