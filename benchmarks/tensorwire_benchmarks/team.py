@@ -1,8 +1,8 @@
 """The processes of one system: its server, if it has one, and its workers; resident between turns.
 
-Each worker is the driver of a `ProcessPair`, the server the target of the first (`worker.py`). The bench's
-process only sends commands and draws. A process that dies, fails or stops answering becomes a
-PairError with a reason, and its team is closed; closing always ends every process and removes the
+Each worker is the driver of a `ProcessPair`, the server the target of the first (`worker.py`). The
+bench's process only sends commands and draws. A process that dies, fails or stops answering becomes
+a PairError with a reason, and its team is closed; closing always ends every process and removes the
 team's folder. All have one thread each for torch.
 """
 

@@ -71,6 +71,12 @@ class ProcessPair:
             self.close()
             raise
 
+    @property
+    def target_pid(self) -> int:
+        """The process number of the target."""
+        assert self._target.pid is not None
+        return self._target.pid
+
     def call(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Calls a method of the Driver in its process and returns the result.
 
