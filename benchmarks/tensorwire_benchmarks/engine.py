@@ -21,7 +21,7 @@ from tensorwire.bench import machine
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.parts import rows_of
-from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 Progress = Callable[[int, int, str], None]
@@ -53,7 +53,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
         for done, (model, wire) in enumerate(stages):
             label = bench.label(wire, model.name)
             if wire != ALONE:
-                stage = Stage(bench, settings, model, wire)
+                stage = WireStage(bench, settings, model, wire)
                 stage.tell = partial(tell_more, done, label)
                 others += _measure(stage, report)
                 continue
@@ -78,7 +78,7 @@ def _small(bench: Bench, model: Workload) -> bool:
     return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
 
 
-def _measure(stage: Stage, report: Report) -> list[Verdict]:
+def _measure(stage: WireStage, report: Report) -> list[Verdict]:
     """The verdicts that the ends of a stage tell; the report gets the rest, whatever happens."""
     try:
         stage.measure()

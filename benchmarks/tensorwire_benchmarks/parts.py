@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from tensorwire.bench.harness import median
 from tensorwire.bench.rows import Row
 from tensorwire_benchmarks.figures import extra_seconds
-from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.systems import COMPUTATION
 
 PARTS = ("forward", "backward", "hidden", "exposed")
 
 
-def rows_of(stage: Stage) -> Iterator[Row]:
+def rows_of(stage: WireStage) -> Iterator[Row]:
     """The rows of a stage's parts; of systems without figures none."""
     computation = stage.turns[COMPUTATION.name] if COMPUTATION.name in stage.ends else None
     if computation is not None:

@@ -34,7 +34,7 @@ _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
 
 
-class Stage:
+class WireStage:
     """Runs by `measure`; then `rows`, `comparisons` and what the attributes have.
 
     Attributes:

@@ -16,7 +16,7 @@ FLOAT_BYTES = 4
 INDEX_BYTES = 8
 
 
-class Lookup(NamedTuple):
+class TableLookups(NamedTuple):
     """What all workers looked up in one table in one step.
 
     Attributes:
@@ -51,7 +51,9 @@ class Traffic(NamedTuple):
         return cls(size_bytes, size_bytes, (*[0] * (workers - 1), elements))
 
     @classmethod
-    def of_rows(cls, elements: int, workers: int, lookups: Sequence[Lookup], steps: int) -> Traffic:
+    def of_rows(
+        cls, elements: int, workers: int, lookups: Sequence[TableLookups], steps: int
+    ) -> Traffic:
         """Of gradients with so many dense elements, and all lookups in so many steps."""
         rows = np.array([counts for _, counts in lookups]).sum(0)  # by how many looked them up
         row_elements = np.array([np.multiply(wide, counts) for wide, counts in lookups]).sum(0)

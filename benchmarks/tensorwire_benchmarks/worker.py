@@ -27,7 +27,7 @@ from tensorwire.bench.harness import median
 from tensorwire_benchmarks.figures import End, StepTimes
 from tensorwire_benchmarks.link import Hosts
 from tensorwire_benchmarks.systems import System
-from tensorwire_benchmarks.systems.base import Place, Trainer
+from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 
@@ -132,7 +132,7 @@ class Driver:
         self._parameters = list(network.parameters())
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
-        place = Place(
+        place = TrainerPlace(
             torch, rank, order.workers, order.optimizer, order.folder, server, self._barrier
         )
         module, _, name = order.system.trainer.partition(":")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorwire_benchmarks.systems.base import LEARNING_RATE, Place, make_optimizer
+from tensorwire_benchmarks.systems.base import LEARNING_RATE, TrainerPlace, make_optimizer
 from tensorwire_benchmarks.workloads.catalog import workload
 
 torch = pytest.importorskip("torch")
@@ -20,7 +20,7 @@ pytest.importorskip("grpc")
 
 from tensorwire_benchmarks.systems.grpc_server import (  # noqa: E402 (they need torch and grpc)
     HEADER,
-    Shard,
+    GrpcShard,
     listen,
     pack_rows,
     unpack_rows,
@@ -89,11 +89,11 @@ def trained(
 ) -> list[list[Any]]:
     """The parameters of each worker; every other step is held."""
     barrier = threading.Barrier(WORKERS, timeout=60)
-    server, address = listen(Shard(torch, WORKERS, "plain-sgd"), WORKERS, f"unix:{folder}/grpc")
+    server, address = listen(GrpcShard(torch, WORKERS, "plain-sgd"), WORKERS, f"unix:{folder}/grpc")
     networks = [build() for _ in range(WORKERS)]
 
     def train(rank: int) -> list[Any]:
-        place = Place(torch, rank, WORKERS, "plain-sgd", str(folder), address, barrier.wait)
+        place = TrainerPlace(torch, rank, WORKERS, "plain-sgd", str(folder), address, barrier.wait)
         trainer = GrpcTrainer(place, networks[rank])
         assert trainer.configure(bucket_bytes) == bucket_bytes
         for step in range(STEPS):
@@ -134,7 +134,7 @@ def test_rows_are_trained_as_torch_s_sgd_does(
 
 def test_rows_that_one_worker_looked_up_change_for_all() -> None:
     """By hand: tables of 3 and 2 rows; row 4 is looked up by both."""
-    shard = Shard(torch, WORKERS, "plain-sgd")
+    shard = GrpcShard(torch, WORKERS, "plain-sgd")
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
     shard.start(np.zeros(0, np.float32), [values])
     answers: list[bytes] = []
@@ -155,10 +155,10 @@ def test_rows_that_one_worker_looked_up_change_for_all() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_an_optimizer_that_changes_all_rows_is_refused(optimizer: str) -> None:
-    place = Place(torch, 0, WORKERS, optimizer, "", "", lambda: None)
+    place = TrainerPlace(torch, 0, WORKERS, optimizer, "", "", lambda: None)
     with pytest.raises(ValueError, match="sparse gradients need plain-sgd"):
         GrpcTrainer(place, DLRM.build(torch))
-    shard = Shard(torch, WORKERS, optimizer)
+    shard = GrpcShard(torch, WORKERS, optimizer)
     with pytest.raises(ValueError, match="tables need plain-sgd"):
         shard.start(np.zeros(0, np.float32), [np.zeros((2, 2), np.float32)])
     with pytest.raises(ValueError, match="no optimizer 'adam'"):

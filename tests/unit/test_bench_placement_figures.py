@@ -17,7 +17,7 @@ from tensorwire_benchmarks.figures import (
     seconds_of,
 )
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
-from tensorwire_benchmarks.stage import Stage
+from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
 from tensorwire_benchmarks.verdicts import (
     judge_bits,
@@ -32,10 +32,10 @@ MIB = 1 << 20
 NETWORK = Workload("fcn5", "plain:Perceptron", "", 1, 1, arguments=(1 << 14, 1 << 14))  # 1 GiB
 
 
-def stage_of(*systems: str) -> Stage:
+def stage_of(*systems: str) -> WireStage:
     pytest.importorskip("torch")
     settings = Settings((NETWORK,), ("tcp",), systems or PLACEMENT.names)
-    return Stage(PLACEMENT, settings, NETWORK, "tcp")
+    return WireStage(PLACEMENT, settings, NETWORK, "tcp")
 
 
 # --- parts of a step ----------------------------------------------------------------------------

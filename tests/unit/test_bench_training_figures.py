@@ -194,7 +194,7 @@ def test_the_grpc_server_applies_as_one_process_would(
     from tensorwire_benchmarks.systems.grpc_server import (
         BUCKET_BYTES,
         HEADER,
-        Shard,
+        GrpcShard,
         cut,
     )
 
@@ -202,7 +202,7 @@ def test_the_grpc_server_applies_as_one_process_would(
     start = random.standard_normal(33).astype(np.float32)
     alone = torch.nn.Parameter(torch.from_numpy(start.copy()))
     single = make_optimizer(torch, optimizer, [alone], fused=False)
-    shard = Shard(torch, workers, optimizer)
+    shard = GrpcShard(torch, workers, optimizer)
     shard.start(start, [])
     shard.configure(BUCKET_BYTES.pack(bucket_bytes))
     for _ in range(4):
@@ -232,9 +232,9 @@ def test_the_grpc_server_applies_as_one_process_would(
 def test_nobody_is_answered_before_the_last_worker_has_sent() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("grpc")
-    from tensorwire_benchmarks.systems.grpc_server import HEADER, Shard
+    from tensorwire_benchmarks.systems.grpc_server import HEADER, GrpcShard
 
-    shard = Shard(torch, 2, "sgd")
+    shard = GrpcShard(torch, 2, "sgd")
     shard.start(np.zeros(3, np.float32), [])
     answers: list[bytes] = []
     shard.push(HEADER.pack(0, 0) + bytes(12), answers.append)

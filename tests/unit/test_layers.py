@@ -218,6 +218,26 @@ def reaches(package: Path) -> list[str]:
     ]
 
 
+def shared_names(folders: Iterable[Path]) -> list[str]:
+    """Classes of one name in several files; a `Driver` is what a pair looks for in its module."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "Driver":
+                places.setdefault(node.name, []).append(path.name)
+    return [f"{name}: {', '.join(files)}" for name, files in places.items() if len(files) > 1]
+
+
+def test_two_classes_never_share_a_name() -> None:
+    assert shared_names([ROOT / "src/tensorwire", ROOT / "benchmarks"]) == []
+
+
+def test_a_shared_name_is_found(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("class Twice:\n    pass\nclass Driver:\n    pass\n")
+    assert shared_names([tmp_path]) == ["Twice: one.py, two.py"]
+
+
 def test_what_is_private_stays_in_its_folder() -> None:
     assert reaches(ROOT / "src/tensorwire") == []
 

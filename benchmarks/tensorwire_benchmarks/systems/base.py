@@ -18,7 +18,7 @@ PLAIN_SGD = "plain-sgd"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrainerPlace:
     """Where a Trainer finds itself.
 
     Attributes:
@@ -92,7 +92,7 @@ class Computation(Trainer):
     What a step of another system takes longer is its communication. Parameters stay as they are.
     """
 
-    def __init__(self, place: Place, module: Any) -> None:
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
         del place
         self.module = module
 

@@ -12,7 +12,7 @@ import importlib
 import os
 from typing import Any
 
-from tensorwire_benchmarks.systems.base import Place, Trainer, make_optimizer
+from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace, make_optimizer
 
 
 class DdpTrainer(Trainer):
@@ -20,7 +20,7 @@ class DdpTrainer(Trainer):
 
     note = "gradient_as_bucket_view, static_graph, fused optimizer"
 
-    def __init__(self, place: Place, module: Any) -> None:
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._distributed = importlib.import_module("torch.distributed")
         self._distributed.init_process_group(

@@ -97,7 +97,7 @@ class _Meeting(ABC):
         """Updates; returns the answer for all workers."""
 
 
-class Bucket(_Meeting):
+class BucketSum(_Meeting):
     """A range of the flat array with its optimizer state."""
 
     def __init__(self, torch: Any, index: int, parameters: Floats, workers: int, optimizer: str):
@@ -120,7 +120,7 @@ class Bucket(_Meeting):
         return b"".join((HEADER.pack(0, self._index), self._parameters.data.cast("B")))
 
 
-class Rows(_Meeting):
+class RowSums(_Meeting):
     """The tables of a block. Only SGD without state leaves rows without a gradient unchanged."""
 
     def __init__(self, index: int, block: Floats, workers: int) -> None:
@@ -143,7 +143,7 @@ class Rows(_Meeting):
         return pack_rows(0, self._index, changed, new)
 
 
-class Shard:
+class GrpcShard:
     """All parameters of the server."""
 
     def __init__(self, torch: Any, workers: int, optimizer: str) -> None:
@@ -170,11 +170,11 @@ class Shard:
             self._bucket_bytes = bucket_bytes
             ranges = cut(len(self._parameters), *BUCKET_BYTES.unpack(bucket_bytes))
             self._meetings: list[_Meeting] = [
-                Bucket(self._torch, index, self._parameters[a:b], self._workers, self._optimizer)
+                BucketSum(self._torch, index, self._parameters[a:b], self._workers, self._optimizer)
                 for index, (a, b) in enumerate(ranges)
             ]
             self._meetings += [
-                Rows(index, block, self._workers)
+                RowSums(index, block, self._workers)
                 for index, block in enumerate(self._blocks, len(ranges))
             ]
         return self._bucket_bytes
@@ -185,7 +185,7 @@ class Shard:
         self._meetings[index].push(rank, request, done)
 
 
-def _handlers(grpc: Any, shard: Shard) -> dict[str, Any]:
+def _handlers(grpc: Any, shard: GrpcShard) -> dict[str, Any]:
     def start(request: bytes, context: object) -> bytes:
         shard.start(*pickle.loads(request))
         return b""
@@ -212,7 +212,7 @@ def _handlers(grpc: Any, shard: Shard) -> dict[str, Any]:
     }
 
 
-def listen(shard: Shard, workers: int, where: str) -> tuple[Any, str]:
+def listen(shard: GrpcShard, workers: int, where: str) -> tuple[Any, str]:
     """Serves in threads of its own.
 
     Args:
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
-    shard = Shard(torch, options.workers, options.optimizer)
+    shard = GrpcShard(torch, options.workers, options.optimizer)
     server, address = listen(shard, options.workers, options.listen)
     os.write(options.address_fd, f"{address}\n".encode())
     os.close(options.address_fd)

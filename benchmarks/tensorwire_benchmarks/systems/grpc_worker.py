@@ -25,7 +25,7 @@ import numpy as np
 from tensorwire.bench.harness import median
 from tensorwire.bench.rows import format_size
 from tensorwire_benchmarks.rivals.grpc_unary import OPTIONS
-from tensorwire_benchmarks.systems.base import PLAIN_SGD, Place, Trainer
+from tensorwire_benchmarks.systems.base import PLAIN_SGD, Trainer, TrainerPlace
 from tensorwire_benchmarks.systems.grpc_server import (
     BUCKET_BYTES,
     HEADER,
@@ -128,7 +128,7 @@ class GrpcTrainer(Trainer):
         ValueError: gradients are sparse, and the optimizer is not `PLAIN_SGD`.
     """
 
-    def __init__(self, place: Place, module: Any) -> None:
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         grpc: Any = importlib.import_module("grpc")
         self.module = module

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from tensorwire_benchmarks.systems.base import Place, Trainer, make_optimizer
+from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace, make_optimizer
 
 
 class OwnTrainer(Trainer):
@@ -14,7 +14,7 @@ class OwnTrainer(Trainer):
 
     placement = "plan"
 
-    def __init__(self, place: Place, module: Any) -> None:
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
         self._tw: Any = importlib.import_module("tensorwire.torch")
         self._job = self._tw.init()
         found = (self._job.rank, self._job.size)

@@ -16,14 +16,14 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from tensorwire.errors import UnavailableError
-from tensorwire_benchmarks.traffic import FLOAT_BYTES, Lookup, Traffic
+from tensorwire_benchmarks.traffic import FLOAT_BYTES, TableLookups, Traffic
 
 _PACKAGE = "tensorwire_benchmarks.workloads"
 _BATCHES = 4  # that a worker uses in turn
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
 
 
-class Tensor(NamedTuple):
+class ModelTensor(NamedTuple):
     """A parameter, and so a gradient.
 
     Attributes:
@@ -85,7 +85,7 @@ class Workload:
         """Number of parameters."""
         return self.size_bytes // FLOAT_BYTES
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[ModelTensor, ...]:
         """All parameters in the order of `module.parameters()`; no memory is taken for them.
 
         Raises:
@@ -146,7 +146,7 @@ def _torch() -> Any:
 
 
 @cache
-def _tensors(workload: Workload) -> tuple[Tensor, ...]:
+def _tensors(workload: Workload) -> tuple[ModelTensor, ...]:
     torch = _torch()
     task = workload._make_task()
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def _tensors(workload: Workload) -> tuple[Tensor, ...]:
         if isinstance(part, torch.nn.Embedding) and part.sparse
     }
     return tuple(
-        Tensor(
+        ModelTensor(
             name,
             tuple(p.shape),
             p.numel() * p.element_size(),
@@ -184,7 +184,7 @@ def _traffic(workload: Workload, workers: int) -> Traffic:
             unique = [mine[table.name].unique() for mine in rows]
             counts = torch.cat(unique).unique(return_counts=True)[1]
             by_workers = counts.bincount(minlength=workers + 1)[1:].tolist()
-            lookups.append(Lookup(table.shape[1], by_workers))
+            lookups.append(TableLookups(table.shape[1], by_workers))
     return Traffic.of_rows(dense, workers, lookups, len(batches[0]))
 
 
@@ -205,7 +205,7 @@ class Summary(NamedTuple):
     bytes_sparse: int
 
 
-def summary(tensors: Sequence[Tensor]) -> Summary:
+def summary(tensors: Sequence[ModelTensor]) -> Summary:
     """Of the tensors of one workload. The median is the upper one."""
     sizes = [tensor.size_bytes for tensor in tensors]
     large = [size for size in sizes if size >= LARGE_BYTES]

@@ -13,7 +13,7 @@ from tensorwire.tracebacks import Failure, hint
 _LONGEST_REPORT = 4 << 20
 
 
-class Report:
+class FailureReport:
     """Takes what a worker writes when an exception ends it: a `Failure` as a line of JSON.
 
     Attributes:

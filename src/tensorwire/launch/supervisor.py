@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.output import Address, Lines, Output
 from tensorwire.launch.process import Process, signal_name
-from tensorwire.launch.reports import Report, Reports
+from tensorwire.launch.reports import FailureReport, Reports
 from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._reports = Reports()
-        self._inboxes: dict[str, Report] = {}  # of workers that have not reported
+        self._inboxes: dict[str, FailureReport] = {}  # of workers that have not reported
         self._show_at: float | None = None
         self._stdout, self._stderr = Output(1), Output(2)
         if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
@@ -162,7 +162,7 @@ class Supervisor:
         )
         report, pipe = None, None
         if self._job.collects_failures:
-            report, pipe = Report(), os.pipe()
+            report, pipe = FailureReport(), os.pipe()
             self._inboxes[name] = report
         self._running.append(
             Process(
