@@ -37,19 +37,19 @@ class _Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-def _perceptron(wide: int) -> nn.Sequential:
+def _perceptron(wide: int, gelu: str) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(wide, 4 * wide), nn.GELU(approximate="tanh"), nn.Linear(4 * wide, wide)
+        nn.Linear(wide, 4 * wide), nn.GELU(approximate=gelu), nn.Linear(4 * wide, wide)
     )
 
 
 class _Layer(nn.Module):
-    def __init__(self, wide: int, heads: int, perceptron: nn.Module) -> None:
+    def __init__(self, wide: int, heads: int) -> None:
         super().__init__()
         self.before_attention = nn.LayerNorm(wide)
         self.attention = _Attention(wide, heads)
         self.before_perceptron = nn.LayerNorm(wide)
-        self.perceptron = perceptron
+        self.perceptron = _perceptron(wide, "tanh")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.before_attention(x))
@@ -63,9 +63,7 @@ class _Gpt(nn.Module):
         self.positions = nn.Embedding(positions, wide)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
-        self.layers = nn.Sequential(
-            *(_Layer(wide, heads, _perceptron(wide)) for _ in range(layers))
-        )
+        self.layers = nn.Sequential(*(_Layer(wide, heads) for _ in range(layers)))
         self.last = nn.LayerNorm(wide)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,20 +86,14 @@ class Gpt2Small(NextWord):
 
 
 class _Experts(nn.Module):
-    """The weighted sum of the chosen experts' outputs.
-
-    Attributes:
-        unequal: how unequally they were chosen the last time.
-    """
-
-    unequal: torch.Tensor
+    """The weighted sum of the chosen experts' outputs, and how unequally they were chosen."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
         self.router = nn.Linear(wide, _EXPERTS, bias=False)
-        self.experts = nn.ModuleList(_perceptron(wide) for _ in range(_EXPERTS))
+        self.experts = nn.ModuleList(_perceptron(wide, "none") for _ in range(_EXPERTS))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat = x.flatten(0, 1)
         shares = self.router(flat).softmax(-1)
         weights, choice = shares.topk(_CHOSEN, -1)
@@ -112,20 +104,24 @@ class _Experts(nn.Module):
             part = expert(flat[tokens]) * weights[tokens, place, None]
             output = output.index_add(0, tokens, part)
         used = F.one_hot(choice, _EXPERTS).float().mean((0, 1))
-        self.unequal = _EXPERTS * (used * shares.mean(0)).sum()
-        return output.view_as(x)
+        return output.view_as(x), _EXPERTS * (used * shares.mean(0)).sum()
 
 
 class _Mixture(nn.Module):
     def __init__(self, words: int, wide: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, wide)
-        self.layer = _Layer(wide, 4, _Experts(wide))
+        self.before_attention = nn.LayerNorm(wide)
+        self.attention = _Attention(wide, 4)
+        self.before_experts = nn.LayerNorm(wide)
+        self.experts = _Experts(wide)
         self.words = nn.Linear(wide, words)
 
     def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.words(self.layer(self.embedding(words)))
-        return found, self.layer.perceptron.unequal
+        x = self.embedding(words)
+        x = x + self.attention(self.before_attention(x))
+        output, unequal = self.experts(self.before_experts(x))
+        return self.words(x + output), unequal
 
 
 class MixtureOfExperts(NextWord):

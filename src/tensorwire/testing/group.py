@@ -220,9 +220,12 @@ class Member(Channel):
             return [str(self.failure(f"failed:\n{self._outcome[1]}"))]
         return []
 
+    def hang_up(self) -> None:
+        """Asks the process to end: the function's next recv raises EOFError."""
+        self._connection.close()
+
     def end(self, deadline: float) -> list[str]:
-        """Asks, then forces; nothing of the process is left. Returns the failure, if it is one."""
-        self._connection.close()  # the function's next recv raises EOFError
+        """Waits, then forces; nothing of the process is left. Returns the failure, if it is one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(deadline - time.monotonic(), 0.0))
         if self.exit_code is None:
@@ -334,6 +337,7 @@ class PeerGroup:
             for member in self.members:
                 if member.exit_code is None:
                     member.cont()
+                member.hang_up()
             deadline = time.monotonic() + self._deadline_s
             for member in self.members:
                 failures += member.end(deadline)
