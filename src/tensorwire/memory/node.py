@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from ipaddress import ip_address
 from pathlib import Path as FilePath
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from tensorwire import _core
@@ -292,12 +291,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
