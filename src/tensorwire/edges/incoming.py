@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 from tensorwire.errors import BusyError, PeerLostError, StaleHandleError, TimeoutError
-from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord, Word
+from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
@@ -63,25 +64,19 @@ class Incoming:
         head = np.frombuffer(route.head, np.uint8)
         self._region.array()[: len(head)] = head
         self._opened = node.allocate(1, name=route.opened_name, access="r")
-        self._words: dict[int, Word] = {}
-        self._taken: RemoteRegion | None = None
-        self._taken_words: dict[int, RemoteWord] = {}
-        self._places: dict[str, tuple[Bucket, int, Slot]] = {
-            slot.tensor.name: (bucket, at, slot)
-            for bucket in route.buckets
-            for at, slot in enumerate(bucket.slots)
-        }
-        self._turns = dict.fromkeys(self._places, 0)
+        self._filled_word = cache(self._region.word)
+        self._taken_word: Callable[[int], RemoteWord]  # by `attach`
+        self._turns = dict.fromkeys(route.places, 0)
         self._released: dict[tuple[int, int], int] = {}
         self._memories: dict[tuple[int, int, int], tuple[int, RemoteRegion]] = {}
 
     def attach(self, taken: RemoteRegion) -> None:
         """The source's words are there."""
-        self._taken = taken
+        self._taken_word = cache(taken.word)
 
     def get(self, name: str) -> Arrival:
         """Waits for the next turn of a tensor."""
-        bucket, at, slot = self._places[name]
+        bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         self._wait_filled(bucket, turn, name)
         value = self._value(bucket, at, slot, turn)
@@ -141,11 +136,7 @@ class Incoming:
         return values_in(tensor, shape, memory)
 
     def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
-        offset = self.route.filled(bucket, turn)
-        word = self._words.get(offset)
-        if word is None:
-            word = self._words[offset] = self._region.word(offset)
-        source = self.route.source
+        word, source = self._filled_word(self.route.filled(bucket, turn)), self.route.source
         try:
             word.wait_until(turn, self._timeout_s, peer=self.peer)
         except TimeoutError:
@@ -165,14 +156,9 @@ class Incoming:
             self._released[key] = released
             return
         self._released.pop(key, None)
-        assert self._taken is not None, "nothing comes before the edges are open"
         # A source that is gone, or has closed its edges, waits for nothing.
         with contextlib.suppress(PeerLostError, StaleHandleError):
-            offset = self.route.taken(bucket, turn)
-            word = self._taken_words.get(offset)
-            if word is None:
-                word = self._taken_words[offset] = self._taken.word(offset)
-            word.set(turn)
+            self._taken_word(self.route.taken(bucket, turn)).set(turn)
 
     def close(self) -> None:
         """Takes the memory away from the source; arrays of it stay valid here."""
