@@ -9,10 +9,10 @@ from .identity import (
     called,
     check_name,
     listed,
+    lost,
     server_name,
     this_host,
     turn_away,
-    why_lost,
     worker_name,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
@@ -46,6 +46,7 @@ __all__ = [
     "hold_claim",
     "is_there",
     "listed",
+    "lost",
     "read_status",
     "reader_name",
     "refusal",
@@ -57,7 +58,6 @@ __all__ = [
     "torch_job",
     "try_lock",
     "turn_away",
-    "why_lost",
     "without_ranks",
     "worker_name",
 ]

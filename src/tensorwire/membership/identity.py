@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tensorwire.errors import UnavailableError
+from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.memory import Peer
 
 LOOPBACK = ("127.", "[::1]", "localhost")
@@ -28,6 +28,11 @@ def why_lost(peer: Peer) -> str:
     if "closed by its user" in reason:
         return "it ended before the others; its own messages tell why"
     return reason
+
+
+def lost(peer: Peer, noticed: object = "") -> PeerLostError:
+    """The error for a member that is gone; `noticed`: what tells it if its Peer does not yet."""
+    return PeerLostError(f"{called(peer)} was lost: {why_lost(peer) or noticed}")
 
 
 def called(peer: Peer) -> str:
