@@ -8,6 +8,7 @@ which come back one behind the other in the order of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -86,11 +87,10 @@ class CollectiveServer:
             self._failed = True
         message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         for peer in self._member.workers.values():
-            try:
+            # One that is lost has none, nor has one that has not called yet.
+            with contextlib.suppress(LookupError, TensorwireError):
                 region = peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
-            except (LookupError, TensorwireError):
-                continue  # it is the one that is lost, or has not called yet
 
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
         member = self._member

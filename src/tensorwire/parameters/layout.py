@@ -57,10 +57,7 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -213,7 +210,7 @@ class Layout:
         if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
             raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
         self.spec = spec
-        places: list[Extent | None] = [None] * len(spec.tensors)
+        places: dict[int, Extent] = {}
         cells: list[Cell] = []
         offset = 0
         for (kind, group, dtype), members in _segments(spec.tensors):
@@ -222,10 +219,10 @@ class Layout:
                 step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
             for tensor in members:
                 size = spec.tensors[tensor].size_bytes
-                stop = offset + _padded(size)
+                stop = offset + padded(size)
                 places[tensor] = Extent(offset, offset + size, stop)
                 offset = stop
-            owners = [(tensor, _not_none(places[tensor])) for tensor in members]
+            owners = [(tensor, places[tensor]) for tensor in members]
             for start in range(begin, offset, step):
                 stop = min(start + step, offset)
                 while owners and owners[0][1].stop <= start:
@@ -238,7 +235,7 @@ class Layout:
                         first, last = max(place.start, start), min(place.stop, stop)
                         pieces.append(Piece(tensor, first, last))
                 cells.append(Cell(len(cells), kind, group, dtype, start, stop, tuple(pieces)))
-        self.places = tuple(_not_none(place) for place in places)
+        self.places = tuple(places[tensor] for tensor in range(len(spec.tensors)))
         self.cells = tuple(cells)
         self.size_bytes = max(offset, ALIGN_BYTES)
 
@@ -392,10 +389,6 @@ def _whole_rows(row_bytes: int, cell_bytes: int) -> int:
     return max(cell_bytes // least, 1) * least
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Returns the next multiple of ALIGN_BYTES."""
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _not_none(place: Extent | None) -> Extent:
-    assert place is not None
-    return place

@@ -159,19 +159,28 @@ class Shard:
         return Contributions(commits, self._counts, self._here, self.share, given)
 
     def reduce(
-        self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
+        self,
+        commits: Sequence[Commit],
+        norms: bool,
+        arrivals: Arrivals | None = None,
+        reduced: bool = False,
     ) -> NDArray[np.float64]:
-        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for."""
+        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for.
+
+        Where it is `reduced`, slot 0 has it already.
+        """
         given = self._contributions(commits)
 
         def work(index: int) -> list[float]:
             if index in self._tables:
-                rows = self._reduce_rows(index, given)
+                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
                 return self._square_sums(index, rows) if norms else []
             cell, tile = self.share.cells[index], self._tile(index)
-            for run in given.of(cell):
+            for run in () if reduced else given.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-            return [square_sum(tile, cell, given)] if norms else []
+            if not norms:
+                return []
+            return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
         return np.array(self._map(work, arrivals), np.float64)
 
@@ -203,19 +212,6 @@ class Shard:
         size = cells[index].stop - cells[index].start
         sums = np.bincount(rows * table.row_bytes // size, squares, len(table.cells))
         return sums.tolist()  # type: ignore[no-any-return]
-
-    def square_sums(
-        self, commits: Sequence[Commit], arrivals: Arrivals | None = None
-    ) -> NDArray[np.float64]:
-        """The sum of squares per cell of the gradient that slot 0 holds already."""
-        given = self._contributions(commits)
-
-        def work(index: int) -> list[float]:
-            if index in self._tables:
-                return self._square_sums(index, self._reduced_rows[index])
-            return [square_sum(self._tile(index), self.share.cells[index], given)]
-
-        return np.array(self._map(work, arrivals), np.float64)
 
     def apply(
         self,
@@ -322,10 +318,7 @@ class Shard:
         look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
         finite, norm, scale = True, math.nan, 1.0
         if head.operation == REDUCE or look:
-            if reduced:
-                sums = self.square_sums(commits, arrivals)
-            else:
-                sums = self.reduce(commits, look, arrivals)
+            sums = self.reduce(commits, look, arrivals, reduced)
             reduced = True
             if look:
                 norm = _root_of_sum(exchange(sums))
@@ -379,8 +372,3 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.sqrt(math.fsum(squares))
     except OverflowError:
         return math.inf
-
-
-def square_sum(tile: Tile, cell: Cell, given: Contributions) -> float:
-    """Returns the sum of the squares of the reduced gradient of a cell."""
-    return sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))
