@@ -118,15 +118,19 @@ class Node:
             chosen, try_rdma = [*chosen, "rdma"], False
         # Who restricts the paths knows that others would be faster.
         self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
+        if quota_bytes is None:
+            quota_bytes = min(4 << 30, _core.memory_limit()[0] // 2)
+        # Names of hosts are up to 64 bytes long, names of Nodes 63.
+        name = name or f"{os.uname().nodename[:50]}-{os.getpid()}"
         self._core = _core.Node(
-            name_text(name or _default_name(), "Node"),
+            name_text(name, "Node"),
             addresses[0],
             port,
             secret,
             chosen,
             try_rdma and not loopback,
             device,
-            _default_quota() if quota_bytes is None else quota_bytes,
+            quota_bytes,
             max_peers,
             handshake_timeout_s,
             _choose_peer_timeout(peer_timeout_s),
@@ -323,11 +327,6 @@ def wait_all(transfers: Iterable[Transfer], timeout_s: float | None = None) -> N
         raise failed
 
 
-def _default_name() -> str:
-    # Names of hosts are up to 64 bytes long, names of Nodes 63.
-    return f"{os.uname().nodename[:50]}-{os.getpid()}"
-
-
 def _choose_secret(secret: bytes | None) -> bytes:
     source = "secret"
     if secret is None:
@@ -379,10 +378,6 @@ def _choose_peer_timeout(timeout_s: float | None) -> float:
     if not timeout_s > 0:
         raise ValueError(f"{source} is {timeout_s:g} s; a silent peer is given at least 3 s")
     return timeout_s
-
-
-def _default_quota() -> int:
-    return min(4 << 30, _core.memory_limit()[0] // 2)
 
 
 def _resolve(host: str) -> list[str]:
