@@ -102,7 +102,7 @@ class ViewSource:
         self._member, self._store, self._layout, self._own = member, store, layout, own
         paths = [peer.path.transport for peer in member.servers]
         self.home = paths.index("shm") if "shm" in paths else -1
-        self._neighbour = member.neighbour() if self.home < 0 else None
+        self._neighbour = member.colocation.neighbour() if self.home < 0 else None
         self.owner = member.place.rank if self._neighbour is None else self._neighbour[0]
         self._starts = changed_starts(layout.deal(len(paths)))
         sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}
