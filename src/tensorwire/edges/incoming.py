@@ -94,7 +94,7 @@ class Incoming:
         try:
             shape, number = read_block(slot, bytes(place.memoryview()[:BLOCK_BYTES]))
         except ValueError as error:
-            raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+            raise self._nonsense(error) from None
         size = size_bytes(tensor, shape)
         if slot.protocol == "bounded":
             value = values_in(tensor, shape, place[BLOCK_BYTES:].memoryview())
@@ -114,14 +114,11 @@ class Incoming:
             try:
                 known = number, self.peer.region(name, self._timeout_s)
             except LookupError as error:
-                raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+                raise self._nonsense(error) from None
             self._memories[key] = known
         region = known[1]
         if size > region.size_bytes:
-            raise ValueError(
-                f"machine {self.route.source!r} wrote nonsense: {size} bytes of {tensor.name!r} in "
-                f"{region!r}"
-            )
+            raise self._nonsense(f"{size} bytes of {tensor.name!r} in {region!r}")
         if region.mapped:
             return values_in(tensor, shape, region.memoryview())
         if size > self._most_bytes:
@@ -134,6 +131,9 @@ class Incoming:
             region.read(memory).wait(self._timeout_s)
         self.bytes_read += size
         return values_in(tensor, shape, memory)
+
+    def _nonsense(self, what: object) -> ValueError:
+        return ValueError(f"machine {self.route.source!r} wrote nonsense: {what}")
 
     def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
         word, source = self._filled_word(self.route.filled(bucket, turn)), self.route.source

@@ -26,17 +26,15 @@ from .status import READER, StatusRegion
 
 
 class ServerMember:
-    """A server on the fabric.
+    """A server on the fabric, of so many `workers`.
 
     Args:
-        index: its place among the servers.
-        workers: how many there are.
-        node: its Node.
         count: how many servers there are; None: nobody knows yet, they come one after another.
 
     Attributes:
         index: its place among the servers.
         node: its Node.
+        count: how many workers there are.
         workers: Peers by rank, complete after `gather`.
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.

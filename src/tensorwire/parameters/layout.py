@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -327,10 +327,8 @@ class Selection:
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The parts of the layout's bytes [start, stop) that are here, as in `ranges`."""
-        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self.ranges)):
-            begin, end, at = self.ranges[index]
-            if begin >= stop:
-                return
+        begins = max(bisect_right(self._starts, start) - 1, 0)
+        for begin, end, at in self.ranges[begins : bisect_left(self._starts, stop)]:
             first, last = max(begin, start), min(end, stop)
             if first < last:
                 yield first, last, at + first - begin

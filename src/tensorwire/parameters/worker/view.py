@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,13 +78,8 @@ class ScriptView:
     def _within(self, start: int, stop: int) -> list[int]:
         """Tensors that have bytes in [start, stop) of the memory."""
         first = max(bisect_right(self._starts, start) - 1, 0)
-        found = []
-        for begin, end, tensor in self._places[first:]:
-            if begin >= stop:
-                break
-            if end > start:
-                found.append(tensor)
-        return found
+        places = self._places[first : bisect_left(self._starts, stop)]
+        return [tensor for _, end, tensor in places if end > start]
 
 
 class ViewSource:
