@@ -13,20 +13,18 @@ from .identity import (
     server_name,
     this_host,
     turn_away,
-    worker_name,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
-from .status import READER, StatusRegion, read_status, reader_name
+from .status import StatusRegion, read_status, reader_name
 from .worker import WorkerMember
 from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
     "LOOPBACK",
-    "READER",
     "SLICES",
     "Collective",
     "CollectiveServer",
@@ -59,5 +57,4 @@ __all__ = [
     "try_lock",
     "turn_away",
     "without_ranks",
-    "worker_name",
 ]
