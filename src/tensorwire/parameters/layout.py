@@ -12,9 +12,13 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
+
+K = TypeVar("K")
 
 ALIGN_BYTES = 64
 """Tensors start here; their padding belongs to them, so that no kernel has a scalar tail."""
@@ -193,7 +197,13 @@ class Cell:
     dtype: str
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # one behind the other, from start to stop
+
+    def runs(self, key: Callable[[Piece], K]) -> Iterator[tuple[int, int, K]]:
+        """The parts [start, stop) whose pieces have one key, as long as can be, and that key."""
+        for found, run in groupby(self.pieces, key):
+            pieces = list(run)
+            yield pieces[0].start, pieces[-1].stop, found
 
 
 class Layout:

@@ -21,6 +21,7 @@ from .contributions import Contribution, Contributions
 from .kernel import Kernel, Lookup, Rows, Tile
 from .layout import Cell, Share
 from .messages import (
+    ABSENT,
     APPLY,
     CHECK_FINITE,
     POOLED,
@@ -267,23 +268,16 @@ class Shard:
         """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
 
         def work(index: int) -> Sequence[float]:
-            start = stop = -1
-            for piece in self.share.cells[index].pieces:
-                if not present[piece.tensor]:
-                    continue
-                if piece.start != stop:
+            runs = self.share.cells[index].runs(lambda piece: present[piece.tensor] != ABSENT)
+            for start, stop, is_present in runs:
+                if is_present:
                     self._take(start, stop, publisher)
-                    start = piece.start
-                stop = piece.stop
-            self._take(start, stop, publisher)
             return ()
 
         self._map(work, arrivals, range(len(self.share.cells)))
 
     def _take(self, start: int, stop: int, publisher: Publisher | None) -> None:
         """Bytes [start, stop) of the store from slot 0."""
-        if start == stop:
-            return
         piece = slice(start - self.share.start, stop - self.share.start)
         self.memory.master[piece] = self.memory.contributions[0].slot[piece]
         if publisher:
