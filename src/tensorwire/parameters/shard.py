@@ -88,9 +88,9 @@ class Shard:
     def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
-        self._tiles = [
-            self._bind(kernel, cell) if cell.kind != "rows" else None for cell in share.cells
-        ]
+        self._tiles = {
+            i: self._bind(kernel, cell) for i, cell in enumerate(share.cells) if cell.kind != "rows"
+        }
         self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
         # By their first cells, which stand for all of a table's.
         self._tables = {table.cells.start: table for table in tables_of(share)}
@@ -99,8 +99,7 @@ class Shard:
         self._copied = [
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
         ]
-        here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
-        self._here = sorted(here)
+        self._here = sorted({p.tensor for i in self._trained for p in share.cells[i].pieces})
         tables = self._tables.values()
         self._counted = [*self._here, *(tensor for table in tables for tensor in table.tensors)]
         self._reduced_rows: dict[int, Rows] = {}
@@ -176,7 +175,7 @@ class Shard:
             if index in self._tables:
                 rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
                 return self._square_sums(index, rows) if norms else []
-            cell, tile = self.share.cells[index], self._tile(index)
+            cell, tile = self.share.cells[index], self._tiles[index]
             for run in () if reduced else given.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
             if not norms:
@@ -184,11 +183,6 @@ class Shard:
             return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
         return np.array(self._map(work, arrivals), np.float64)
-
-    def _tile(self, index: int) -> Tile:
-        tile = self._tiles[index]
-        assert tile is not None
-        return tile
 
     def _reduce_rows(self, index: int, given: Contributions) -> Rows:
         """The rows of a table that any slice has."""
@@ -235,7 +229,7 @@ class Shard:
                 if publisher:
                     publisher.rows(self._tables[index], rows)
                 return ()
-            tile = self._tile(index)
+            tile = self._tiles[index]
             for run in given.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
@@ -255,7 +249,7 @@ class Shard:
         for index in self._copied:
             if arrivals:
                 arrivals.wait(index)
-            cell, tile = self.share.cells[index], self._tile(index)
+            cell, tile = self.share.cells[index], self._tiles[index]
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
