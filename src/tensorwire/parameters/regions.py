@@ -36,11 +36,8 @@ UNIT_BYTES = 1 << 20
 
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _STAMP_BYTES = 8
-_AT_WORKER = {
-    RegionKind.RESULT: "w",
-    RegionKind.SPEC: "r",
-    RegionKind.SENT: "none",
-}  # what peers may; else all
+# What peers may; else all.
+_AT_WORKER = {RegionKind.RESULT: "w", RegionKind.SPEC: "r", RegionKind.SENT: "none"}
 _LEAST_BYTES = 64  # also of a share without cells
 
 

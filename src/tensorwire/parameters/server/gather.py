@@ -16,14 +16,7 @@ from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, calle
 from tensorwire.memory import Mailbox, Peer, Word
 
 from ..layout import Spec
-from ..messages import (
-    OPERATION_NAMES,
-    POOLED,
-    PRODUCED,
-    Commit,
-    DisagreementError,
-    merged,
-)
+from ..messages import OPERATION_NAMES, POOLED, PRODUCED, Commit, DisagreementError, merged
 from ..regions import RegionKind
 from ..shard import Shard
 from .arrivals import Announced, ArrivingUnits
