@@ -62,9 +62,7 @@ Two = tuple[list[float], list[float]]
 """Samples of the first way and of the second."""
 
 
-def beside_plain(
-    bench: Bench, model: Workload, settings: Settings
-) -> tuple[list[Row], list[Verdict]]:
+def beside_plain(bench: Bench, model: Workload, settings: Settings) -> Found:
     """Rows of the script with tensorwire and of the plain one, and what the bar says."""
     case = bench.case(ALONE, model.name, "step")
     if OWN not in settings.systems:
@@ -92,9 +90,7 @@ def beside_plain(
     return rows, [judge_alone(case, extra_seconds(*walls), "")]
 
 
-def beside_copy(
-    bench: Bench, model: Workload, settings: Settings
-) -> tuple[list[Row], list[Verdict]]:
+def beside_copy(bench: Bench, model: Workload, settings: Settings) -> Found:
     """Rows of the steps with placement and without, and what the bars say."""
     rows = [
         Row(bench.name, bench.case(ALONE, model.name, what), way.name, model.traffic(1).up_bytes)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorwire.bench import report as common
-from tensorwire.bench.report import figure, new_table, show_seconds
+from tensorwire.bench.report import add_groups, figure, new_table, show_seconds
 from tensorwire.bench.rows import Report, Row, format_seconds
 from tensorwire_benchmarks.bench import ALONE
 from tensorwire_benchmarks.parts import PARTS
@@ -70,26 +70,17 @@ def parts_of(report: Report) -> Parts:
 def _table(parts: Parts) -> Table:
     table = new_table(
         "what a step is made of",
+        *("case", "system", *(f">{part}" for part in PARTS), ">exposed share"),
         caption="hidden: beneath backward; exposed: what the step takes longer for it",
         caption_justify="left",
     )
-    table.add_column("case", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for heading in (*PARTS, "exposed share"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = ""
+    rows = []
     for (case, system), seconds in parts.items():
-        if previous and case != previous:
-            table.add_section()
         exposed = max(0.0, seconds["exposed"])
         whole = seconds["forward"] + seconds["backward"] + exposed
-        table.add_row(
-            case if case != previous else "",
-            system,
-            *(_signed(seconds[part]) for part in PARTS),
-            f"{100 * exposed / whole:.0f} %",
-        )
-        previous = case
+        cells = (_signed(seconds[part]) for part in PARTS)
+        rows.append((case, system, *cells, f"{100 * exposed / whole:.0f} %"))
+    add_groups(table, rows)
     return table
 
 

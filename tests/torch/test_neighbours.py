@@ -35,7 +35,7 @@ def training(job: tw.Job) -> tuple[str, int, int]:
         plain.step()
         plain.zero_grad()
         same(model, twin)
-    neighbour = job.session.member.neighbour()
+    neighbour = job.session.member.colocation.neighbour()
     return digest(model), job.rank if neighbour is None else neighbour[0], received
 
 
@@ -78,7 +78,7 @@ def test_replicas_share_by_stage(team: Team) -> None:
 
 
 def whose_view(job: tw.Job) -> int:
-    neighbour = job.session.member.neighbour()
+    neighbour = job.session.member.colocation.neighbour()
     job.barrier()
     return job.rank if neighbour is None else neighbour[0]
 
@@ -123,7 +123,7 @@ def outliving(job: tw.Job) -> tuple[str, str]:
     if job.rank == 0:
         job.close()
     else:
-        while not job.session.member.neighbour()[1].lost:
+        while not job.session.member.colocation.neighbour()[1].lost:
             pass
         assert digest(model) == before
         job.close()

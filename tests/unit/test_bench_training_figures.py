@@ -112,7 +112,7 @@ def test_sizes_are_as_their_names_say() -> None:
 def test_a_model_has_the_parameters_that_it_says(found: Workload) -> None:
     torch = pytest.importorskip("torch")
     network = found.build(torch)
-    assert sum(p.numel() for p in network.parameters()) == found.elements
+    assert sum(p.numel() for p in network.parameters()) == found.size_bytes // 4
     inputs, labels = found.batches(torch, 0)[0]
     assert network(inputs).shape[0] == found.batch
     assert network(inputs).shape[1] > labels.max()

@@ -129,7 +129,7 @@ def test_a_tiny_one_has_the_same_structure(model: Workload) -> None:
 def test_a_step_gives_every_parameter_a_gradient(model: Workload) -> None:
     tiny = model.reduced()
     network, loss = tiny.build(torch), tiny.loss(torch)
-    assert sum(p.numel() for p in network.parameters()) == tiny.elements
+    assert sum(p.numel() for p in network.parameters()) == tiny.size_bytes // 4
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for inputs, labels in tiny.batches(torch, 0)[:2]:
@@ -291,7 +291,7 @@ def test_a_step_moves_the_rows_that_its_gradients_have(workers: int) -> None:
 def test_a_dense_step_moves_all() -> None:
     model = workload("dlrm-dense").reduced()
     size_bytes = model.size_bytes
-    assert model.traffic(2) == (size_bytes, size_bytes, (0, model.elements), False)
+    assert model.traffic(2) == (size_bytes, size_bytes, (0, size_bytes // 4), False)
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -143,9 +142,8 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
         server.start()
         return address
 
-    actions: dict[str, Callable[..., object]] = {"listen": listen}
     try:
-        serve_messages(link, actions)
+        serve_messages(link, {"listen": listen})
     finally:
         server.stop(0)
         directory.cleanup()

@@ -16,6 +16,8 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from tensorwire.bench.processes import serve_messages
 from tensorwire_benchmarks.rivals.base import Operation, RivalDriver
 
@@ -45,12 +47,11 @@ def _module() -> Any:
 
 def _memory(size_bytes: int, huge: bool) -> Any:
     """Touched memory: plain pages, or numpy's own, which asks the kernel for huge ones."""
-    numpy = importlib.import_module("numpy")
     if huge:
-        return numpy.ones(size_bytes, dtype=numpy.uint8)
+        return np.ones(size_bytes, np.uint8)
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
-    array = numpy.frombuffer(pages, dtype=numpy.uint8)
+    array = np.frombuffer(pages, np.uint8)
     array[:] = 1
     return array
 
@@ -86,8 +87,7 @@ class Driver(RivalDriver):
         far = [(base + i * stride, piece, 0) for i in range(pieces)]
         local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", near, "DRAM")
         remote = agent.prep_xfer_dlist(peer, far, "DRAM")
-        numpy = importlib.import_module("numpy")
-        indices = numpy.arange(pieces, dtype=numpy.int32)
+        indices = np.arange(pieces, dtype=np.int32)
         direction = "READ" if case == "read" else "WRITE"
         handle = agent.make_prepped_xfer(direction, local, indices, remote, indices)
         self._cleanup = [handle, local, remote, registered, peer, array]

@@ -54,9 +54,10 @@ class Trainer(ABC):
     def exchange(self) -> None:
         """After backward: returns when this worker may read the updated parameters."""
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """Clears the gradients, as the system's users would."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Around backward: nothing leaves inside, so that `exchange` does all of it.
@@ -98,10 +99,6 @@ class Computation(Trainer):
 
     def exchange(self) -> None:
         pass
-
-    def zero_grad(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
 
 def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:

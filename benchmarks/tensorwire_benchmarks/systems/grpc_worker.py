@@ -223,10 +223,6 @@ class GrpcTrainer(Trainer):
             self._parts[index].take(answer)
         self._reset()
 
-    def zero_grad(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
     def hidden_s(self) -> float:
         """From the first bucket that left until backward had ended."""
         return self._hidden_s

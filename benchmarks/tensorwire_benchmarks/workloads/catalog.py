@@ -80,11 +80,6 @@ class Workload:
         """Bytes of the parameters; every step gives each of them a gradient."""
         return sum(tensor.size_bytes for tensor in self.tensors())
 
-    @property
-    def elements(self) -> int:
-        """Number of parameters."""
-        return self.size_bytes // FLOAT_BYTES
-
     def tensors(self) -> tuple[ModelTensor, ...]:
         """All parameters in the order of `module.parameters()`; no memory is taken for them.
 

@@ -18,17 +18,12 @@ MIB = 1 << 20
 def print_sizes(workloads: Sequence[Workload], console: Console) -> None:
     """How many tensors, how large; a line per workload."""
     table = new_table(
-        "tensors of the workloads",
+        "tensors of the workloads", "workload", ">tensors", ">MiB", ">average", ">median", ">min",
+        ">max", ">small", ">medium", ">large", ">in large", ">looked up",
         caption="small is below 1 KiB, large 1 MiB or more. looked up: gradients whose rows are "
         "zeros but for those that a batch looks up; sparse, where torch makes only these",
         caption_justify="left",
-    )
-    table.add_column("workload", no_wrap=True)
-    for heading in (
-        "tensors", "MiB", "average", "median", "min", "max", "small", "medium", "large",
-        "in large", "looked up",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
+    )  # fmt: skip
     for model in workloads:
         found = summary(model.tensors())
         sizes = (found.bytes_average, found.bytes_median, found.bytes_min, found.bytes_max)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorwire.command import Command
+from tensorwire.command import Command, terminal
 from tensorwire.errors import TensorwireError
 from tensorwire.membership import RunningServer, read_status, reader_name, running_servers
 from tensorwire.memory import Node
@@ -52,9 +51,8 @@ def status(address: str | None, as_json: bool) -> None:
         click.echo(json.dumps(jobs, indent=1))
     elif not jobs:
         click.echo("no job of this user has its first server on this host")
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     for job in () if as_json else jobs:
-        _show(job, console)
+        _show(job, terminal(120))
     if address is not None and "error" in jobs[0]:
         raise click.exceptions.Exit(1)
 

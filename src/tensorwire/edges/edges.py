@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 
 from tensorwire.errors import ClosedError
 from tensorwire.memory import Node, Peer
-from tensorwire.placement import Plan, Tensor
+from tensorwire.placement import Plan
 
 from .incoming import Arrival, Incoming, wait_opened
 from .outgoing import Outgoing
@@ -87,18 +86,11 @@ class Edges:
         except BaseException:
             self.close()
             raise
+        self._sources = {n: each for each in self._incoming.values() for n in each.route.places}
         self._targets: dict[str, list[Outgoing]] = {}
-        self._sources: dict[str, Incoming] = {}
-        self._tensors: dict[str, Tensor] = {}
         for bucket in plan.buckets:
-            for slot in bucket.slots:
-                name = slot.tensor.name
-                if machine in (bucket.source, bucket.target):
-                    self._tensors[name] = slot.tensor
-                if bucket.source == machine:
-                    self._targets.setdefault(name, []).append(self._outgoing[bucket.target])
-                elif bucket.target == machine:
-                    self._sources[name] = self._incoming[bucket.source]
+            for slot in bucket.slots if bucket.source == machine else ():
+                self._targets.setdefault(slot.tensor.name, []).append(self._outgoing[bucket.target])
 
     def open(self) -> Edges:
         """Waits until the other machines have their memory, and learns where it is.
@@ -142,7 +134,7 @@ class Edges:
             PeerLostError, ClosedError: as everywhere.
         """
         targets = self._made_here(name)
-        tensor = self._tensors[name]
+        tensor = targets[0].route.places[name][-1].tensor
         if shape is None:
             if not tensor.is_static:
                 raise ValueError(f"{name!r} is planned as {tensor}: place it with a shape")
@@ -247,12 +239,7 @@ class Edges:
     def __enter__(self) -> Edges:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None and self._opened and not self.closed:
                 self.settle()

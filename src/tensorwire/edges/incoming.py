@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from types import TracebackType
+from functools import cache
 
 import numpy as np
 
 from tensorwire.errors import BusyError, PeerLostError, StaleHandleError, TimeoutError
-from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord, Word
+from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
@@ -40,12 +40,7 @@ class Arrival:
     def __enter__(self) -> Value:
         return self.value
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -69,25 +64,19 @@ class Incoming:
         head = np.frombuffer(route.head, np.uint8)
         self._region.array()[: len(head)] = head
         self._opened = node.allocate(1, name=route.opened_name, access="r")
-        self._words: dict[int, Word] = {}
-        self._taken: RemoteRegion | None = None
-        self._taken_words: dict[int, RemoteWord] = {}
-        self._places: dict[str, tuple[Bucket, int, Slot]] = {
-            slot.tensor.name: (bucket, at, slot)
-            for bucket in route.buckets
-            for at, slot in enumerate(bucket.slots)
-        }
-        self._turns = dict.fromkeys(self._places, 0)
+        self._filled_word = cache(self._region.word)
+        self._taken_word: Callable[[int], RemoteWord]  # by `attach`
+        self._turns = dict.fromkeys(route.places, 0)
         self._released: dict[tuple[int, int], int] = {}
         self._memories: dict[tuple[int, int, int], tuple[int, RemoteRegion]] = {}
 
     def attach(self, taken: RemoteRegion) -> None:
         """The source's words are there."""
-        self._taken = taken
+        self._taken_word = cache(taken.word)
 
     def get(self, name: str) -> Arrival:
         """Waits for the next turn of a tensor."""
-        bucket, at, slot = self._places[name]
+        bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         self._wait_filled(bucket, turn, name)
         value = self._value(bucket, at, slot, turn)
@@ -105,7 +94,7 @@ class Incoming:
         try:
             shape, number = read_block(slot, bytes(place.memoryview()[:BLOCK_BYTES]))
         except ValueError as error:
-            raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+            raise self._nonsense(error) from None
         size = size_bytes(tensor, shape)
         if slot.protocol == "bounded":
             value = values_in(tensor, shape, place[BLOCK_BYTES:].memoryview())
@@ -125,14 +114,11 @@ class Incoming:
             try:
                 known = number, self.peer.region(name, self._timeout_s)
             except LookupError as error:
-                raise ValueError(f"machine {self.route.source!r} wrote nonsense: {error}") from None
+                raise self._nonsense(error) from None
             self._memories[key] = known
         region = known[1]
         if size > region.size_bytes:
-            raise ValueError(
-                f"machine {self.route.source!r} wrote nonsense: {size} bytes of {tensor.name!r} in "
-                f"{region!r}"
-            )
+            raise self._nonsense(f"{size} bytes of {tensor.name!r} in {region!r}")
         if region.mapped:
             return values_in(tensor, shape, region.memoryview())
         if size > self._most_bytes:
@@ -146,12 +132,11 @@ class Incoming:
         self.bytes_read += size
         return values_in(tensor, shape, memory)
 
+    def _nonsense(self, what: object) -> ValueError:
+        return ValueError(f"machine {self.route.source!r} wrote nonsense: {what}")
+
     def _wait_filled(self, bucket: Bucket, turn: int, name: str) -> None:
-        offset = self.route.filled(bucket, turn)
-        word = self._words.get(offset)
-        if word is None:
-            word = self._words[offset] = self._region.word(offset)
-        source = self.route.source
+        word, source = self._filled_word(self.route.filled(bucket, turn)), self.route.source
         try:
             word.wait_until(turn, self._timeout_s, peer=self.peer)
         except TimeoutError:
@@ -171,14 +156,9 @@ class Incoming:
             self._released[key] = released
             return
         self._released.pop(key, None)
-        assert self._taken is not None, "nothing comes before the edges are open"
         # A source that is gone, or has closed its edges, waits for nothing.
         with contextlib.suppress(PeerLostError, StaleHandleError):
-            offset = self.route.taken(bucket, turn)
-            word = self._taken_words.get(offset)
-            if word is None:
-                word = self._taken_words[offset] = self._taken.word(offset)
-            word.set(turn)
+            self._taken_word(self.route.taken(bucket, turn)).set(turn)
 
     def close(self) -> None:
         """Takes the memory away from the source; arrays of it stay valid here."""

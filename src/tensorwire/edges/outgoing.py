@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TimeoutError
-from tensorwire.memory import Node, Peer, Region, RemoteRegion, RemoteWord, Transfer, Word
+from tensorwire.memory import Node, Peer, Region, RemoteRegion, RemoteWord, Transfer
 from tensorwire.placement import BLOCK_BYTES, Bucket, Slot
 
 from .route import Route
@@ -46,15 +48,10 @@ class Outgoing:
         self._node = node
         self._timeout_s = timeout_s
         self._taken = node.allocate(max(route.words_bytes, 64), name=route.taken_name, access="w")
-        self._taken_words: dict[int, Word] = {}
-        self._far_words: dict[int, RemoteWord] = {}
-        self._remote: RemoteRegion | None = None
-        self._places: dict[str, tuple[Bucket, int, Slot]] = {
-            slot.tensor.name: (bucket, at, slot)
-            for bucket in route.buckets
-            for at, slot in enumerate(bucket.slots)
-        }
-        self._turns = dict.fromkeys(self._places, 0)  # how often each tensor was put
+        self._taken_word = cache(self._taken.word)
+        self._far: RemoteRegion  # by `attach`
+        self._filled_word: Callable[[int], RemoteWord]
+        self._turns = dict.fromkeys(route.places, 0)  # how often each tensor was put
         self._placed: dict[str, Value] = {}
         self._waiting: dict[tuple[int, int], dict[str, list[_Piece]]] = {}
         self._left = [0] * len(route.buckets)  # the last turn of each bucket that has left
@@ -63,19 +60,14 @@ class Outgoing:
 
     def attach(self, remote: RemoteRegion) -> None:
         """The target's region is there and fits the plan."""
-        self._remote = remote
-
-    @property
-    def _far(self) -> RemoteRegion:
-        assert self._remote is not None, "nothing leaves before the edges are open"
-        return self._remote
+        self._far, self._filled_word = remote, cache(remote.word)
 
     def place(self, name: str, shape: tuple[int, ...]) -> Value | None:
         """Memory in which the target will find the next turn of a tensor; None if there is none.
 
         The target's own where this process has it mapped, or what the target will read.
         """
-        bucket, at, slot = self._places[name]
+        bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         if name in self._placed:
             raise ValueError(f"{name!r} was placed and not put")
@@ -99,7 +91,7 @@ class Outgoing:
         Returns:
             The shape, for `put`.
         """
-        bucket, _, slot = self._places[name]
+        bucket, _, slot = self.route.places[name]
         turn = self._turns[name] + 1
         placed = self._placed.get(name)
         if placed is None and value is None:
@@ -114,7 +106,7 @@ class Outgoing:
 
     def put(self, name: str, value: Value | None, shape: tuple[int, ...]) -> None:
         """The next turn of a tensor is made: `value`, or what was placed. After `prepare`."""
-        bucket, at, slot = self._places[name]
+        bucket, at, slot = self.route.places[name]
         turn = self._turns[name] + 1
         self._placed.pop(name, None)
         pieces = self._pieces(bucket, at, slot, turn, shape, value)
@@ -174,11 +166,7 @@ class Outgoing:
         return values_in(slot.tensor, shape, region.memoryview())
 
     def _leave(self, bucket: Bucket, turn: int, pieces: list[_Piece]) -> None:
-        far = self._far
-        offset = self.route.filled(bucket, turn)
-        word = self._far_words.get(offset)
-        if word is None:
-            word = self._far_words[offset] = far.word(offset)
+        far, word = self._far, self._filled_word(self.route.filled(bucket, turn))
         if pieces:
             locals_ = [array for array, _ in pieces]
             transfer = self.peer.write(
@@ -204,11 +192,7 @@ class Outgoing:
     def _wait_taken(self, bucket: Bucket, turn: int, what: str) -> None:
         if turn < 1:
             return
-        offset = self.route.taken(bucket, turn)
-        word = self._taken_words.get(offset)
-        if word is None:
-            word = self._taken_words[offset] = self._taken.word(offset)
-        target = self.route.target
+        word, target = self._taken_word(self.route.taken(bucket, turn)), self.route.target
         try:
             word.wait_until(turn, self._timeout_s, peer=self.peer)
         except TimeoutError:

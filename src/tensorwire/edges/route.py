@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-from tensorwire.placement import ALIGN_BYTES, Bucket, Plan
+from tensorwire.placement import ALIGN_BYTES, Bucket, Plan, Slot
 
 MAGIC = int.from_bytes(b"TWEDGE01", "little")
 _HEAD = struct.Struct("<QQ32s")
@@ -40,6 +40,15 @@ class Route:
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets of this route, by index."""
         return self.plan.between(self.source, self.target)
+
+    @cached_property
+    def places(self) -> dict[str, tuple[Bucket, int, Slot]]:
+        """Of each tensor its bucket, and which of the bucket's slots it has."""
+        return {
+            slot.tensor.name: (bucket, at, slot)
+            for bucket in self.buckets
+            for at, slot in enumerate(bucket.slots)
+        }
 
     @cached_property
     def arena_bytes(self) -> int:

@@ -17,6 +17,7 @@ from tensorwire.placement import ALIGN_BYTES, BLOCK_BYTES, DTYPES, Slot, Tensor
 
 _UNKNOWN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 _NUMPY = {name: np.dtype(_UNKNOWN.get(name, name)) for name in DTYPES}
+"""Elements as numpy has them; those that it does not know are unsigned integers."""
 
 # Magic, number of sizes, bytes of the values, number of the memory they are in, sizes.
 _BLOCK = struct.Struct("<8sQQQ16Q")
@@ -39,11 +40,6 @@ class Rows(NamedTuple):
 Value = NDArray[Any] | Rows
 
 
-def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
-    """Elements as numpy has them; those that it does not know are unsigned integers."""
-    return _NUMPY[tensor.dtype]
-
-
 def size_bytes(tensor: Tensor, shape: tuple[int, ...]) -> int:
     """Bytes of one run; of rows with their numbers."""
     values = DTYPES[tensor.dtype] * math.prod(shape)
@@ -62,11 +58,11 @@ def check(tensor: Tensor, value: Any) -> tuple[int, ...]:
         TypeError: no numpy array, or a masked one, or for rows no `Rows`.
         ValueError: another dtype or shape than planned, or not contiguous.
     """
-    parts = [("values", value, numpy_dtype(tensor))]
+    parts = [("values", value, _NUMPY[tensor.dtype])]
     if tensor.rows:
         if not isinstance(value, Rows):
             raise TypeError(f"{tensor.name!r} is {tensor}: put Rows, not {type(value).__name__}")
-        parts = [("values", value.values, numpy_dtype(tensor)), ("indices", value.indices, _INT64)]
+        parts = [("values", value.values, _NUMPY[tensor.dtype]), ("indices", value.indices, _INT64)]
     for what, array, dtype in parts:
         if not isinstance(array, np.ndarray):
             raise TypeError(
@@ -99,7 +95,7 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
 def values_in(tensor: Tensor, shape: tuple[int, ...], memory: Any) -> Value:
     """A run's value over writable memory of `size_bytes` or more."""
     start = indices_bytes(shape[0]) if tensor.rows else 0
-    values: NDArray[Any] = np.ndarray(shape, numpy_dtype(tensor), memory, start)
+    values: NDArray[Any] = np.ndarray(shape, _NUMPY[tensor.dtype], memory, start)
     if not tensor.rows:
         return values
     return Rows(np.ndarray(shape[:1], _INT64, memory), values)

@@ -20,7 +20,7 @@ _READ_SIZE = 1 << 16
 # What a pipe that polls as writable takes at once without blocking (PIPE_BUF).
 _WRITE_SIZE = 4096
 _RESET_COLOUR = b"\x1b[0m"
-_LONGEST_ADDRESS = 4096
+LONGEST_ADDRESS = 4096
 
 
 class Output:
@@ -143,38 +143,40 @@ def _visible(line: bytearray) -> bytes:
     return next((bytes(part) for part in reversed(line.split(b"\r")) if part), b"")
 
 
-class Address:
-    """Takes what a server writes when it listens: "host:port" and a newline.
+class FirstLine:
+    """Takes what a process writes for the launcher alone: one line, of at most `longest` bytes.
 
     Attributes:
         text: what came so far.
-        complete: whether there is a line, or more than an address can be.
+        complete: whether there is a line, or more than one can be.
         closed: whether no more comes.
     """
 
     full = False
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
         self.text = bytearray()
         self.complete = False
         self.closed = False
+        self._longest = longest
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes."""
         if not self.complete:
             self.text += data
-            self.complete = b"\n" in self.text or len(self.text) > _LONGEST_ADDRESS
+            self.complete = b"\n" in self.text or len(self.text) > self._longest
 
     def close(self) -> None:
         """Called behind the last bytes."""
         self.closed = True
 
-    def value(self) -> str | None:
-        """The address, None if it is not a host and a port."""
-        line, newline, _ = bytes(self.text).partition(b"\n")
-        host, colon, port = line.decode("ascii", "replace").rpartition(":")
-        good = newline and host and colon and port.isdecimal() and host.isascii()
-        return f"{host}:{port}" if good and not {",", " "} & set(host) else None
+
+def address_in(told: FirstLine) -> str | None:
+    """What a server writes when it listens, "host:port"; None if it is not that."""
+    line, newline, _ = bytes(told.text).partition(b"\n")
+    host, colon, port = line.decode("ascii", "replace").rpartition(":")
+    good = newline and host and colon and port.isdecimal() and host.isascii()
+    return f"{host}:{port}" if good and not {",", " "} & set(host) else None
 
 
 class Stream:

@@ -8,40 +8,20 @@ from __future__ import annotations
 
 import json
 
+from tensorwire.launch.output import FirstLine
 from tensorwire.tracebacks import Failure, hint
 
-_LONGEST_REPORT = 4 << 20
+LONGEST_REPORT = 4 << 20
 
 
-class FailureReport:
-    """Takes what a worker writes when an exception ends it: a `Failure` as a line of JSON.
+def failure_in(told: FirstLine) -> Failure | None:
+    """What a worker writes when an exception ends it, a `Failure` as JSON; None so far.
 
-    Attributes:
-        failure: that came, None so far.
+    What is none, or was cut off, is shown as text, for it may say what is wrong.
     """
-
-    full = False
-
-    def __init__(self) -> None:
-        self.failure: Failure | None = None
-        self._text = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes."""
-        if self.failure is None and len(self._text) < _LONGEST_REPORT:
-            self._text += data
-            line, newline, _ = self._text.partition(b"\n")
-            if newline:
-                self.failure = _parsed(line)
-
-    def close(self) -> None:
-        """Called behind the last bytes. A report that was cut off is shown as it is."""
-        if self.failure is None and self._text:
-            self.failure = _parsed(self._text)
-
-
-def _parsed(line: bytes | bytearray) -> Failure:
-    """A report; what is none is shown as text, for it may say what is wrong."""
+    if not told.complete and not (told.closed and told.text):
+        return None
+    line = told.text.partition(b"\n")[0]
     try:
         return Failure(**json.loads(line))
     except (ValueError, TypeError):

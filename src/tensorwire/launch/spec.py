@@ -119,7 +119,7 @@ class JobSpec:
             rank: 0 to workers - 1.
             addresses: of all servers, in their order.
             port: for a store that worker 0 may open, as `init_process_group` does.
-            report_fd: where it writes of an exception that ends it (`reports.FailureReport`).
+            report_fd: where it writes of an exception that ends it (`reports.failure_in`).
         """
         count = str(self.workers)
         added = {

@@ -19,9 +19,9 @@ import time
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
-from tensorwire.launch.output import Address, Lines, Output
+from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, Lines, Output, address_in
 from tensorwire.launch.process import Process, signal_name
-from tensorwire.launch.reports import FailureReport, Reports
+from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._reports = Reports()
-        self._inboxes: dict[str, FailureReport] = {}  # of workers that have not reported
+        self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
         self._stdout, self._stderr = Output(1), Output(2)
         if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
@@ -117,70 +117,66 @@ class Supervisor:
         self, index: int, addresses: list[str], environment: dict[str, str]
     ) -> str | None:
         """Starts one and waits for its address; None if the job is to end instead."""
-        name = f"server {index}"
-        reader, writer = os.pipe()
-        address = Address()
-        stdout, stderr = (
-            self._lines(output, name, _SERVER_COLOUR) for output in (self._stdout, self._stderr)
-        )
-        process = Process(
-            "server",
-            index,
-            self._job.server_command_for(index, addresses, writer),
-            environment,
-            self._guard,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            extra=address,
-            extra_pipe=(reader, writer),
-        )
-        self._running.append(process)
+        pipe, told = os.pipe(), FirstLine(LONGEST_ADDRESS)
+        command = self._job.server_command_for(index, addresses, pipe[1])
+        process = self._launch("server", index, command, environment, told, pipe)
         deadline = time.monotonic() + self._patience.start_s
-        while not address.complete and not self._ending and not _passed(deadline):
+        while not told.complete and not self._ending and not _passed(deadline):
             self._turn(deadline)
-            if address.closed:  # it is about to end, or is wrong
+            if told.closed:  # it is about to end, or is wrong
                 deadline = min(deadline, time.monotonic() + self._patience.alone_s)
-        if address.value() is None:
+        address = address_in(told)
+        if address is None:
             said = "closed its address without one"
-            if address.text:
-                said = f"gave no address but {bytes(address.text[:100])!r}"
-            elif not address.closed:
+            if told.text:
+                said = f"gave no address but {bytes(told.text[:100])!r}"
+            elif not told.closed:
                 said = f"gave no address within {self._patience.start_s:g} s"
             self._fail(f"{_named(process)} {said}", 1, process)
-        return None if self._ending else address.value()
+        return None if self._ending else address
 
     def _start_worker(
         self, rank: int, environment: dict[str, str], addresses: list[str], port: int
     ) -> None:
-        name = f"worker {rank}"
+        told, pipe = None, None
+        if self._job.collects_failures:
+            told, pipe = FirstLine(LONGEST_REPORT), os.pipe()
+            self._inboxes[f"worker {rank}"] = told
+        own = self._job.worker_environment(environment, rank, addresses, port, pipe and pipe[1])
+        self._launch("worker", rank, self._job.worker_command(), own, told, pipe)
+
+    def _launch(
+        self,
+        kind: str,
+        index: int,
+        command: list[str],
+        environment: dict[str, str],
+        told: FirstLine | None,
+        pipe: tuple[int, int] | None,
+    ) -> Process:
+        """Starts a process that tells us something by a pipe of its own; worker 0 has our stdin."""
+        name, is_first = f"{kind} {index}", (kind, index) == ("worker", 0)
+        prefix = f"[{name}] " if self._prefix else ""
         stdout, stderr = (
             None
-            if rank == 0 and _is_terminal(output)
-            else self._lines(output, name, _colour_of(name))
+            if is_first and _is_terminal(output)
+            else Lines(output, prefix, _colour_of(name, output))
             for output in (self._stdout, self._stderr)
         )
-        report, pipe = None, None
-        if self._job.collects_failures:
-            report, pipe = FailureReport(), os.pipe()
-            self._inboxes[name] = report
-        self._running.append(
-            Process(
-                "worker",
-                rank,
-                self._job.worker_command(),
-                self._job.worker_environment(environment, rank, addresses, port, pipe and pipe[1]),
-                self._guard,
-                stdin=None if rank == 0 else subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                extra=report,
-                extra_pipe=pipe,
-            )
+        process = Process(
+            kind,
+            index,
+            command,
+            environment,
+            self._guard,
+            stdin=None if is_first else subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            extra=told,
+            extra_pipe=pipe,
         )
-
-    def _lines(self, output: Output, name: str, colour: int) -> Lines:
-        return Lines(output, f"[{name}] " if self._prefix else "", _shown_colour(output, colour))
+        self._running.append(process)
+        return process
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -233,10 +229,10 @@ class Supervisor:
 
     def _take_reports(self) -> None:
         """Shows the first error that is no other process's at once: its worker may end late."""
-        for name, inbox in list(self._inboxes.items()):
-            if inbox.failure is not None:
+        for name, told in list(self._inboxes.items()):
+            if (failure := failure_in(told)) is not None:
                 del self._inboxes[name]
-                self._reports.add(name, inbox.failure)
+                self._reports.add(name, failure)
                 if self._show_at is None and not self._reports.shown:
                     self._show_at = time.monotonic() + self._patience.grace_s
         if cause := self._reports.cause():
@@ -257,7 +253,7 @@ class Supervisor:
         self._tell_of(name, self._reports.traceback(name))
 
     def _tell_of(self, name: str, text: str) -> None:
-        lines = Lines(self._stderr, f"[{name}] ", _shown_colour(self._stderr, _colour_of(name)))
+        lines = Lines(self._stderr, f"[{name}] ", _colour_of(name, self._stderr))
         lines.feed(text.encode(errors="backslashreplace"))
         lines.close()
 
@@ -408,13 +404,13 @@ def _is_terminal(output: Output) -> bool:
     return output.lost is None and os.isatty(output.descriptor)
 
 
-def _colour_of(worker: str) -> int:
-    return _COLOURS[int(worker.rpartition(" ")[2]) % len(_COLOURS)]
-
-
-def _shown_colour(output: Output, colour: int) -> int | None:
+def _colour_of(name: str, output: Output) -> int | None:
+    """The colour of a process; None where the output shows none."""
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return colour if wanted and _is_terminal(output) else None
+    if not wanted or not _is_terminal(output):
+        return None
+    kind, _, index = name.partition(" ")
+    return _SERVER_COLOUR if kind == "server" else _COLOURS[int(index) % len(_COLOURS)]
 
 
 def _check_pidfd() -> None:

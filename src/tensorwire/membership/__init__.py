@@ -9,24 +9,22 @@ from .identity import (
     called,
     check_name,
     listed,
+    lost,
     server_name,
     this_host,
     turn_away,
-    why_lost,
-    worker_name,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
-from .status import READER, StatusRegion, read_status, reader_name
+from .status import StatusRegion, read_status, reader_name
 from .worker import WorkerMember
 from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
     "LOOPBACK",
-    "READER",
     "SLICES",
     "Collective",
     "CollectiveServer",
@@ -46,6 +44,7 @@ __all__ = [
     "hold_claim",
     "is_there",
     "listed",
+    "lost",
     "read_status",
     "reader_name",
     "refusal",
@@ -57,7 +56,5 @@ __all__ = [
     "torch_job",
     "try_lock",
     "turn_away",
-    "why_lost",
     "without_ranks",
-    "worker_name",
 ]

@@ -8,6 +8,7 @@ which come back one behind the other in the order of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.memory import Mailbox, RemoteMailbox, mailbox_bytes, wait_all
 
+from .identity import called
 from .server import ServerMember
 from .worker import WorkerMember
 
@@ -76,7 +78,7 @@ class CollectiveServer:
                     sent = [outbox.send(answer, number) for outbox in self._outboxes.values()]
                 wait_all(sent)
         except BaseException as error:
-            if not member.node.closed and not self._all_left():
+            if not member.node.closed and not member.all_left():
                 self._fail(error)
 
     def tell(self, text: str) -> None:
@@ -85,14 +87,10 @@ class CollectiveServer:
             self._failed = True
         message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         for peer in self._member.workers.values():
-            try:
+            # One that is lost has none, nor has one that has not called yet.
+            with contextlib.suppress(LookupError, TensorwireError):
                 region = peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
-            except (LookupError, TensorwireError):
-                continue  # it is the one that is lost, or has not called yet
-
-    def _all_left(self) -> bool:
-        return all(self._member.has_left(rank) for rank in range(self._member.count))
 
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
         member = self._member
@@ -102,13 +100,12 @@ class CollectiveServer:
             if not member.has_left(rank):
                 raise
             while not any(inbox.count >= number for inbox in self._inboxes):
-                if self._all_left():
+                if member.all_left():
                     raise
                 time.sleep(0.02)
-            name = member.name_of(member.workers[rank])
             raise PeerLostError(
-                f"{name} has left the job, and others call mean() or barrier(): every worker "
-                "makes the same calls"
+                f"{called(member.workers[rank])} has left the job, and others call mean() "
+                "or barrier(): every worker makes the same calls"
             ) from None
 
 

@@ -274,7 +274,14 @@ def _check_nobody_else(environ: Mapping[str, str], start: Start | None) -> None:
         start: an engine that says that this process is alone; another one may be inside of it.
     """
     # Slurm starts what starts MPI: an outer one's variables are still there.
-    signs = _signs(environ, () if start is None else _CLUSTERS)
+    without = () if start is None else _CLUSTERS
+    signs = [
+        (name, engine)
+        for engine, rank, size in _SIGNS
+        if engine not in without
+        for name, harmless in ((size, "1"), (rank, "0"))
+        if environ.get(name, harmless) not in (harmless, "")
+    ]
     if start is None and environ.get("WORLD_SIZE", "") != "1":
         said = ["WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"]
         said += ["PMIX_RANK"] if "PMIX_NAMESPACE" in environ else []
@@ -288,17 +295,6 @@ def _check_nobody_else(environ: Mapping[str, str], start: Start | None) -> None:
             "MASTER_ADDR and MASTER_PORT, or call init_process_group before tw.init(), or "
             f"tw.init(rank=…, world_size=…); {_ALONE}"
         )
-
-
-def _signs(environ: Mapping[str, str], without: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The variables that say that there are others, each with its engine; not of these engines."""
-    return [
-        (name, engine)
-        for engine, rank, size in _SIGNS
-        if engine not in without
-        for name, harmless in ((size, "1"), (rank, "0"))
-        if environ.get(name, harmless) not in (harmless, "")
-    ]
 
 
 def _check_mpi_agrees(environ: Mapping[str, str]) -> None:

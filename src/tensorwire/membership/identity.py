@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tensorwire.errors import UnavailableError
+from tensorwire.errors import PeerLostError, UnavailableError
 from tensorwire.memory import Peer
 
 LOOPBACK = ("127.", "[::1]", "localhost")
@@ -22,12 +22,12 @@ GOODBYE = 1 << 62
 _MOST_NAMES = 8  # that one message lists
 
 
-def why_lost(peer: Peer) -> str:
-    """The reason alone, for a message that names the peer already."""
-    reason = peer.lost_reason.rpartition("): ")[2]
+def lost(peer: Peer, noticed: object = "") -> PeerLostError:
+    """The error for a member that is gone; `noticed`: what tells it if its Peer does not yet."""
+    reason = peer.lost_reason.rpartition("): ")[2]  # alone: the message names the peer
     if "closed by its user" in reason:
-        return "it ended before the others; its own messages tell why"
-    return reason
+        reason = "it ended before the others; its own messages tell why"
+    return PeerLostError(f"{called(peer)} was lost: {reason or noticed}")
 
 
 def called(peer: Peer) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorwire.errors import PeerLostError
 from tensorwire.memory import Node, Peer
 
 from .identity import (
@@ -18,26 +17,24 @@ from .identity import (
     called,
     check_name,
     listed,
+    lost,
     server_name,
     turn_away,
-    why_lost,
     worker_name,
 )
 from .status import READER, StatusRegion
 
 
 class ServerMember:
-    """A server on the fabric.
+    """A server on the fabric, of so many `workers`.
 
     Args:
-        index: its place among the servers.
-        workers: how many there are.
-        node: its Node.
         count: how many servers there are; None: nobody knows yet, they come one after another.
 
     Attributes:
         index: its place among the servers.
         node: its Node.
+        count: how many workers there are.
         workers: Peers by rank, complete after `gather`.
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.
@@ -164,18 +161,8 @@ class ServerMember:
         if peer is None:
             return {"rank": rank, "state": "expected"}
         state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
-        transport = peer.path.transport
-        return {
-            "rank": rank,
-            "state": state,
-            "pid": peer.pid,
-            "address": peer.address,
-            "transport": transport,
-        }
-
-    def name_of(self, peer: Peer) -> str:
-        """What messages call a member; see `called`."""
-        return called(peer)
+        about = {"pid": peer.pid, "address": peer.address, "transport": peer.path.transport}
+        return {"rank": rank, "state": state, **about}
 
     def await_ends(self, timeout_s: float) -> None:
         """Waits until the processes of lost workers are gone, so that their end is seen first.
@@ -193,19 +180,23 @@ class ServerMember:
         """The worker said goodbye."""
         return self.words[rank].value >= GOODBYE
 
+    def all_left(self) -> bool:
+        """All workers have left in good order."""
+        return all(self.has_left(rank) for rank in range(self.count))
+
     def check(self) -> None:
         """Raises PeerLostError if a worker is gone without a goodbye, or a server is gone."""
         for rank, peer in self.workers.items():
             if peer.lost and not self.has_left(rank):
-                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+                raise lost(peer)
         for peer in self.servers.values():
             if peer.lost and not self._all_leave(2.0):
-                raise PeerLostError(f"{self.name_of(peer)} was lost: {why_lost(peer)}")
+                raise lost(peer)
 
     def _all_leave(self, timeout_s: float) -> bool:
         """A server that is lost may have had all goodbyes; those to this one are on their way."""
         deadline = time.monotonic() + timeout_s
-        while not all(self.has_left(rank) for rank in range(self.count)):
+        while not self.all_left():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)

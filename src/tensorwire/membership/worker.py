@@ -64,10 +64,6 @@ class WorkerMember:
             node.close()
             raise
 
-    def neighbour(self) -> tuple[int, Peer] | None:
-        """See `Colocation.neighbour`."""
-        return self.colocation.neighbour()
-
     def tell(self, value: int) -> None:
         """Raises this worker's control word at every server."""
         for word in self._control:

@@ -76,7 +76,10 @@ def check_shown(text: str, what: str) -> None:
     """
     if _CONTROL.search(text):
         raise ValueError(f"{what} has no control characters: {text!r}")
-    _encode(text, what)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not valid Unicode: {text!r}") from error
 
 
 def join_address(host: str, port: int) -> str:
@@ -202,13 +205,6 @@ class Handle:
 
     def __reduce__(self) -> tuple[Callable[[bytes], Handle], tuple[bytes]]:
         return Handle.from_bytes, (self.to_bytes(),)
-
-
-def _encode(text: str, what: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not valid Unicode: {text!r}") from error
 
 
 def _type_name(value: object) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from ipaddress import ip_address
 from pathlib import Path as FilePath
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from tensorwire import _core
@@ -119,15 +118,19 @@ class Node:
             chosen, try_rdma = [*chosen, "rdma"], False
         # Who restricts the paths knows that others would be faster.
         self._free_choice = transports is None and not os.environ.get("TENSORWIRE_TRANSPORTS")
+        if quota_bytes is None:
+            quota_bytes = min(4 << 30, _core.memory_limit()[0] // 2)
+        # Names of hosts are up to 64 bytes long, names of Nodes 63.
+        name = name or f"{os.uname().nodename[:50]}-{os.getpid()}"
         self._core = _core.Node(
-            name_text(name or _default_name(), "Node"),
+            name_text(name, "Node"),
             addresses[0],
             port,
             secret,
             chosen,
             try_rdma and not loopback,
             device,
-            _default_quota() if quota_bytes is None else quota_bytes,
+            quota_bytes,
             max_peers,
             handshake_timeout_s,
             _choose_peer_timeout(peer_timeout_s),
@@ -292,12 +295,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -327,11 +325,6 @@ def wait_all(transfers: Iterable[Transfer], timeout_s: float | None = None) -> N
             failed = failed or error
     if failed is not None:
         raise failed
-
-
-def _default_name() -> str:
-    # Names of hosts are up to 64 bytes long, names of Nodes 63.
-    return f"{os.uname().nodename[:50]}-{os.getpid()}"
 
 
 def _choose_secret(secret: bytes | None) -> bytes:
@@ -385,10 +378,6 @@ def _choose_peer_timeout(timeout_s: float | None) -> float:
     if not timeout_s > 0:
         raise ValueError(f"{source} is {timeout_s:g} s; a silent peer is given at least 3 s")
     return timeout_s
-
-
-def _default_quota() -> int:
-    return min(4 << 30, _core.memory_limit()[0] // 2)
 
 
 def _resolve(host: str) -> list[str]:

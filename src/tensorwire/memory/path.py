@@ -30,25 +30,12 @@ class Path:
     reason: str
 
 
-# transport -> (wire, copies)
-_WIRES = {
-    "shm": ("memory of this host that both processes have mapped", 1),
-    "rdma": ("RDMA", 0),
-    "tcp": ("TCP", 2),
-}
-
-
 def path_to(peer: _core.Peer) -> Path:
     """The path of a connection of the core. The first look takes some milliseconds."""
-    transport = peer.transport
-    wire, copies = _WIRES[transport]
+    transport, reason = peer.transport, peer.reason
     if transport == "tcp":
-        wire = f"TCP to {peer.address}"
-        expected = network_gb_per_s(peer.address)
-    elif transport == "rdma":
-        device = peer.wire
-        wire = f"RDMA by {device}"
-        expected = rdma_gb_per_s(device)
-    else:
-        expected = memory_gb_per_s()
-    return Path(transport, wire, copies, expected, peer.reason)
+        return Path("tcp", f"TCP to {peer.address}", 2, network_gb_per_s(peer.address), reason)
+    if transport == "rdma":
+        return Path("rdma", f"RDMA by {peer.wire}", 0, rdma_gb_per_s(peer.wire), reason)
+    wire = "memory of this host that both processes have mapped"
+    return Path(transport, wire, 1, memory_gb_per_s(), reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tensorwire import _core
@@ -87,14 +88,4 @@ def local_memory(size_bytes: int) -> tuple[NDArray[Any], PrivateMapping]:
     """
     memory: Any = _core.LocalMemory(size_bytes)
     private = PrivateMapping(memory.map_private())
-    return array_over(_Sized(memory, size_bytes), "uint8", None), private
-
-
-class _Sized:
-    """What `array_over` asks for."""
-
-    def __init__(self, memory: Any, size_bytes: int) -> None:
-        self._memory, self.size_bytes = memory, size_bytes
-
-    def memoryview(self) -> memoryview:
-        return memoryview(self._memory)
+    return np.ndarray(size_bytes, np.uint8, buffer=memoryview(memory)), private

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from operator import index
 from sys import modules
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -250,12 +249,7 @@ class Region:
     def __enter__(self) -> Region:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
     def _check_whole(self, method: str) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,42 +107,32 @@ class Contributions:
         if self._all_alike and not self._pooled and self._all_same:
             yield Stretch(0, cell.stop - cell.start, self._all, self._count)
             return
-        found: Stretch | None = None
-        for piece in cell.pieces:
+
+        def treatment(piece: Piece) -> tuple[tuple[Weight, ...], int]:
             slots = self.weights(piece.tensor)
             weights: tuple[Weight, ...] = slots
             if self._pooled:
                 weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
-            start, stop = piece.start - cell.start, piece.stop - cell.start
-            count = self._counts[piece.tensor] + 1
-            if found and found.stop == start and (found.weights, found.step) == (weights, count):
-                found = Stretch(found.start, stop, weights, count)
-                continue
-            if found and found.weights:
-                yield found
-            found = Stretch(start, stop, weights, count)
-        if found and found.weights:
-            yield found
+            return weights, self._counts[piece.tensor] + 1
+
+        for start, stop, (weights, step) in cell.runs(treatment):
+            if weights:
+                yield Stretch(start - cell.start, stop - cell.start, weights, step)
 
     def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
         """What is summed in one go for a norm: wherever gradients lie, the same."""
         if self._all_same:
             yield 0, cell.stop - cell.start
             return
-        slices = self._slices
-        before: tuple[Any, int] = (), 0
-        begin = end = 0
-        for piece in cell.pieces:
-            weights = [(slot % slices, weight) for slot, weight in self.weights(piece.tensor)]
-            start, stop = piece.start - cell.start, piece.stop - cell.start
-            alike = weights, self._counts[piece.tensor] + 1
-            if start != end or alike != before:
-                if before[0]:
-                    yield begin, end
-                begin, before = start, alike
-            end = stop
-        if before[0]:
-            yield begin, end
+
+        def treatment(piece: Piece) -> tuple[list[tuple[int, float]], int]:
+            weights = self.weights(piece.tensor)
+            slices = [(slot % self._slices, weight) for slot, weight in weights]
+            return slices, self._counts[piece.tensor] + 1
+
+        for start, stop, (slices, _) in cell.runs(treatment):
+            if slices:
+                yield start - cell.start, stop - cell.start
 
     def _find(self, slot: int, piece: Piece) -> int | Lent:
         """Where a piece of a gradient that may be pooled lies."""

@@ -11,10 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
+
+K = TypeVar("K")
 
 ALIGN_BYTES = 64
 """Tensors start here; their padding belongs to them, so that no kernel has a scalar tail."""
@@ -57,10 +61,7 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -196,7 +197,13 @@ class Cell:
     dtype: str
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # one behind the other, from start to stop
+
+    def runs(self, key: Callable[[Piece], K]) -> Iterator[tuple[int, int, K]]:
+        """The parts [start, stop) whose pieces have one key, as long as can be, and that key."""
+        for found, run in groupby(self.pieces, key):
+            pieces = list(run)
+            yield pieces[0].start, pieces[-1].stop, found
 
 
 class Layout:
@@ -213,7 +220,7 @@ class Layout:
         if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
             raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
         self.spec = spec
-        places: list[Extent | None] = [None] * len(spec.tensors)
+        places: dict[int, Extent] = {}
         cells: list[Cell] = []
         offset = 0
         for (kind, group, dtype), members in _segments(spec.tensors):
@@ -222,10 +229,10 @@ class Layout:
                 step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
             for tensor in members:
                 size = spec.tensors[tensor].size_bytes
-                stop = offset + _padded(size)
+                stop = offset + padded(size)
                 places[tensor] = Extent(offset, offset + size, stop)
                 offset = stop
-            owners = [(tensor, _not_none(places[tensor])) for tensor in members]
+            owners = [(tensor, places[tensor]) for tensor in members]
             for start in range(begin, offset, step):
                 stop = min(start + step, offset)
                 while owners and owners[0][1].stop <= start:
@@ -238,7 +245,7 @@ class Layout:
                         first, last = max(place.start, start), min(place.stop, stop)
                         pieces.append(Piece(tensor, first, last))
                 cells.append(Cell(len(cells), kind, group, dtype, start, stop, tuple(pieces)))
-        self.places = tuple(_not_none(place) for place in places)
+        self.places = tuple(places[tensor] for tensor in range(len(spec.tensors)))
         self.cells = tuple(cells)
         self.size_bytes = max(offset, ALIGN_BYTES)
 
@@ -330,10 +337,8 @@ class Selection:
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The parts of the layout's bytes [start, stop) that are here, as in `ranges`."""
-        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self.ranges)):
-            begin, end, at = self.ranges[index]
-            if begin >= stop:
-                return
+        begins = max(bisect_right(self._starts, start) - 1, 0)
+        for begin, end, at in self.ranges[begins : bisect_left(self._starts, stop)]:
             first, last = max(begin, start), min(end, stop)
             if first < last:
                 yield first, last, at + first - begin
@@ -392,10 +397,6 @@ def _whole_rows(row_bytes: int, cell_bytes: int) -> int:
     return max(cell_bytes // least, 1) * least
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Returns the next multiple of ALIGN_BYTES."""
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _not_none(place: Extent | None) -> Extent:
-    assert place is not None
-    return place

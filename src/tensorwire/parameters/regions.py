@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tensorwire.memory import Node, Region, mailbox_bytes
 
-from .layout import ALIGN_BYTES, Share
+from .layout import Share, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
 
@@ -36,11 +36,8 @@ UNIT_BYTES = 1 << 20
 
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _STAMP_BYTES = 8
-_AT_WORKER = {
-    RegionKind.RESULT: "w",
-    RegionKind.SPEC: "r",
-    RegionKind.SENT: "none",
-}  # what peers may; else all
+# What peers may; else all.
+_AT_WORKER = {RegionKind.RESULT: "w", RegionKind.SPEC: "r", RegionKind.SENT: "none"}
 _LEAST_BYTES = 64  # also of a share without cells
 
 
@@ -106,8 +103,8 @@ class ServerRegions:
         stamps = _STAMP_BYTES * len(self.units)
         self.unit_words = range(0, stamps, _STAMP_BYTES)
         self._stamps = slice(commit, commit + stamps)
-        norms = mailbox_bytes(8 * max(len(each.cells) for each in shares))
-        self._norms_bytes = norms = -(-norms // ALIGN_BYTES) * ALIGN_BYTES
+        norms = padded(mailbox_bytes(8 * max(len(each.cells) for each in shares)))
+        self._norms_bytes = norms
         self._sizes = {
             RegionKind.VIEW: share.layout.size_bytes,
             RegionKind.BLOCKS: BLOCK_BYTES * count,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .kernel import Rows
-from .layout import ALIGN_BYTES, Share, table_of
+from .layout import Share, padded, table_of
 from .messages import APPLY, REDUCE, Bytes, Commit
 
 Gradient = tuple[Rows, Bytes]
@@ -78,7 +78,7 @@ class Table(NamedTuple):
     @property
     def values_at(self) -> int:
         """Where the values of changed rows lie, behind version, count and numbers."""
-        return self.changed + _padded(_NUMBER_BYTES * (2 + self.capacity))
+        return self.changed + padded(_NUMBER_BYTES * (2 + self.capacity))
 
     @property
     def stop(self) -> int:
@@ -88,7 +88,7 @@ class Table(NamedTuple):
     @property
     def changed_stop(self) -> int:
         """The byte after what a step can have changed, in the memory of a worker."""
-        return _padded(self.values_at + self.capacity * self.row_bytes)
+        return padded(self.values_at + self.capacity * self.row_bytes)
 
 
 def tables_of(share: Share) -> tuple[Table, ...]:
@@ -119,7 +119,7 @@ def tables_of(share: Share) -> tuple[Table, ...]:
             row_bytes,
             begin - share.start,
             range(cells[0], cells[-1] + 1),
-            _padded(found[-1].head + found[-1].head_bytes) if found else 0,
+            padded(found[-1].head + found[-1].head_bytes) if found else 0,
             found[-1].changed_stop if found else 0,
             height // _COMPACT,
         )
@@ -129,7 +129,7 @@ def tables_of(share: Share) -> tuple[Table, ...]:
 
 def heads_bytes(share: Share) -> int:
     """Returns the size of the heads of one slice at one server."""
-    return sum(_padded(table.head_bytes) for table in tables_of(share))
+    return sum(padded(table.head_bytes) for table in tables_of(share))
 
 
 def changed_starts(shares: Sequence[Share]) -> list[int]:
@@ -214,7 +214,3 @@ def take_change(table: Table, version: int, memory: Bytes, view: Bytes) -> None:
     values = memory[table.values_at : table.values_at + count * table.row_bytes]
     kind = np.dtype((np.void, table.row_bytes))
     view.view(kind)[rows] = values.view(kind)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES

@@ -21,6 +21,7 @@ from .contributions import Contribution, Contributions
 from .kernel import Kernel, Lookup, Rows, Tile
 from .layout import Cell, Share
 from .messages import (
+    ABSENT,
     APPLY,
     CHECK_FINITE,
     POOLED,
@@ -87,9 +88,9 @@ class Shard:
     def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
-        self._tiles = [
-            self._bind(kernel, cell) if cell.kind != "rows" else None for cell in share.cells
-        ]
+        self._tiles = {
+            i: self._bind(kernel, cell) for i, cell in enumerate(share.cells) if cell.kind != "rows"
+        }
         self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
         # By their first cells, which stand for all of a table's.
         self._tables = {table.cells.start: table for table in tables_of(share)}
@@ -98,8 +99,7 @@ class Shard:
         self._copied = [
             i for i, cell in enumerate(share.cells) if cell.kind in ("broadcast", "average")
         ]
-        here = {p.tensor for i in self._trained for p in share.cells[i].pieces}
-        self._here = sorted(here)
+        self._here = sorted({p.tensor for i in self._trained for p in share.cells[i].pieces})
         tables = self._tables.values()
         self._counted = [*self._here, *(tensor for table in tables for tensor in table.tensors)]
         self._reduced_rows: dict[int, Rows] = {}
@@ -159,26 +159,30 @@ class Shard:
         return Contributions(commits, self._counts, self._here, self.share, given)
 
     def reduce(
-        self, commits: Sequence[Commit], norms: bool, arrivals: Arrivals | None = None
+        self,
+        commits: Sequence[Commit],
+        norms: bool,
+        arrivals: Arrivals | None = None,
+        reduced: bool = False,
     ) -> NDArray[np.float64]:
-        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for."""
+        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for.
+
+        Where it is `reduced`, slot 0 has it already.
+        """
         given = self._contributions(commits)
 
         def work(index: int) -> list[float]:
             if index in self._tables:
-                rows = self._reduce_rows(index, given)
+                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
                 return self._square_sums(index, rows) if norms else []
-            cell, tile = self.share.cells[index], self._tile(index)
-            for run in given.of(cell):
+            cell, tile = self.share.cells[index], self._tiles[index]
+            for run in () if reduced else given.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-            return [square_sum(tile, cell, given)] if norms else []
+            if not norms:
+                return []
+            return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
         return np.array(self._map(work, arrivals), np.float64)
-
-    def _tile(self, index: int) -> Tile:
-        tile = self._tiles[index]
-        assert tile is not None
-        return tile
 
     def _reduce_rows(self, index: int, given: Contributions) -> Rows:
         """The rows of a table that any slice has."""
@@ -204,19 +208,6 @@ class Shard:
         sums = np.bincount(rows * table.row_bytes // size, squares, len(table.cells))
         return sums.tolist()  # type: ignore[no-any-return]
 
-    def square_sums(
-        self, commits: Sequence[Commit], arrivals: Arrivals | None = None
-    ) -> NDArray[np.float64]:
-        """The sum of squares per cell of the gradient that slot 0 holds already."""
-        given = self._contributions(commits)
-
-        def work(index: int) -> list[float]:
-            if index in self._tables:
-                return self._square_sums(index, self._reduced_rows[index])
-            return [square_sum(self._tile(index), self.share.cells[index], given)]
-
-        return np.array(self._map(work, arrivals), np.float64)
-
     def apply(
         self,
         commits: Sequence[Commit],
@@ -238,7 +229,7 @@ class Shard:
                 if publisher:
                     publisher.rows(self._tables[index], rows)
                 return ()
-            tile = self._tile(index)
+            tile = self._tiles[index]
             for run in given.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
@@ -258,7 +249,7 @@ class Shard:
         for index in self._copied:
             if arrivals:
                 arrivals.wait(index)
-            cell, tile = self.share.cells[index], self._tile(index)
+            cell, tile = self.share.cells[index], self._tiles[index]
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
@@ -271,23 +262,16 @@ class Shard:
         """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
 
         def work(index: int) -> Sequence[float]:
-            start = stop = -1
-            for piece in self.share.cells[index].pieces:
-                if not present[piece.tensor]:
-                    continue
-                if piece.start != stop:
+            runs = self.share.cells[index].runs(lambda piece: present[piece.tensor] != ABSENT)
+            for start, stop, is_present in runs:
+                if is_present:
                     self._take(start, stop, publisher)
-                    start = piece.start
-                stop = piece.stop
-            self._take(start, stop, publisher)
             return ()
 
         self._map(work, arrivals, range(len(self.share.cells)))
 
     def _take(self, start: int, stop: int, publisher: Publisher | None) -> None:
         """Bytes [start, stop) of the store from slot 0."""
-        if start == stop:
-            return
         piece = slice(start - self.share.start, stop - self.share.start)
         self.memory.master[piece] = self.memory.contributions[0].slot[piece]
         if publisher:
@@ -322,10 +306,7 @@ class Shard:
         look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
         finite, norm, scale = True, math.nan, 1.0
         if head.operation == REDUCE or look:
-            if reduced:
-                sums = self.square_sums(commits, arrivals)
-            else:
-                sums = self.reduce(commits, look, arrivals)
+            sums = self.reduce(commits, look, arrivals, reduced)
             reduced = True
             if look:
                 norm = _root_of_sum(exchange(sums))
@@ -379,8 +360,3 @@ def _root_of_sum(squares: Sequence[float]) -> float:
         return math.sqrt(math.fsum(squares))
     except OverflowError:
         return math.inf
-
-
-def square_sum(tile: Tile, cell: Cell, given: Contributions) -> float:
-    """Returns the sum of the squares of the reduced gradient of a cell."""
-    return sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))

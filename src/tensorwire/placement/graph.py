@@ -8,7 +8,7 @@ Graph that exists makes sense, whoever sent it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import checks
@@ -189,11 +189,8 @@ class Graph:
     _makers: dict[str, Operator] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        known = {tensor.name for tensor in self.tensors}
-        if len(known) < len(self.tensors):
-            raise ValueError(f"two tensors are called {_twice(self.tensors)!r}")
-        if len({operator.name for operator in self.operators}) < len(self.operators):
-            raise ValueError(f"two operators are called {_twice(self.operators)!r}")
+        known = _unique_names("tensors", self.tensors)
+        _unique_names("operators", self.operators)
         makers: dict[str, Operator] = {}
         for operator in self.operators:
             for name in (*operator.inputs, *operator.outputs):
@@ -205,7 +202,7 @@ class Graph:
                         f"tensor {name!r} is made by {makers[name].name!r} and {operator.name!r}"
                     )
                 makers[name] = operator
-        if orphans := known - set(makers):
+        if orphans := known - makers.keys():
             raise ValueError(f"no operator makes tensor {min(orphans)!r}")
         for operator in self.operators:
             for name in operator.inputs:
@@ -254,17 +251,8 @@ class Graph:
             "graph",
             FORMAT,
             {
-                "tensors": [tensor_to_plain(each) for each in self.tensors],
-                "operators": [
-                    {
-                        "name": each.name,
-                        "machine": each.machine,
-                        "inputs": list(each.inputs),
-                        "outputs": list(each.outputs),
-                        "order": each.order,
-                    }
-                    for each in self.operators
-                ],
+                "tensors": [asdict(each) for each in self.tensors],
+                "operators": [asdict(each) for each in self.operators],
             },
         )
 
@@ -291,27 +279,18 @@ class Graph:
         )
 
 
-def _twice(named: tuple[Tensor, ...] | tuple[Operator, ...]) -> str:
+def _unique_names(what: str, named: tuple[Tensor, ...] | tuple[Operator, ...]) -> set[str]:
+    """The names of all; ValueError if two have the same."""
     seen: set[str] = set()
     for each in named:
         if each.name in seen:
-            return each.name
+            raise ValueError(f"two {what} are called {each.name!r}")
         seen.add(each.name)
-    raise AssertionError("all names differ")
-
-
-def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
-    """A tensor as JSON has it."""
-    return {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": [{"most": s.most} if isinstance(s, UpTo) else s for s in tensor.shape],
-        "rows": tensor.rows,
-    }
+    return seen
 
 
 def tensor_from_plain(value: Any, where: str) -> Tensor:
-    """The other way round.
+    """A tensor from its JSON, which has its fields by name.
 
     Raises:
         ValueError: it makes no sense.

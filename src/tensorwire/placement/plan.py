@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from . import checks
-from .graph import MAX_ENTRIES, Crossing, Graph, Tensor, tensor_from_plain, tensor_to_plain
+from .graph import MAX_ENTRIES, Crossing, Graph, Tensor, tensor_from_plain
 
 FORMAT = 1
 
@@ -116,7 +116,7 @@ class Plan:
                 "source": bucket.source,
                 "target": bucket.target,
                 "slots": [
-                    {"tensor": tensor_to_plain(slot.tensor), "protocol": slot.protocol}
+                    {"tensor": asdict(slot.tensor), "protocol": slot.protocol}
                     for slot in bucket.slots
                 ],
             }
@@ -193,7 +193,8 @@ def plan(graph: Graph, *, bucket_bytes: int = 512 << 10, allocate_bytes: int = 6
     present: dict[tuple[str, str], _Draft] = {}
     for crossing in graph.crossings():
         tensor = crossing.tensor
-        protocol = _protocol(tensor, allocate_bytes)
+        large = (tensor.most_bytes or 0) > allocate_bytes
+        protocol = _possible(tensor)[-1 if large else 0]
         size = _slot_bytes(tensor, protocol)
         pair = crossing.source, crossing.target
         draft = present.get(pair)
@@ -227,15 +228,6 @@ class _Draft:
         self.size_bytes += size_bytes
         self.ready = crossing.ready
         self.needed = min(self.needed, crossing.needed)
-
-
-def _protocol(tensor: Tensor, allocate_bytes: int) -> str:
-    if tensor.rows:
-        return "rows"
-    if tensor.is_static:
-        return "static"
-    most = tensor.most_bytes
-    return "bounded" if most is not None and most <= allocate_bytes else "unbounded"
 
 
 def _slot_bytes(tensor: Tensor, protocol: str) -> int:
@@ -275,6 +267,7 @@ def _check(drafts: Sequence[_Draft]) -> None:
 
 
 def _possible(tensor: Tensor) -> tuple[str, ...]:
+    """The protocols that a tensor can be sent by; of two, the second is for a large one."""
     if tensor.rows:
         return ("rows",)
     if tensor.is_static:

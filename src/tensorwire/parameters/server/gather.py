@@ -12,18 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TimeoutError
-from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, why_lost
+from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called, lost
 from tensorwire.memory import Mailbox, Peer, Word
 
 from ..layout import Spec
-from ..messages import (
-    OPERATION_NAMES,
-    POOLED,
-    PRODUCED,
-    Commit,
-    DisagreementError,
-    merged,
-)
+from ..messages import OPERATION_NAMES, POOLED, PRODUCED, Commit, DisagreementError, merged
 from ..regions import RegionKind
 from ..shard import Shard
 from .arrivals import Announced, ArrivingUnits
@@ -168,19 +161,17 @@ class Gatherer:
             if self._member.has_left(rank):
                 self._await_goodbyes(version)
                 raise PeerLostError(
-                    f"{self._member.name_of(peer)} has left the job, others have not: every "
+                    f"{called(peer)} has left the job, others have not: every "
                     "worker makes the same number of steps"
                 ) from error
-            raise self._lost(peer) from error
+            raise lost(peer) from error
 
-    def _wait_unit(self, peer: Peer, word: Word, stamp: int) -> None:
+    @staticmethod
+    def _wait_unit(peer: Peer, word: Word, stamp: int) -> None:
         try:
             word.wait_until(stamp, peer=peer)
         except PeerLostError as error:
-            raise self._lost(peer) from error
-
-    def _lost(self, peer: Peer) -> PeerLostError:
-        return PeerLostError(f"{self._member.name_of(peer)} was lost: {why_lost(peer)}")
+            raise lost(peer) from error
 
     def _check_deadlock(self, version: int, rank: int) -> None:
         """Raises DisagreementError if some wait here for a worker that waits for them elsewhere."""
@@ -197,7 +188,7 @@ class Gatherer:
     def _await_goodbyes(self, version: int) -> None:
         """One worker has left: returns when another wants a version that can never be made."""
         while not any(each.has_committed(version) for each in self._contributors):
-            if all_left(self._member) or self._opening.closing.is_set():
+            if self._member.all_left() or self._opening.closing.is_set():
                 raise ClosedError("all workers have left")
             time.sleep(0.02)
 
@@ -231,8 +222,3 @@ class Calls:
             if gatherer is not here and (name := gatherer.waits_in(rank, other)):
                 where = f"calls {name} of another optimizer"
         return where
-
-
-def all_left(member: ServerMember) -> bool:
-    """All workers have left in good order."""
-    return all(member.has_left(rank) for rank in range(member.count))

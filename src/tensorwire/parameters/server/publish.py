@@ -178,10 +178,11 @@ class Results:
 
     def tell_opened(self) -> None:
         """Tells every worker that the store is open; PeerLostError if one of them is gone."""
-        if len(self._find()) < self._member.count:
+        mailboxes = self._find()
+        if len(mailboxes) < self._member.count:
             raise PeerLostError("a worker left while a store was opened")
-        for rank in self._mailboxes:
-            self._send(rank, Result(1).to_bytes(), 1).wait(30.0)
+        for mailbox in mailboxes:
+            mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
 
     def tell(self, result: Result) -> None:
         """Tells every worker that a version is in place; ClosedError if they know of the end."""
@@ -189,7 +190,7 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            sent = [self._send(rank, data, result.version) for rank in self._mailboxes]
+            sent = [each.send(data, result.version) for each in self._mailboxes.values()]
         wait_all(sent)
 
     def poison(self, text: str) -> None:
@@ -199,25 +200,20 @@ class Results:
         with self._sending:
             self._over = True
         result = Result(0, failed=True, message=text).to_bytes()
-        for rank in self._find():
-            try:
-                self._send(rank, result, POISON).wait(2.0)
-            except TensorwireError:
-                continue  # it is the one that is lost, or is leaving too
+        for mailbox in self._find():
+            with contextlib.suppress(TensorwireError):  # it is the one that is lost, or leaves too
+                mailbox.send(result, POISON).wait(2.0)
 
     def close(self) -> None:
         """Nobody waits for a version any more."""
         self._over = True
         self._mailboxes.clear()
 
-    def _send(self, rank: int, result: Bytes, value: int) -> Transfer:
-        return self._mailboxes[rank].send(result, value)
-
-    def _find(self) -> list[int]:
-        """Looks for the regions of workers that are there; the ranks of all that were found."""
+    def _find(self) -> list[RemoteMailbox]:
+        """Looks for the regions of workers that are there; the mailboxes of all that were found."""
         for rank, peer in self._member.workers.items():
             if rank not in self._mailboxes and not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):
                     block = peer.region(self._name, 5.0)[result_block(self._member.index)]
                     self._mailboxes[rank] = RemoteMailbox(block)
-        return list(self._mailboxes)
+        return list(self._mailboxes.values())

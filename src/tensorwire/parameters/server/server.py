@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember
+from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
 from tensorwire.memory import wait_all
 
 from ..kernel import Kernel
@@ -24,7 +24,7 @@ from ..layout import Share
 from ..messages import APPLY, PUSHED, REDUCED, RELEASE, Commit, DisagreementError, Result
 from ..regions import RegionKind
 from ..shard import Shard, ShardMemory
-from .gather import Calls, EverySlice, Gatherer, all_left
+from .gather import Calls, EverySlice, Gatherer
 from .opening import Opening
 from .publish import Norms, Publication, Results
 
@@ -122,8 +122,8 @@ class Server:
         if returned := self.member.returned():
             before, after = returned
             self._failure = self._failure or PeerLostError(
-                f"{self.member.name_of(before)} was lost: it came back as another process, "
-                f"{self.member.name_of(after)}, and nobody can join a job that runs"
+                f"{called(before)} was lost: it came back as another process, "
+                f"{called(after)}, and nobody can join a job that runs"
             )
             before.close()  # nothing waits for it any more
             raise self._failure
@@ -222,7 +222,7 @@ class StoreServer:
             self.closing.set()
             opening.free()
         except BaseException as error:
-            if self.closing.is_set() or all_left(server.member):
+            if self.closing.is_set() or server.member.all_left():
                 return
             if not isinstance(error, TensorwireError | ValueError):
                 traceback.print_exc()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.membership import called, why_lost
+from tensorwire.membership import lost
 from tensorwire.memory import Mailbox, Peer, Region, RemoteRegion, wait_all
 
 from ..kernel import Rows
@@ -53,7 +53,7 @@ class Answers:
         if reason := self.reason():
             return consequence(reason)
         if isinstance(error, PeerLostError):
-            return PeerLostError(f"{called(peer)} was lost: {why_lost(peer) or error}")
+            return lost(peer, error)
         return error
 
     def attempt(self, peer: Peer, action: Callable[..., T], *arguments: Any) -> T:

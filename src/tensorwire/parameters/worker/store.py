@@ -252,10 +252,7 @@ class RemoteStore:
         return [place_of(tensor, place) for tensor, place in enumerate(self.layout.places)]
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
-        copied = 0
-        for link in self._links:
-            copied += link.push(slice_index, tensor, data)
-        return copied
+        return sum(link.push(slice_index, tensor, data) for link in self._links)
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         self._gradients[slice_index][tensor] = rows, values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,13 +78,8 @@ class ScriptView:
     def _within(self, start: int, stop: int) -> list[int]:
         """Tensors that have bytes in [start, stop) of the memory."""
         first = max(bisect_right(self._starts, start) - 1, 0)
-        found = []
-        for begin, end, tensor in self._places[first:]:
-            if begin >= stop:
-                break
-            if end > start:
-                found.append(tensor)
-        return found
+        places = self._places[first : bisect_left(self._starts, stop)]
+        return [tensor for _, end, tensor in places if end > start]
 
 
 class ViewSource:
@@ -102,7 +97,7 @@ class ViewSource:
         self._member, self._store, self._layout, self._own = member, store, layout, own
         paths = [peer.path.transport for peer in member.servers]
         self.home = paths.index("shm") if "shm" in paths else -1
-        self._neighbour = member.neighbour() if self.home < 0 else None
+        self._neighbour = member.colocation.neighbour() if self.home < 0 else None
         self.owner = member.place.rank if self._neighbour is None else self._neighbour[0]
         self._starts = changed_starts(layout.deal(len(paths)))
         sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}
