@@ -42,18 +42,6 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
             nullptr, 0);
 }
 
-void ring(int event) {
-  uint64_t one = 1;
-  while (::write(event, &one, sizeof one) < 0 && errno == EINTR) {
-  }
-}
-
-void drain(int event) {
-  uint64_t count;
-  while (::read(event, &count, sizeof count) < 0 && errno == EINTR) {
-  }
-}
-
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -86,7 +74,10 @@ Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno));
 }
 
-void Notifier::drain() { tensorwire::drain(event_.get()); }
+void Notifier::drain() {
+  eventfd_t count;
+  ::eventfd_read(event_.get(), &count);
+}
 
 Progress::Progress()
     : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
@@ -302,7 +293,7 @@ int Progress::bounded(int timeout_ms) {
 
 void Progress::kick() {
   std::lock_guard lock(kick_mutex_);
-  if (kick_) ring(kick_.get());
+  if (kick_) ::eventfd_write(kick_.get(), 1);
 }
 
 void Progress::notify() {
@@ -318,7 +309,7 @@ void Progress::wake() {
   if (armed_notifiers_.load() > 0) {
     std::lock_guard lock(notifiers_mutex_);
     for (auto& notifier : notifiers_) {
-      if (notifier->armed_) ring(notifier->event_.get());
+      if (notifier->armed_) ::eventfd_write(notifier->event_.get(), 1);
     }
   }
 }
@@ -411,7 +402,8 @@ void Progress::drive_once(int timeout_ms) {
   for (int i = 0; i < count; ++i) {
     int fd = events[i].data.fd;
     if (fd == kick_.get()) {
-      drain(fd);
+      eventfd_t count;
+      ::eventfd_read(fd, &count);
       changed_ = true;
       continue;
     }

@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <arpa/inet.h>
 
@@ -64,9 +63,7 @@ void run(const std::string& host, const std::shared_ptr<Lookup>& lookup, Lookups
     std::lock_guard lock(all.mutex);
     all.running.erase(host);
   }
-  uint64_t one = 1;
-  while (::write(lookup->finished.get(), &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  ::eventfd_write(lookup->finished.get(), 1);
 }
 
 std::shared_ptr<Lookup> join_or_start(const std::string& host) {
