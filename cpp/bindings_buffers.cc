@@ -159,12 +159,8 @@ void Local::keep_until_done(Transfer& transfer) {
 
 void bind_buffers(nb::module_& m) {
   nb::class_<Buffer>(m, "Buffer")
-      .def(
-          "__init__",
-          [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
-            new (self) Buffer{address, size_bytes, writable, std::move(owner)};
-          },
-          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a)
+      .def(nb::init<uint64_t, uint64_t, bool, nb::object>(), "address"_a, "size_bytes"_a,
+           "writable"_a, "owner"_a)
       .def_ro("size_bytes", &Buffer::size);
   m.def(
       "same_bytes",

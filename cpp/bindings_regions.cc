@@ -12,7 +12,8 @@ constexpr const char* kGone =
 
 // Memory of this process alone that can be mapped twice; no Node is needed for it.
 struct LocalMemory {
-  std::shared_ptr<Mapping> mapping;
+  explicit LocalMemory(uint64_t size_bytes) : mapping(Mapping::create(size_bytes, true, true)) {}
+  const std::shared_ptr<Mapping> mapping;
 };
 
 std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapping) {
@@ -92,12 +93,7 @@ void bind_regions(nb::module_& m) {
         p.revert();
       });
   nb::class_<LocalMemory>(m, "LocalMemory", exporter<LocalMemory>())
-      .def(
-          "__init__",
-          [](LocalMemory* self, uint64_t size_bytes) {
-            new (self) LocalMemory{Mapping::create(size_bytes, true, true)};
-          },
-          "size_bytes"_a)
+      .def(nb::init<uint64_t>(), "size_bytes"_a)
       .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
   nb::class_<View>(m, "View", exporter<View>());
   nb::class_<Region>(m, "Region")

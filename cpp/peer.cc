@@ -344,8 +344,7 @@ bool Peer::attached_shm(const Header& header, std::string_view body) {
   if (std::exchange(attaching_, true)) return false;
   if (header.status != 0) {
     if (accepting_) return false;
-    std::string why = presentable(body) ? std::string(body) : "(unprintable)";
-    lose({static_cast<Code>(header.status), why});
+    lose({static_cast<Code>(header.status), presented(body)});
     return true;
   }
   auto examine = [](const DescriptorMessage& message, Passed& passed) {
@@ -490,8 +489,7 @@ bool Peer::control(const Header& header, std::string_view body) {
     case FrameType::kRevoke:
       return revoked(header);
     case FrameType::kGoodbye:
-      lose({Code::kPeerLost,
-            "it said goodbye: " + (presentable(body) ? std::string(body) : "(unprintable)")});
+      lose({Code::kPeerLost, "it said goodbye: " + presented(body)});
       return false;
     default:
       return service_.request(header, body);

@@ -89,9 +89,7 @@ Progress::Progress()
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
   }
   spin_bound_ns();
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.fd = kick_.get();
+  epoll_event event{.events = EPOLLIN, .data = {.fd = kick_.get()}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
   // Signals belong to the user's threads.
   sigset_t all, before;
@@ -150,9 +148,7 @@ void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) 
   std::lock_guard lock(handlers_mutex_);
   if (!epoll_) throw Error(Code::kClosed, "the Node is closed");
   handlers_[fd] = std::move(handler);
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
+  epoll_event event{.events = events, .data = {.fd = fd}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     int error_number = errno;
     refused = std::move(handlers_[fd]);
@@ -162,9 +158,7 @@ void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) 
 }
 
 void Progress::change(int fd, uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
+  epoll_event event{.events = events, .data = {.fd = fd}};
   std::lock_guard lock(handlers_mutex_);
   if (epoll_) ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
