@@ -1,7 +1,6 @@
 #include "progress.h"
 
 #include <linux/futex.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -11,6 +10,7 @@
 #include <cerrno>
 #include <new>
 
+#include "blocking.h"
 #include "error.h"
 #include "spin.h"
 
@@ -91,12 +91,7 @@ Progress::Progress()
   spin_bound_ns();
   epoll_event event{.events = EPOLLIN, .data = {.fd = kick_.get()}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
-  // Signals belong to the user's threads.
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { thread_main(); });
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { thread_main(); });
 }
 
 Progress::~Progress() {
