@@ -20,8 +20,6 @@
 namespace tensorwire {
 namespace {
 
-constexpr int kLookForSignalsMs = 500;
-
 // One call of the system's resolver, shared by those who wait and the thread that makes it.
 struct Lookup {
   Lookup() : finished(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -108,10 +106,8 @@ std::string SocketAddress::text() const {
 
 bool wait_ready(int fd, short events, Deadline deadline, const Interrupted& interrupted) {
   for (;;) {
-    int left = deadline.left_ms();
-    bool slice = left < 0 || left > kLookForSignalsMs;
     pollfd entry{fd, events, 0};
-    int count = ::poll(&entry, 1, slice ? kLookForSignalsMs : left);
+    int count = ::poll(&entry, 1, deadline.at_most(kLookForSignalsS).left_ms());
     if (count > 0) return true;
     if (interrupted) interrupted();
     if (deadline.passed()) return false;
