@@ -75,11 +75,6 @@ void finish(const TransferPtr& transfer) {
   if (!transfer->status().ok()) throw Error(transfer->status());
 }
 
-// The piece of a write or read. `remote` outlives every use of it.
-Piece piece_of(uintptr_t local, size_t size_bytes, const RemoteRegion& remote, uint64_t offset) {
-  return Piece{reinterpret_cast<std::byte*>(local), &remote, offset, size_bytes};
-}
-
 void wait_for(Node& node, const Region& region, uint64_t offset, uint64_t value, double timeout_s) {
   if (!node.wait_word(region, offset, value, Deadline::after(timeout_s))) {
     throw Error(Code::kTimeout, "signal ping-pong: the other side did not answer");
@@ -89,11 +84,6 @@ void wait_for(Node& node, const Region& region, uint64_t offset, uint64_t value,
 }  // namespace
 
 // --- limits: memory -------------------------------------------------------------------------
-
-Samples copy_memory(uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
-                    size_t batch) {
-  return copy_pieces(target, source, size_bytes, 0, 1, repeats, batch);
-}
 
 Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
                     size_t pieces, size_t repeats, size_t batch) {
@@ -281,15 +271,7 @@ uintptr_t mapped_address(const RemoteRegion& remote) {
   return remote.mapping ? reinterpret_cast<uintptr_t>(remote.mapping->data()) : 0;
 }
 
-Samples write_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                       uint64_t offset, size_t repeats, size_t batch) {
-  const Piece piece = piece_of(local, size_bytes, remote, offset);
-  return measure(repeats, batch, [&] { finish(peer.write({&piece, 1}, SignalTo{}, 0)); });
-}
-
-double write_pipelined(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                       uint64_t offset, size_t count, size_t depth) {
-  const Piece piece = piece_of(local, size_bytes, remote, offset);
+double start_pipelined(Prepared& prepared, size_t count, size_t depth) {
   std::deque<TransferPtr> under_way;
   auto start = Clock::now();
   for (size_t i = 0; i < count; ++i) {
@@ -297,16 +279,10 @@ double write_pipelined(Peer& peer, uintptr_t local, size_t size_bytes, const Rem
       finish(std::move(under_way.front()));
       under_way.pop_front();
     }
-    under_way.push_back(peer.write({&piece, 1}, SignalTo{}, 0));
+    under_way.push_back(prepared.start(SignalTo{}, 0));
   }
   for (auto& transfer : under_way) finish(std::move(transfer));
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-Samples read_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                      uint64_t offset, size_t repeats, size_t batch) {
-  const Piece piece = piece_of(local, size_bytes, remote, offset);
-  return measure(repeats, batch, [&] { finish(peer.read({&piece, 1}, 0)); });
 }
 
 Samples start_complete(Prepared& prepared, const std::vector<int64_t>& indices, size_t repeats,

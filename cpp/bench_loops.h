@@ -27,12 +27,9 @@ using Samples = std::vector<double>;
 
 // --- limits: memory -------------------------------------------------------------------------
 
-// memcpy of `size_bytes` from `source` to `target` (addresses of mapped, touched memory).
-Samples copy_memory(uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
-                    size_t batch);
-
-// The same for `pieces` pieces of `piece_bytes` each, `stride_bytes` apart on both sides: the limit
-// of a prepared list of equal pieces.
+// memcpy of `pieces` pieces of `piece_bytes` each from `source` to `target` (addresses of mapped,
+// touched memory), `stride_bytes` apart on both sides: the limit of a prepared list of equal
+// pieces.
 Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size_t stride_bytes,
                     size_t pieces, size_t repeats, size_t batch);
 
@@ -71,18 +68,12 @@ std::vector<float> exchange_limit_constants();
 
 // --- the core's own API ---------------------------------------------------------------------
 
-// peer.write of one piece from `local` to `remote` + `offset`, waited for, `batch` times a sample.
-Samples write_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                       uint64_t offset, size_t repeats, size_t batch);
-// Seconds that `count` such writes take when up to `depth` of them are under way at a time.
-double write_pipelined(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                       uint64_t offset, size_t count, size_t depth);
-// peer.read of one piece from `remote` + `offset` into `local`, waited for.
-Samples read_complete(Peer& peer, uintptr_t local, size_t size_bytes, const RemoteRegion& remote,
-                      uint64_t offset, size_t repeats, size_t batch);
-// prepared.start, whole when `indices` is empty, else by index vector; waited for.
+// prepared.start, whole when `indices` is empty, else by index vector; waited for. With one piece
+// that is a plain write or read.
 Samples start_complete(Prepared& prepared, const std::vector<int64_t>& indices, size_t repeats,
                        size_t batch);
+// Seconds that `count` such starts of the whole take when up to `depth` are under way at a time.
+double start_pipelined(Prepared& prepared, size_t count, size_t depth);
 // peer.fetch_add(1) on the word at `offset` of `remote`, waited for.
 Samples fetch_add_complete(Peer& peer, const RemoteRegion& remote, uint64_t offset, size_t repeats,
                            size_t batch);

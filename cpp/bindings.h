@@ -86,14 +86,12 @@ template <class Wait>
 bool wait_patiently(const Wait& wait, std::optional<double> timeout_s) {
   Deadline deadline = Deadline::after(timeout_s);
   for (;;) {
-    Deadline slice =
-        deadline.never() || deadline.left_ns() > 500'000'000 ? Deadline::after(0.5) : deadline;
     bool ready;
     {
       WithoutGil release;
       Progress::set_interruptible(true);
       try {
-        ready = wait(slice);
+        ready = wait(deadline.at_most(kLookForSignalsS));
       } catch (...) {
         Progress::set_interruptible(false);
         throw;

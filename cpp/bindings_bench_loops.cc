@@ -9,8 +9,6 @@ void bind_bench_loops(nb::module_& m) {
   using namespace bench_loops;
   using Release = nb::call_guard<WithoutGil>;
   nb::module_ d = m.def_submodule("bench_loops", "Measuring loops in C++, for tensorwire bench.");
-  d.def("copy_memory", &copy_memory, "target"_a, "source"_a, "size_bytes"_a, "repeats"_a, "batch"_a,
-        Release());
   d.def("copy_pieces", &copy_pieces, "target"_a, "source"_a, "piece_bytes"_a, "stride_bytes"_a,
         "pieces"_a, "repeats"_a, "batch"_a, Release());
   d.def("mapped_address", &mapped_address, "remote"_a);
@@ -21,12 +19,6 @@ void bind_bench_loops(nb::module_& m) {
   d.def("exchange_limit", &exchange_limit, "parameters"_a, "states"_a, "gradients"_a, "elements"_a,
         "threads"_a, "repeats"_a, Release());
   d.def("exchange_limit_constants", &exchange_limit_constants);
-  d.def("write_complete", &write_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
-        "offset"_a, "repeats"_a, "batch"_a, Release());
-  d.def("write_pipelined", &write_pipelined, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
-        "offset"_a, "count"_a, "depth"_a, Release());
-  d.def("read_complete", &read_complete, "peer"_a, "local"_a, "size_bytes"_a, "remote"_a,
-        "offset"_a, "repeats"_a, "batch"_a, Release());
   d.def(
       "start_complete",
       [](const PyPrepared& p, const std::vector<int64_t>& indices, size_t repeats, size_t batch) {
@@ -34,6 +26,13 @@ void bind_bench_loops(nb::module_& m) {
         return start_complete(*p.prepared, indices, repeats, batch);
       },
       "prepared"_a, "indices"_a, "repeats"_a, "batch"_a);
+  d.def(
+      "start_pipelined",
+      [](const PyPrepared& p, size_t count, size_t depth) {
+        WithoutGil release;
+        return start_pipelined(*p.prepared, count, depth);
+      },
+      "prepared"_a, "count"_a, "depth"_a);
   d.def("fetch_add_complete", &fetch_add_complete, "peer"_a, "remote"_a, "offset"_a, "repeats"_a,
         "batch"_a, Release());
   d.def("signal_ping", &signal_ping, "node"_a, "mine"_a, "my_offset"_a, "peer"_a, "theirs"_a,

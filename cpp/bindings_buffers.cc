@@ -13,8 +13,7 @@ namespace {
 // Objects whose transfers ended on a thread without the GIL; dropped by the next call that has it.
 struct Graveyard {
   std::mutex mutex;
-  std::vector<Py_buffer*> views;
-  std::vector<PyObject*> objects;
+  std::vector<Keepalive> dead;
   std::atomic<bool> occupied{false};
   std::atomic<bool> asked{false};
 };
@@ -24,12 +23,11 @@ Graveyard& graveyard() {
   return *instance;
 }
 
-template <class T>
-void inter(std::vector<T*> Graveyard::* list, T* dead) {
+void inter(Keepalive dead) {
   Graveyard& g = graveyard();
   {
     std::lock_guard lock(g.mutex);
-    (g.*list).push_back(dead);
+    g.dead.push_back(dead);
     g.occupied = true;
   }
   // Nobody may call for a long time: let the main thread do it when it gets round to it.
@@ -43,7 +41,12 @@ void inter(std::vector<T*> Graveyard::* list, T* dead) {
   }
 }
 
-void release_view(void* view) { inter(&Graveyard::views, static_cast<Py_buffer*>(view)); }
+void release_view(void* view) {
+  inter({view, [](void* dead) {
+           PyBuffer_Release(static_cast<Py_buffer*>(dead));
+           delete static_cast<Py_buffer*>(dead);
+         }});
+}
 
 // An 'O' in the format (PEP 3118) outside the names of fields, which stand between colons.
 bool holds_objects(const char* format) {
@@ -97,22 +100,18 @@ Error read_only() {
 void bury_the_dead() {
   Graveyard& g = graveyard();
   if (!g.occupied.load(std::memory_order_acquire)) return;
-  std::vector<Py_buffer*> views;
-  std::vector<PyObject*> objects;
+  std::vector<Keepalive> dead;
   {
     std::lock_guard lock(g.mutex);
-    views.swap(g.views);
-    objects.swap(g.objects);
+    dead.swap(g.dead);
     g.occupied = false;
   }
-  for (auto* view : views) {
-    PyBuffer_Release(view);
-    delete view;
-  }
-  for (auto* object : objects) Py_DECREF(object);
+  for (const Keepalive& each : dead) each.release(each.object);
 }
 
-void release_object(void* object) { inter(&Graveyard::objects, static_cast<PyObject*>(object)); }
+void release_object(void* object) {
+  inter({object, [](void* dead) { Py_DECREF(static_cast<PyObject*>(dead)); }});
+}
 
 Local::Local(nb::handle object, bool writable) {
   Buffer* buffer = nullptr;
@@ -159,12 +158,8 @@ void Local::keep_until_done(Transfer& transfer) {
 
 void bind_buffers(nb::module_& m) {
   nb::class_<Buffer>(m, "Buffer")
-      .def(
-          "__init__",
-          [](Buffer* self, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner) {
-            new (self) Buffer{address, size_bytes, writable, std::move(owner)};
-          },
-          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a)
+      .def(nb::init<uint64_t, uint64_t, bool, nb::object>(), "address"_a, "size_bytes"_a,
+           "writable"_a, "owner"_a)
       .def_ro("size_bytes", &Buffer::size);
   m.def(
       "same_bytes",

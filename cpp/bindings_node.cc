@@ -43,13 +43,7 @@ void bind_node(nb::module_& m) {
           },
           "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false)
       .def("region", &Node::region, "name"_a)
-      .def(
-          "free",
-          [](Node& n, std::shared_ptr<Region> region) {
-            WithoutGil release;
-            n.free(region);
-          },
-          "region"_a)
+      .def("free", &Node::free, "region"_a, nb::call_guard<WithoutGil>())
       .def(
           "connect",
           [](Node& n, const std::string& host, uint16_t port, std::optional<double> timeout_s,
@@ -116,10 +110,7 @@ void bind_node(nb::module_& m) {
              put("spin_bound_ns", static_cast<uint64_t>(spin_bound_ns()));
              return result;
            })
-      .def("close", [](Node& n) {
-        WithoutGil release;
-        n.close();
-      });
+      .def("close", &Node::close, nb::call_guard<WithoutGil>());
 }
 
 }  // namespace tensorwire

@@ -128,8 +128,7 @@ void bind_peer(nb::module_& m) {
             }
             return PyTransfer{std::move(transfer)};
           },
-          "indices"_a.none() = nb::none(), "word"_a.none() = nb::none(), "word_offset"_a = 0,
-          "value"_a = 0, "inline_limit"_a = 0);
+          "indices"_a.none(), "word"_a.none(), "word_offset"_a, "value"_a, "inline_limit"_a);
 
   nb::class_<FaultPlan>(m, "FaultPlan")
       .def(nb::init<uint64_t, const std::string&, double>(), "nth"_a, "action"_a, "delay_s"_a = 0.0)
@@ -180,15 +179,15 @@ void bind_peer(nb::module_& m) {
             return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
                                  inline_limit, true);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none() = nb::none(), "word_offset"_a = 0,
-          "value"_a = 0, "inline_limit"_a = 0)
+          "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none(), "word_offset"_a, "value"_a,
+          "inline_limit"_a)
       .def(
           "read",
           [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
              uint64_t inline_limit) {
             return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a = 0)
+          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a)
       .def(
           "write_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
@@ -196,15 +195,15 @@ void bind_peer(nb::module_& m) {
             return transfer_one(p, local, remote, offset, limit,
                                 signal_to(word, word_offset, value), inline_limit, true);
           },
-          "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none() = nb::none(),
-          "word_offset"_a = 0, "value"_a = 0, "inline_limit"_a = 0)
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none(), "word_offset"_a, "value"_a,
+          "inline_limit"_a)
       .def(
           "read_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
              uint64_t inline_limit) {
             return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
           },
-          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a = 0)
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a)
       .def(
           "signal",
           [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,

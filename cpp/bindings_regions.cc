@@ -12,7 +12,8 @@ constexpr const char* kGone =
 
 // Memory of this process alone that can be mapped twice; no Node is needed for it.
 struct LocalMemory {
-  std::shared_ptr<Mapping> mapping;
+  explicit LocalMemory(uint64_t size_bytes) : mapping(Mapping::create(size_bytes, true, true)) {}
+  const std::shared_ptr<Mapping> mapping;
 };
 
 std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapping) {
@@ -73,6 +74,18 @@ nb::type_slots exporter() {
   return nb::type_slots(slots);
 }
 
+// A class of regions with what is told of every one.
+template <class T>
+nb::class_<T> region_class(nb::module_& m, const char* name) {
+  return nb::class_<T>(m, name)
+      .def_prop_ro("size_bytes", [](const T& r) { return r.size; })
+      .def_prop_ro("name", [](const T& r) { return r.name; })
+      .def_prop_ro("id", [](const T& r) { return r.id; })
+      .def_prop_ro("generation", [](const T& r) { return r.generation; })
+      .def_prop_ro("writable", [](const T& r) { return r.access.write; })
+      .def_prop_ro("readable", [](const T& r) { return r.access.read; });
+}
+
 }  // namespace
 
 void bind_regions(nb::module_& m) {
@@ -92,22 +105,11 @@ void bind_regions(nb::module_& m) {
         p.revert();
       });
   nb::class_<LocalMemory>(m, "LocalMemory", exporter<LocalMemory>())
-      .def(
-          "__init__",
-          [](LocalMemory* self, uint64_t size_bytes) {
-            new (self) LocalMemory{Mapping::create(size_bytes, true, true)};
-          },
-          "size_bytes"_a)
+      .def(nb::init<uint64_t>(), "size_bytes"_a)
       .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
   nb::class_<View>(m, "View", exporter<View>());
-  nb::class_<Region>(m, "Region")
+  region_class<Region>(m, "Region")
       .def("view", [](const Region& r) { return new View(r.mapping, r.size, true); })
-      .def_prop_ro("size_bytes", [](const Region& r) { return r.size; })
-      .def_prop_ro("name", [](const Region& r) { return r.name; })
-      .def_prop_ro("id", [](const Region& r) { return r.id; })
-      .def_prop_ro("generation", [](const Region& r) { return r.generation; })
-      .def_prop_ro("writable", [](const Region& r) { return r.access.write; })
-      .def_prop_ro("readable", [](const Region& r) { return r.access.read; })
       .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
       .def_prop_ro("address", [](const Region& r) { return reinterpret_cast<uint64_t>(r.data()); })
       .def("discard",
@@ -137,18 +139,12 @@ void bind_regions(nb::module_& m) {
             return high || r.mapping->gone();
           },
           "offset"_a, "value"_a);
-  nb::class_<RemoteRegion>(m, "RemoteRegion")
+  region_class<RemoteRegion>(m, "RemoteRegion")
       .def("view",
            [](const RemoteRegion& r) { return new View(r.mapping, r.size, r.access.write); })
       .def_prop_ro("mapped", [](const RemoteRegion& r) { return r.mapping != nullptr; })
       .def_prop_ro("copied", [](const RemoteRegion& r) { return r.copied; })
-      .def_prop_ro("size_bytes", [](const RemoteRegion& r) { return r.size; })
-      .def_prop_ro("name", [](const RemoteRegion& r) { return r.name; })
-      .def_prop_ro("id", [](const RemoteRegion& r) { return r.id; })
-      .def_prop_ro("generation", [](const RemoteRegion& r) { return r.generation; })
-      .def_prop_ro("incarnation", [](const RemoteRegion& r) { return r.incarnation; })
-      .def_prop_ro("writable", [](const RemoteRegion& r) { return r.access.write; })
-      .def_prop_ro("readable", [](const RemoteRegion& r) { return r.access.read; });
+      .def_prop_ro("incarnation", [](const RemoteRegion& r) { return r.incarnation; });
 }
 
 }  // namespace tensorwire

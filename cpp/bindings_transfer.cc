@@ -33,14 +33,14 @@ void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s,
 
 // Tells an event loop of completions and doorbells of one Node.
 struct PyNotifier {
+  explicit PyNotifier(const Node& node) : PyNotifier(node.progress()) {}
+  explicit PyNotifier(const PyTransfer& transfer) : PyNotifier(transfer.transfer->progress()) {}
   explicit PyNotifier(std::shared_ptr<Progress> of)
       : progress(std::move(of)), notifier(std::make_shared<Notifier>()) {
     progress->add(notifier);
   }
   PyNotifier(const PyNotifier&) = delete;
-  ~PyNotifier() {
-    if (progress->page_mapping()->usable()) progress->remove(notifier);
-  }
+  ~PyNotifier() { progress->remove(notifier); }
 
   std::shared_ptr<Progress> progress;
   std::shared_ptr<Notifier> notifier;
@@ -105,26 +105,15 @@ void bind_transfer(nb::module_& m) {
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"));
 
   nb::class_<PyNotifier>(m, "Notifier")
-      .def(
-          "__init__",
-          [](PyNotifier* self, const Node& node) { new (self) PyNotifier(node.progress()); },
-          "node"_a)
-      .def(
-          "__init__",
-          [](PyNotifier* self, const PyTransfer& t) {
-            new (self) PyNotifier(t.transfer->progress());
-          },
-          "transfer"_a)
+      .def(nb::init<const Node&>(), "node"_a)
+      .def(nb::init<const PyTransfer&>(), "transfer"_a)
       .def("fileno", [](const PyNotifier& n) { return n.notifier->descriptor(); })
       .def("arm",
            [](PyNotifier& n) {
              check_not_forked(*n.progress->page_mapping());
              n.progress->arm(*n.notifier);
            })
-      .def("disarm",
-           [](PyNotifier& n) {
-             if (n.progress->page_mapping()->usable()) n.progress->disarm(*n.notifier);
-           })
+      .def("disarm", [](PyNotifier& n) { n.progress->disarm(*n.notifier); })
       .def("drain", [](PyNotifier& n) { n.notifier->drain(); });
 }
 

@@ -9,9 +9,9 @@
 #include <deque>
 #include <iterator>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <system_error>
-#include <thread>
 
 #include "error.h"
 #include "fork.h"
@@ -57,6 +57,15 @@ void work(Pool& pool) {
 
 }  // namespace
 
+std::thread start_thread(std::function<void()> run) {
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  auto restore = [](sigset_t* mask) { ::pthread_sigmask(SIG_SETMASK, mask, nullptr); };
+  std::unique_ptr<sigset_t, decltype(restore)> at_return(&before, restore);
+  return std::thread(std::move(run));
+}
+
 void spawn_blocking(std::function<void()> job) {
   Pool& here = fork::of_this_process<Pool>();
   std::lock_guard lock(here.mutex);
@@ -65,22 +74,14 @@ void spawn_blocking(std::function<void()> job) {
     here.work.notify_one();
     return;
   }
-  // Signals belong to the user's threads.
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::string failure;
   try {
+    start_thread([&here] { work(here); }).detach();
     ++here.threads;
-    std::thread([&here] { work(here); }).detach();
   } catch (const std::system_error& error) {
-    --here.threads;
-    failure = error.what();
+    if (here.threads > 0) return;  // a thread that ends its job takes this one
+    here.jobs.pop_back();
+    throw Error(Code::kBusy, std::string("cannot start a thread: ") + error.what());
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (failure.empty() || here.threads > 0) return;  // a thread that ends its job takes this one
-  here.jobs.pop_back();
-  throw Error(Code::kBusy, "cannot start a thread: " + failure);
 }
 
 size_t stuck_jobs() {

@@ -4,8 +4,12 @@
 
 #include <cstddef>
 #include <functional>
+#include <thread>
 
 namespace tensorwire {
+
+// Starts a thread that takes no signals: they belong to the user's threads. Throws as std::thread.
+std::thread start_thread(std::function<void()> run);
 
 // Runs the job on a thread that does nothing else meanwhile. Threads are started as they are
 // needed, one per job that blocks, and end soon after the last job. Nobody waits for them, also at

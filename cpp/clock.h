@@ -10,6 +10,9 @@ namespace tensorwire {
 
 using Clock = std::chrono::steady_clock;
 
+// How long a wait that signals may end goes on before it looks for one that came just before it.
+inline constexpr double kLookForSignalsS = 0.5;
+
 class Deadline {
  public:
   Deadline() = default;  // never
@@ -23,6 +26,11 @@ class Deadline {
   }
   static Deadline after(std::optional<double> seconds) {
     return seconds ? after(*seconds) : Deadline();
+  }
+  // This one, or that many seconds from now if that is earlier.
+  Deadline at_most(double seconds) const {
+    Deadline limit = after(seconds);
+    return at_ && *at_ < *limit.at_ ? *this : limit;
   }
   bool never() const { return !at_; }
   bool passed() const { return at_ && Clock::now() >= *at_; }

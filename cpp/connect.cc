@@ -41,39 +41,38 @@ class Line {
     throw Error(Code::kTimeout,
                 "no answer from " + where_ + " in time; is a Node running there, and is it awake?");
   }
-  void send(const void* data, size_t size) {
-    auto* bytes = static_cast<const char*>(data);
-    while (size > 0) {
-      ssize_t sent = ::send(socket_.get(), bytes, size, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (sent > 0) {
-        bytes += sent, size -= static_cast<size_t>(sent);
-      } else if (errno == EAGAIN || errno == EINTR) {
-        wait(POLLOUT);
-      } else {
-        throw Error(Code::kPeerLost, system_message("handshake with " + where_, errno));
-      }
-    }
+  void send(std::span<const uint8_t> bytes) {
+    move(bytes, POLLOUT, [this](std::span<const uint8_t> left) {
+      return ::send(socket_.get(), left.data(), left.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    });
   }
-  void receive(void* data, size_t size) {
-    auto* bytes = static_cast<char*>(data);
-    while (size > 0) {
-      ssize_t got = ::recv(socket_.get(), bytes, size, MSG_DONTWAIT);
-      if (got > 0) {
-        bytes += got, size -= static_cast<size_t>(got);
-      } else if (got == 0) {
+  void receive(std::span<uint8_t> bytes) {
+    move(bytes, POLLIN, [this](std::span<uint8_t> left) {
+      return ::recv(socket_.get(), left.data(), left.size(), MSG_DONTWAIT);
+    });
+  }
+
+ private:
+  // Until the call has moved all bytes.
+  template <class Bytes, class Call>
+  void move(Bytes bytes, short events, const Call& call) {
+    while (!bytes.empty()) {
+      ssize_t moved = call(bytes);
+      if (moved > 0) {
+        bytes = bytes.subspan(static_cast<size_t>(moved));
+      } else if (moved == 0) {
         throw Error(Code::kPeerLost,
                     where_ +
                         " hung up during the handshake; it is not a tensorwire Node, speaks "
                         "another version, is closing, or is out of descriptors (ulimit -n)");
       } else if (errno == EAGAIN || errno == EINTR) {
-        wait(POLLIN);
+        wait(events);
       } else {
         throw Error(Code::kPeerLost, system_message("handshake with " + where_, errno));
       }
     }
   }
 
- private:
   Descriptor socket_;
   std::string where_;
   Deadline deadline_;
@@ -121,7 +120,7 @@ template <size_t N>
 std::array<uint8_t, N> receive_message(Line& line, bool greeted) {
   std::array<uint8_t, N> bytes;
   try {
-    line.receive(bytes.data(), bytes.size());
+    line.receive(bytes);
   } catch (const Error& error) {
     if (error.code() != Code::kPeerLost) throw;
     throw TurnedAway{!greeted, error};
@@ -146,7 +145,7 @@ Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string&
   static_assert(kHelloBytes == kWelcomeBytes);
   me.nonce = random_nonce();
   auto mine = me.encode();
-  line.send(mine.data(), mine.size());
+  line.send(mine);
   auto theirs = receive_message<kHelloBytes>(line, false);
   check_room(theirs, where);
   Hello server;
@@ -162,7 +161,7 @@ Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string&
   std::array<uint8_t, kProofBytes> proof{};
   std::memcpy(proof.data(), keys.client.data(), keys.client.size());
   try {
-    line.send(proof.data(), proof.size());
+    line.send(proof);
   } catch (const Error& error) {
     if (error.code() != Code::kPeerLost) throw;
     throw TurnedAway{false, error};
@@ -184,17 +183,12 @@ Hello shake_hands(Line& line, Hello me, const Secret& secret, const std::string&
   return server;
 }
 
-void send_choice(Line& line, const Choice& choice) {
-  auto bytes = choice.encode();
-  line.send(bytes.data(), bytes.size());
-}
-
 // Two sockets for descriptors that have met. Null where they cannot, and why.
 std::shared_ptr<DescriptorSocket> meet(Line& line, const std::string& where, std::string& why) {
   auto mine = DescriptorSocket::offer();
-  send_choice(line, {kShmBit, mine->name()});
+  line.send(Choice{kShmBit, mine->name()}.encode());
   std::array<uint8_t, kMeetingBytes> bytes;
-  line.receive(bytes.data(), bytes.size());
+  line.receive(bytes);
   Meeting meeting = Meeting::decode(bytes);
   if (meeting.code == Code::kBusy) {
     throw Error(Code::kBusy, where + " has no descriptors left; see ulimit -n there");
@@ -257,7 +251,7 @@ Connection connect_once(const std::string& host, uint16_t port, const std::strin
     throw Error(Code::kUnavailable, where + ": " + which);
   }
   result.transport = rdma ? kRdmaBit : kTcpBit;
-  send_choice(line, {result.transport, 0});
+  line.send(Choice{result.transport, 0}.encode());
   result.socket = std::move(line.socket());
   if (require != 0) {
     result.reason = std::string(rdma ? "rdma" : "tcp") + " was required";

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -72,9 +73,7 @@ void EventRaiser::raise(int eventfd) {
   if (submit(eventfd)) return;
   pollfd room{eventfd, POLLOUT, 0};
   if (::poll(&room, 1, 0) != 1 || !(room.revents & POLLOUT)) return;  // full: it is raised
-  uint64_t one = 1;
-  while (::write(eventfd, &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  ::eventfd_write(eventfd, 1);
 }
 
 }  // namespace tensorwire

@@ -102,8 +102,7 @@ Welcome Welcome::decode(std::span<const uint8_t, kWelcomeBytes> bytes) {
     throw Error(Code::kPeerLost, "malformed answer in the handshake");
   }
   welcome.status.code = static_cast<Code>(code);
-  welcome.status.message.assign(reinterpret_cast<const char*>(bytes.data() + 48), bytes[2]);
-  if (!presentable(welcome.status.message)) welcome.status.message = "(unprintable)";
+  welcome.status.message = presented({reinterpret_cast<const char*>(bytes.data() + 48), bytes[2]});
   std::memcpy(welcome.proof.data(), bytes.data() + 16, 32);
   return welcome;
 }

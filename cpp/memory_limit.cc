@@ -2,11 +2,9 @@
 
 #include <unistd.h>
 
-#include <charconv>
 #include <fstream>
 #include <optional>
 #include <sstream>
-#include <string_view>
 
 namespace tensorwire {
 namespace {
@@ -18,13 +16,8 @@ struct Hierarchy {
   const char* limit_file;
 };
 
-bool has_word(std::string_view list, std::string_view word) {
-  while (!list.empty()) {
-    size_t comma = list.find(',');
-    if (list.substr(0, comma) == word) return true;
-    list = comma == std::string_view::npos ? "" : list.substr(comma + 1);
-  }
-  return false;
+bool names_memory(const std::string& list) {
+  return ("," + list + ",").find(",memory,") != std::string::npos;
 }
 
 // Reads a line of /proc/self/mountinfo: "36 35 98:0 /inside /where options [optional] - type device
@@ -37,7 +30,7 @@ std::optional<Hierarchy> hierarchy_of(const std::string& line, bool version_2) {
   }
   words >> type >> device >> options;
   if (version_2 && type == "cgroup2") return Hierarchy{inside, where, "memory.max"};
-  if (!version_2 && type == "cgroup" && has_word(options, "memory")) {
+  if (!version_2 && type == "cgroup" && names_memory(options)) {
     return Hierarchy{inside, where, "memory.limit_in_bytes"};
   }
   return std::nullopt;
@@ -54,12 +47,8 @@ std::optional<Hierarchy> find_hierarchy(const std::string& root, bool version_2)
 // None for "max", and where there is no such file: the topmost group has none.
 std::optional<uint64_t> number_in(const std::string& path) {
   std::ifstream file(path);
-  std::string word;
-  file >> word;
   uint64_t value = 0;
-  auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  bool whole = !word.empty() && error == std::errc{} && end == word.data() + word.size();
-  return whole ? std::optional(value) : std::nullopt;
+  return file >> value ? std::optional(value) : std::nullopt;
 }
 
 // The group and those above it bound what is in it.
@@ -88,15 +77,14 @@ MemoryLimit memory_limit(const std::string& root) {
                     "this host's memory"};
   std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {  // "number:controllers:/group"
-    size_t first = line.find(':');
-    size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    std::string_view controllers = std::string_view(line).substr(first + 1, second - first - 1);
+    std::istringstream parts(line);
+    std::string number, controllers, group;
+    std::getline(parts, number, ':');
+    std::getline(parts, controllers, ':');
+    if (!std::getline(parts, group)) continue;
     bool version_2 = controllers.empty();
-    if (!version_2 && !has_word(controllers, "memory")) continue;
-    if (auto mounted = find_hierarchy(root, version_2)) {
-      apply(root, *mounted, line.substr(second + 1), least);
-    }
+    if (!version_2 && !names_memory(controllers)) continue;
+    if (auto mounted = find_hierarchy(root, version_2)) apply(root, *mounted, group, least);
   }
   return least;
 }

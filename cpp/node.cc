@@ -12,7 +12,6 @@ namespace tensorwire {
 namespace {
 
 constexpr double kRevokeS = 1;
-constexpr int64_t kLookForSignalsNs = 500'000'000;
 
 // Equal for all processes of one booted system, and for no other.
 std::array<uint8_t, 16> host_id() {
@@ -288,11 +287,8 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   if (!peer) throw Error(failure);
   for (;;) {
     Progress::set_interruptible(true);
-    // A signal that comes just before the wait does not end it.
-    bool long_way = deadline.never() || deadline.left_ns() > kLookForSignalsNs;
-    bool over =
-        fabric_.progress->wait([&] { return peer->ready() || peer->lost(); },
-                               long_way ? Deadline::after(1e-9 * kLookForSignalsNs) : deadline);
+    bool over = fabric_.progress->wait([&] { return peer->ready() || peer->lost(); },
+                                       deadline.at_most(kLookForSignalsS));
     Progress::set_interruptible(false);
     if (over) break;
     try {

@@ -267,9 +267,7 @@ void Peer::start_shm(std::shared_ptr<DescriptorSocket> descriptors) {
   channel_ = shm_;
   descriptors_ = std::move(descriptors);
   auto weak = weak_from_this();
-  descriptors_->start(fabric_.progress, [weak](Status status) {
-    if (auto self = weak.lock()) self->lose(std::move(status));
-  });
+  descriptors_->start(fabric_.progress, on_failure());
   // The frame follows its message, so whoever reads the frame finds the message there.
   service_.attach(
       [weak](const Header& answer, const std::shared_ptr<Region>& region) {
@@ -344,8 +342,7 @@ bool Peer::attached_shm(const Header& header, std::string_view body) {
   if (std::exchange(attaching_, true)) return false;
   if (header.status != 0) {
     if (accepting_) return false;
-    std::string why = presentable(body) ? std::string(body) : "(unprintable)";
-    lose({static_cast<Code>(header.status), why});
+    lose({static_cast<Code>(header.status), presented(body)});
     return true;
   }
   auto examine = [](const DescriptorMessage& message, Passed& passed) {
@@ -398,9 +395,7 @@ void Peer::start_rdma() {
   events.on_ready = [weak] {
     if (auto self = weak.lock(); self && !self->lost()) self->became_ready();
   };
-  events.on_lost = [weak](Status status) {
-    if (auto self = weak.lock()) self->lose(std::move(status));
-  };
+  events.on_lost = on_failure();
   events.on_frame = [weak](const Header& header, std::string_view body) {
     auto self = weak.lock();
     return !self || self->lost() || self->control(header, body);
@@ -490,8 +485,7 @@ bool Peer::control(const Header& header, std::string_view body) {
     case FrameType::kRevoke:
       return revoked(header);
     case FrameType::kGoodbye:
-      lose({Code::kPeerLost,
-            "it said goodbye: " + (presentable(body) ? std::string(body) : "(unprintable)")});
+      lose({Code::kPeerLost, "it said goodbye: " + presented(body)});
       return false;
     default:
       return service_.request(header, body);
@@ -499,6 +493,12 @@ bool Peer::control(const Header& header, std::string_view body) {
 }
 
 // ---- the end
+
+std::function<void(Status)> Peer::on_failure() {
+  return [weak = weak_from_this()](Status status) {
+    if (auto self = weak.lock()) self->lose(std::move(status));
+  };
+}
 
 void Peer::lose(Status status, std::string_view goodbye) {
   auto self = shared_from_this();
@@ -539,11 +539,8 @@ void Peer::inject(std::shared_ptr<FaultPlan> plan) {
   if (!plan) return;
   // Whoever holds this pointer to the channel holds the peer.
   std::shared_ptr<Channel> channel(shared_from_this(), channel_.get());
-  auto cut = [weak = weak_from_this()](Status status) {
-    if (auto self = weak.lock()) self->lose(std::move(status));
-  };
   faults_.push_back(
-      std::make_shared<FaultyChannel>(std::move(plan), channel, fabric_.progress, cut));
+      std::make_shared<FaultyChannel>(std::move(plan), channel, fabric_.progress, on_failure()));
   if (lost_) faults_.back()->shutdown(lost_status_);
   faulty_ = faults_.back().get();
 }

@@ -110,6 +110,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void check_region(const RemoteRegion& region) const;
   // Throws that the grant does not allow it.
   [[noreturn]] void refuse(const RemoteRegion& region, const char* how, const char* why = "") const;
+  // Loses the peer, if there still is one.
+  std::function<void(Status)> on_failure();
   AskedPtr ask(const Header& header, std::string_view body, Asked::Wants wants);
   // What came with a frame on the socket for descriptors.
   struct Passed : Granted {

@@ -1,7 +1,6 @@
 #include "progress.h"
 
 #include <linux/futex.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -11,6 +10,7 @@
 #include <cerrno>
 #include <new>
 
+#include "blocking.h"
 #include "error.h"
 #include "spin.h"
 
@@ -40,18 +40,6 @@ Woken futex_wait(std::atomic<uint32_t>& word, uint32_t seen, const int64_t* time
 void futex_wake_all(std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr,
             nullptr, 0);
-}
-
-void ring(int event) {
-  uint64_t one = 1;
-  while (::write(event, &one, sizeof one) < 0 && errno == EINTR) {
-  }
-}
-
-void drain(int event) {
-  uint64_t count;
-  while (::read(event, &count, sizeof count) < 0 && errno == EINTR) {
-  }
 }
 
 inline void relax() {
@@ -86,7 +74,10 @@ Notifier::Notifier() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!event_) throw Error(Code::kBusy, system_message("eventfd", errno));
 }
 
-void Notifier::drain() { tensorwire::drain(event_.get()); }
+void Notifier::drain() {
+  eventfd_t count;
+  ::eventfd_read(event_.get(), &count);
+}
 
 Progress::Progress()
     : page_mapping_(Mapping::create(sizeof(NodePage), true, false)),
@@ -98,16 +89,9 @@ Progress::Progress()
     throw Error(Code::kBusy, system_message("cannot create a Node's descriptors", errno));
   }
   spin_bound_ns();
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.fd = kick_.get();
+  epoll_event event{.events = EPOLLIN, .data = {.fd = kick_.get()}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event);
-  // Signals belong to the user's threads.
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { thread_main(); });
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { thread_main(); });
 }
 
 Progress::~Progress() {
@@ -159,9 +143,7 @@ void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) 
   std::lock_guard lock(handlers_mutex_);
   if (!epoll_) throw Error(Code::kClosed, "the Node is closed");
   handlers_[fd] = std::move(handler);
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
+  epoll_event event{.events = events, .data = {.fd = fd}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     int error_number = errno;
     refused = std::move(handlers_[fd]);
@@ -171,9 +153,7 @@ void Progress::watch(int fd, uint32_t events, std::shared_ptr<Handler> handler) 
 }
 
 void Progress::change(int fd, uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
+  epoll_event event{.events = events, .data = {.fd = fd}};
   std::lock_guard lock(handlers_mutex_);
   if (epoll_) ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -302,7 +282,7 @@ int Progress::bounded(int timeout_ms) {
 
 void Progress::kick() {
   std::lock_guard lock(kick_mutex_);
-  if (kick_) ring(kick_.get());
+  if (kick_) ::eventfd_write(kick_.get(), 1);
 }
 
 void Progress::notify() {
@@ -318,7 +298,7 @@ void Progress::wake() {
   if (armed_notifiers_.load() > 0) {
     std::lock_guard lock(notifiers_mutex_);
     for (auto& notifier : notifiers_) {
-      if (notifier->armed_) ring(notifier->event_.get());
+      if (notifier->armed_) ::eventfd_write(notifier->event_.get(), 1);
     }
   }
 }
@@ -411,7 +391,8 @@ void Progress::drive_once(int timeout_ms) {
   for (int i = 0; i < count; ++i) {
     int fd = events[i].data.fd;
     if (fd == kick_.get()) {
-      drain(fd);
+      eventfd_t count;
+      ::eventfd_read(fd, &count);
       changed_ = true;
       continue;
     }

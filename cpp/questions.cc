@@ -53,8 +53,7 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
     asked = std::move(found->second);
     open_.erase(found);
   }
-  Status status{static_cast<Code>(header.status),
-                presentable(body) ? std::string(body) : "(unprintable)"};
+  Status status{static_cast<Code>(header.status), presented(body)};
   bool well_formed = true;
   if (header.type == FrameType::kGrant && status.ok()) {
     auto region = std::make_shared<RemoteRegion>();

@@ -430,8 +430,7 @@ bool RdmaChannel::done(const Header& header, std::string_view message) {
     asked_.erase(found);
     issue();
   }
-  std::string text = presentable(message) ? std::string(message) : "(unprintable)";
-  transfer->complete({static_cast<Code>(header.status), std::move(text)}, header.value);
+  transfer->complete({static_cast<Code>(header.status), presented(message)}, header.value);
   progress_->changed();
   return true;
 }

@@ -39,27 +39,32 @@ struct Leased {
   std::atomic<size_t> regions{0};
 };
 
-struct Region {
+// What the owner of a region and its peers both know of it.
+struct RegionFacts {
+  uint32_t id = 0;          // slot in the owner's table
+  uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
+  uint64_t size = 0;
+  Access access;
+  std::string name;                  // "" = unnamed, reachable by handle only
+  std::shared_ptr<Mapping> mapping;  // null at a peer that does not map it
+
+  // Overflow-safe: [offset, offset + length) lies inside.
+  bool contains(uint64_t offset, uint64_t length) const {
+    return offset <= size && length <= size - offset;
+  }
+};
+
+struct Region : RegionFacts {
   Region() = default;
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  uint32_t id = 0;          // slot in the table
-  uint64_t generation = 0;  // random, never 0: knowing it is what makes a handle valid
-  uint64_t size = 0;
-  Access access;
-  std::string name;     // "" = unnamed, reachable by handle only
   uint64_t lessee = 0;  // the peer that asked for it, 0 = this process
-  std::shared_ptr<Mapping> mapping;
   std::atomic<bool> freed{false};
   std::shared_ptr<Leased> leased;  // counts this region if a peer asked for it
 
   std::byte* data() const { return mapping->data(); }
-  // Overflow-safe: [offset, offset + length) lies inside.
-  bool contains(uint64_t offset, uint64_t length) const {
-    return offset <= size && length <= size - offset;
-  }
 };
 
 // Thread-safe.

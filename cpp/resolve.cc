@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <arpa/inet.h>
 
@@ -20,8 +19,6 @@
 
 namespace tensorwire {
 namespace {
-
-constexpr int kLookForSignalsMs = 500;
 
 // One call of the system's resolver, shared by those who wait and the thread that makes it.
 struct Lookup {
@@ -64,9 +61,7 @@ void run(const std::string& host, const std::shared_ptr<Lookup>& lookup, Lookups
     std::lock_guard lock(all.mutex);
     all.running.erase(host);
   }
-  uint64_t one = 1;
-  while (::write(lookup->finished.get(), &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  ::eventfd_write(lookup->finished.get(), 1);
 }
 
 std::shared_ptr<Lookup> join_or_start(const std::string& host) {
@@ -111,10 +106,8 @@ std::string SocketAddress::text() const {
 
 bool wait_ready(int fd, short events, Deadline deadline, const Interrupted& interrupted) {
   for (;;) {
-    int left = deadline.left_ms();
-    bool slice = left < 0 || left > kLookForSignalsMs;
     pollfd entry{fd, events, 0};
-    int count = ::poll(&entry, 1, slice ? kLookForSignalsMs : left);
+    int count = ::poll(&entry, 1, deadline.at_most(kLookForSignalsS).left_ms());
     if (count > 0) return true;
     if (interrupted) interrupted();
     if (deadline.passed()) return false;

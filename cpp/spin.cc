@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -46,24 +45,19 @@ int64_t measure_wake_ns() {
   Descriptor there(::eventfd(0, EFD_CLOEXEC)), back(::eventfd(0, EFD_CLOEXEC));
   if (!there || !back) return 0;
   constexpr int kRounds = 31;
-  auto ring = [](int fd) {
-    while (::eventfd_write(fd, 1) < 0 && errno == EINTR) {
-    }
-  };
   auto receive = [](int fd) {
     pollfd p{fd, POLLIN, 0};
     ::poll(&p, 1, 100);
     eventfd_t count;
-    while (::eventfd_read(fd, &count) < 0 && errno == EINTR) {
-    }
+    ::eventfd_read(fd, &count);
   };
   std::thread other([&] {
-    for (int i = 0; i < kRounds; ++i) receive(there.get()), ring(back.get());
+    for (int i = 0; i < kRounds; ++i) receive(there.get()), ::eventfd_write(back.get(), 1);
   });
   std::vector<int64_t> times;
   for (int i = 0; i < kRounds; ++i) {
     auto start = Clock::now();
-    ring(there.get());
+    ::eventfd_write(there.get(), 1);
     receive(back.get());
     times.push_back(std::chrono::nanoseconds(Clock::now() - start).count());
   }

@@ -18,8 +18,7 @@ constexpr size_t kSmallParts = 4;
 
 // What an answer says, for people; an answer to a read whose region is freed meanwhile has no text.
 std::string reason_of(Code code, std::string_view message) {
-  if (!presentable(message)) return "(unprintable)";
-  if (code == Code::kOk || !message.empty()) return std::string(message);
+  if (code == Code::kOk || !message.empty()) return presented(message);
   return code == Code::kStaleHandle ? "the region was freed" : "its owner gave no reason";
 }
 

@@ -31,4 +31,8 @@ bool presentable(std::string_view text) {
   return true;
 }
 
+std::string presented(std::string_view text) {
+  return presentable(text) ? std::string(text) : "(unprintable)";
+}
+
 }  // namespace tensorwire

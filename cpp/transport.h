@@ -31,20 +31,10 @@ namespace tensorwire {
 struct RemoteKey;  // rdma_fabric.h
 
 // A region of a peer, as this Node may use it.
-struct RemoteRegion : std::enable_shared_from_this<RemoteRegion> {
-  uint32_t id = 0;
-  uint64_t generation = 0;
-  uint64_t size = 0;
-  uint64_t incarnation = 0;  // the peer's
-  Access access;
-  std::string name;
-  std::shared_ptr<Mapping> mapping;        // on one host: its memory
+struct RemoteRegion : RegionFacts, std::enable_shared_from_this<RemoteRegion> {
+  uint64_t incarnation = 0;                // the peer's
   std::shared_ptr<PrivateMapping> copied;  // this memory copy-on-write, if that was asked for
   std::shared_ptr<RemoteKey> key;          // on rdma: what reaches it
-
-  bool contains(uint64_t offset, uint64_t length) const {
-    return offset <= size && length <= size - offset;
-  }
 };
 using RemoteRegionPtr = std::shared_ptr<const RemoteRegion>;
 

@@ -63,15 +63,6 @@ bool readable(int fd, int timeout_ms) {
   return ::poll(&entry, 1, timeout_ms) == 1;
 }
 
-TEST_CASE("progress: wait tells a condition from a deadline") {
-  Loop loop;
-  CHECK(loop->wait([] { return true; }, Deadline::after(0.0)));
-  CHECK_FALSE(loop->wait([] { return false; }, Deadline::after(0.0)));
-  auto start = Clock::now();
-  CHECK_FALSE(loop->wait([] { return false; }, Deadline::after(0.02)));
-  CHECK(Clock::now() - start >= std::chrono::milliseconds(20));
-}
-
 TEST_CASE("progress: notify wakes whoever waits, whoever leads") {
   Loop loop;
   constexpr uint64_t kRounds = 5000;

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "pair.h"
 #include "threads.h"
 
 namespace tensorwire {
@@ -22,9 +21,6 @@ struct Fixture {
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name = {},
                                    uint64_t lessee = 0) {
     return table.allocate(size, name, {true, true}, false, lessee);
-  }
-  Code refusal(uint64_t size, const std::string& name = {}) {
-    return thrown([&] { allocate(size, name); });
   }
 };
 
@@ -74,24 +70,6 @@ TEST_CASE("region: an earlier region is not mistaken for the one in its slot") {
   CHECK(f.table.leased().bytes == 8);
 }
 
-TEST_CASE("region: names are unique, limited and free again") {
-  Fixture f;
-  auto region = f.allocate(1, "x");
-  CHECK(f.refusal(1, "x") == Code::kInvalid);
-  CHECK(f.refusal(1, std::string(kMaxNameBytes, 'n')) == Code::kOk);
-  CHECK(f.refusal(1, std::string(kMaxNameBytes + 1, 'n')) == Code::kInvalid);
-  f.table.free(*region);
-  CHECK(f.refusal(1, "x") == Code::kOk);
-  CHECK(f.table.find("") == nullptr);
-}
-
-TEST_CASE("region: sizes that cannot be are refused") {
-  Fixture f;
-  CHECK(f.refusal(0) == Code::kInvalid);
-  CHECK(f.refusal(~uint64_t{0}) == Code::kNoMemory);
-  CHECK(f.refusal(uint64_t{1} << 60) == Code::kNoMemory);
-}
-
 TEST_CASE("region: contains does not overflow") {
   Fixture f;
   auto region = f.allocate(100);
@@ -129,17 +107,6 @@ TEST_CASE("region: leases are counted, listed and given back") {
   c.reset();
   CHECK(f.table.leased().bytes == 0);
   CHECK(f.table.leased().regions == 0);
-}
-
-TEST_CASE("region: the table has an end, and says so") {
-  Fixture f;
-  std::vector<std::shared_ptr<Region>> all;
-  for (uint32_t i = 0; i < kMaxRegions; ++i) all.push_back(f.allocate(1));
-  CHECK(f.refusal(1) == Code::kBusy);
-  f.table.free(*all[17]);
-  auto again = f.allocate(1);
-  CHECK(again->id == 17);
-  CHECK(f.refusal(1) == Code::kBusy);
 }
 
 TEST_CASE("region: memory comes zeroed and on a page") {

@@ -13,28 +13,11 @@ namespace {
 
 struct Fixture {
   ~Fixture() { progress->stop(); }
-  TransferPtr make(uint64_t bytes = 0) { return std::make_shared<Transfer>(progress, bytes); }
+  TransferPtr make() { return std::make_shared<Transfer>(progress, 0); }
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
 };
 
 void count(void* counter) { ++*static_cast<std::atomic<int>*>(counter); }
-
-TEST_CASE("transfer: how it ended is told, and counted") {
-  Fixture f;
-  auto transfer = f.make(100);
-  CHECK(transfer->bytes == 100);
-  CHECK_FALSE(transfer->done());
-  CHECK_FALSE(transfer->wait(Deadline::after(0.0)));
-  CHECK(f.progress->transfers().started == 1);
-  CHECK(f.progress->transfers().completed == 0);
-  transfer->complete({Code::kStaleHandle, "gone"}, 7);
-  CHECK(transfer->done());
-  CHECK(transfer->wait(Deadline()));
-  CHECK(transfer->status().code == Code::kStaleHandle);
-  CHECK(transfer->status().message == "gone");
-  CHECK(transfer->value() == 7);
-  CHECK(f.progress->transfers().completed == 1);
-}
 
 TEST_CASE("transfer: what it holds is released once, at the end or with it") {
   Fixture f;

@@ -61,7 +61,7 @@ def without_reading(type_: int, **values: int) -> Lie:
 BREACHES: dict[str, Lie] = {
     "wrong magic": lambda s, r: s.frame(wire.SIGNAL, magic=0x55, flags=1, **r),
     "type 0": lambda s, r: s.frame(0, **r),
-    "type 13": lambda s, r: s.frame(13, **r),
+    "type 15": lambda s, r: s.frame(15, **r),
     "type 255": lambda s, r: s.frame(255, **r),
     "reserved flag": lambda s, r: s.frame(wire.SIGNAL, flags=9, **r),
     "reserved byte": lambda s, r: s.frame(wire.SIGNAL, flags=1, reserved=1, **r),

@@ -8,6 +8,7 @@ import numpy as np
 from actor import MIB, Actor, serve
 
 from tensorwire._core import bench_loops
+from tensorwire.memory.core import core_of
 from tensorwire.testing import Channel
 
 DEPTH = 16
@@ -20,17 +21,13 @@ class Measurer(Actor):
 
     def write_seconds(self) -> float:
         """Of one write of 1 MiB, DEPTH of them under way at a time."""
-        local = np.ones(MIB, np.uint8)
-        core, remote = self._link._core, self._remote._core
-        total = bench_loops.write_pipelined(core, local.ctypes.data, MIB, remote, 0, WRITES, DEPTH)
-        return total / WRITES
+        prepared = self._link.prepare_write([np.ones(MIB, np.uint8)], [self._remote[:MIB]])
+        return bench_loops.start_pipelined(core_of(prepared), WRITES, DEPTH) / WRITES
 
     def latency_seconds(self) -> float:
         """Of one completed write of 8 bytes."""
-        local = np.ones(8, np.uint8)
-        core, remote = self._link._core, self._remote._core
-        samples = bench_loops.write_complete(core, local.ctypes.data, 8, remote, 0, SMALL, 1)
-        return statistics.median(samples)
+        prepared = self._link.prepare_write([np.ones(8, np.uint8)], [self._remote[:8]])
+        return statistics.median(bench_loops.start_complete(core_of(prepared), [], SMALL, 1))
 
     def python_seconds(self) -> float:
         """The same from Python."""

@@ -123,13 +123,11 @@ class Driver:
 
     def _move(self, case: str, size_bytes: int) -> dict[str, Runner]:
         near, far, read = self._array[:size_bytes], self._remote[:size_bytes], case == "read"
-        loop = loops.read_complete if read else loops.write_complete
+        prepare = self._peer.prepare_read if read else self._peer.prepare_write
         runners: dict[str, Runner] = {
             PYTHON: moving(far, near, read),
-            CPP: partial(
-                loop, core_of(self._peer), near.ctypes.data, size_bytes, core_of(far), 0
-            ),
-        }  # fmt: skip
+            CPP: partial(loops.start_complete, core_of(prepare([near], [far])), []),
+        }
         if self._wire == "shm":
             return {**runners, MEMCPY: copying(far, near, read)}
         modes = {"read": "fetch", "round_trip": "echo"}

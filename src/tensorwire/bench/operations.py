@@ -39,7 +39,7 @@ def copying(remote: RemoteRegion, local: Any, read: bool) -> Runner:
     """Memcpy between an array and the pages that a write to the region's beginning reaches."""
     ends = loops.mapped_address(core_of(remote)), local.ctypes.data
     target, source = ends[::-1] if read else ends
-    return partial(loops.copy_memory, target, source, local.nbytes)
+    return partial(loops.copy_pieces, target, source, local.nbytes, 0, 1)
 
 
 def ping(
