@@ -205,7 +205,7 @@ def _name_of(core: Replica) -> str:
     job = jobs.latest_job()
     cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:
-        return core.model_name
+        return core.ownership.model_name
     names = [_kept_name(job, each) for each in cores]
     alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(job, core)]
     if len(alike) < 2:
@@ -217,7 +217,7 @@ def _name_of(core: Replica) -> str:
 
 def _kept_name(job: jobs.Job, core: Replica) -> str:
     name = job.kept_name(lambda thing: thing is core.model)
-    return f"{name} ({core.model_name})" if name else core.model_name
+    return f"{name} ({core.ownership.model_name})" if name else core.ownership.model_name
 
 
 def _route(found: Found, outcome: Outcome) -> str:

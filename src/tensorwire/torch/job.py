@@ -126,7 +126,8 @@ def latest_job() -> Job | None:
 
 def _tell_of_no_step(replica: Replica) -> None:
     """The usual slip, which is silent otherwise: the model is as it was."""
-    text = f"the optimizer of {replica.model_name} got gradients, and its step() was never called"
+    model = replica.ownership.model_name
+    text = f"the optimizer of {model} got gradients, and its step() was never called"
     print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
 
 

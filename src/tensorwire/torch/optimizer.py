@@ -192,7 +192,7 @@ class DistributedMixin:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
         core.between_steps("add_param_group()")
-        core.check_movable("add_param_group()")
+        core.ownership.check_movable("add_param_group()")
         state = self.state_dict()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
@@ -209,8 +209,8 @@ class DistributedMixin:
         core = self._tensorwire
         core.between_steps("load_state_dict()")
         core.withdraw()
-        super().load_state_dict(core.own_state_dict(state_dict))  # type: ignore[misc]
-        if core.is_shared:
+        super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]
+        if core.ownership.split:
             core.load_whole_state(state_dict)
         elif core.keeps_other_state():
             core.replan(state_dict)

@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self, core: Replica) -> None:
         """Makes the scale where another process of a split model has scaled the loss."""
-        if core.is_shared and self._scale is None:
+        if core.ownership.split and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def update(self, new_scale: Any = None) -> None:

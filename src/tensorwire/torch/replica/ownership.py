@@ -26,6 +26,10 @@ from .declaration import Declaration, Declared, Holder, declare_all, declare_who
 class Replicated:
     """Each worker has all of the model.
 
+    Args:
+        model: of the optimizer; this process's part of a split one.
+        optimizer: of parameters of the model.
+
     Attributes:
         split: false.
         index: None, as there is no other process that has a tensor of this replica.
@@ -34,9 +38,14 @@ class Replicated:
     split = False
     index: ModelIndex | None = None
 
-    def model_name(self, model: nn.Module) -> str:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    @property
+    def model_name(self) -> str:
         """The class of the user's model."""
-        return type(model).__name__
+        return type(self._model).__name__
 
     def shares(self, model: Any) -> bool:
         """Tells whether a model is a split one of which this process has a part."""
@@ -46,15 +55,9 @@ class Replicated:
         """Tells whether this process of a replica says what becomes of a tensor."""
         return True
 
-    def declare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: Sequence[Holder],
-        rows_alone: bool,
-    ) -> Declaration:
+    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
         """See `declare_all`."""
-        return declare_all(model, optimizer, others, rows_alone)
+        return declare_all(self._model, self._optimizer, others, rows_alone)
 
     def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
         """What this process has of the store, of parameters with these indices; None: all."""
@@ -65,7 +68,6 @@ class Replicated:
 
     def state_dict(
         self,
-        optimizer: torch.optim.Optimizer,
         plain: Callable[[], dict[str, Any]],
         state: Mapping[torch.Tensor, Any],
         entries: Mapping[int, Any],
@@ -73,16 +75,15 @@ class Replicated:
         """That of all parameters.
 
         Args:
-            optimizer: of this process.
-            plain: its own state_dict().
+            plain: the optimizer's own state_dict().
             state: of its parameters.
             entries: state by index in the store.
         """
-        optimizer.state = defaultdict(dict, state)
+        self._optimizer.state = defaultdict(dict, state)
         try:
             return plain()
         finally:
-            optimizer.state = defaultdict(dict)
+            self._optimizer.state = defaultdict(dict)
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this process's optimizer can load of that of all parameters."""
@@ -93,24 +94,27 @@ class Pipelined(Replicated):
     """Several processes share a model, and each has the parameters of its stages.
 
     Args:
+        model, optimizer: as of `Replicated`.
         session: has the pipelines.
         index: of the whole model.
-        own: this process's part of it.
-        optimizer: of that.
     """
 
     split = True
 
     def __init__(
-        self, session: Session, index: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        index: ModelIndex,
     ) -> None:
+        super().__init__(model, optimizer)
         self.index = self._index = index
         self._session = session
-        self._module = own
-        self._optimizer = optimizer
         self._groups: list[list[int]] = []  # parameters of each group, as the store counts them
 
-    def model_name(self, model: nn.Module) -> str:
+    @property
+    def model_name(self) -> str:
         """See `Replicated`."""
         return self._index.kind
 
@@ -122,16 +126,10 @@ class Pipelined(Replicated):
         """See `Replicated`."""
         return self._index.speaks_for(self._session.stage, name)
 
-    def declare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: Sequence[Holder],
-        rows_alone: bool,
-    ) -> Declaration:
+    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
         """See `declare_whole`."""
-        own = dict(self._module.named_parameters())
-        return declare_whole(own, self._agree(own), model, optimizer)
+        own = dict(self._model.named_parameters())
+        return declare_whole(own, self._agree(own), self._optimizer)
 
     def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
         """See `Replicated`."""
@@ -192,7 +190,6 @@ class Pipelined(Replicated):
 
     def state_dict(
         self,
-        optimizer: torch.optim.Optimizer,
         plain: Callable[[], dict[str, Any]],
         state: Mapping[torch.Tensor, Any],
         entries: Mapping[int, Any],
@@ -243,7 +240,7 @@ class Pipelined(Replicated):
         data = np.empty(store.layout.size_bytes, np.uint8)
         store.read_values(data)
         index, found = self._index, {}
-        own = dict(self._module.named_buffers())
+        own = dict(self._model.named_buffers())
         indices = {**{name: i for i, name in enumerate(index.parameters)}, **buffers}
         for key, name in index.keys.items():
             if name in index.parameters:

@@ -60,6 +60,7 @@ class Replica:
 
     Attributes:
         session, optimizer, model: as given.
+        ownership: who has the model.
         store: has the parameters.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
@@ -95,9 +96,9 @@ class Replica:
         self._placement = placement
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
-        self._ownership: Replicated = Replicated()
+        self.ownership = Replicated(model, optimizer)
         if index is not None:
-            self._ownership = Pipelined(session, index, model, optimizer)
+            self.ownership = Pipelined(model, optimizer, session, index)
         self._same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
         self._open()
@@ -108,13 +109,11 @@ class Replica:
 
     def _open(self) -> None:
         """Opens a store for all tensors."""
-        session, ownership = self.session, self._ownership
+        session, ownership = self.session, self.ownership
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
         self._kernels = kernels = TorchKernels(path_of(self.optimizer))
         others = [each for each in self._others if each is not self]
-        found = ownership.declare(self.model, self.optimizer, others, kernels.changes_rows_alone)
-        tensors = found.tensors
-        self.parameters = found.parameters
+        tensors, self.parameters = ownership.declare(others, kernels.changes_rows_alone)
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
         kinds = "trained", "rows"
         if not any(tensor.kind in kinds for tensor in tensors):
@@ -147,7 +146,8 @@ class Replica:
         self.store: Store = session.open_store(spec, kernels, part)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
-        guard = MutationGuard(self.model, names, found.planned, held, self.store)
+        self._own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        guard = MutationGuard(self.model, names, self._own, held, self.store)
         self._residency = Residency(self.store, held, names, guard)
         sent = np.zeros(len(tensors), np.uint8)
         sent[[*self._sends, *self.buffers.mine] if part else slice(None)] = 1
@@ -176,19 +176,9 @@ class Replica:
         if index is not None:
             self._residency.parameters.pop(index, None)
 
-    @property
-    def model_name(self) -> str:
-        """The class of the user's model."""
-        return self._ownership.model_name(self.model)
-
-    @property
-    def is_shared(self) -> bool:
-        """The model is split: its parameters are those of several processes, or could be."""
-        return self._ownership.split
-
     def shares(self, model: Any) -> bool:
         """Tells whether a model is the one of this optimizer, or has parameters of it."""
-        if self._ownership.shares(model):
+        if self.ownership.shares(model):
             return True
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(parameter) in own for parameter in self.parameters)
@@ -221,9 +211,8 @@ class Replica:
         self._reducer.accumulating, self._reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
         self.session.release_store(old)
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         for index, entry in saved["state"].items():
-            self.optimizer.state[ordered[index]] = entry
+            self.optimizer.state[self._own[index]] = entry
         self.load_state()
 
     def _name(self, index: int) -> str:
@@ -479,7 +468,7 @@ class Replica:
             residency.check_formats(before)
             frozen = residency.guard.frozen_or_not() is not None
             if frozen:
-                self._ownership.check_movable("freezing inside edit()")
+                self.ownership.check_movable("freezing inside edit()")
         except BaseException:
             residency.take_format(before)
             self._adopt()
@@ -501,33 +490,25 @@ class Replica:
         if not self.closed:
             self._residency.check_unchanged()
 
-    def check_movable(self, what: str) -> None:
-        """Raises RuntimeError for a split model: its processes would have to agree anew."""
-        self._ownership.check_movable(what)
-
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
         found = optimizer_state.read(self.store, self._kernels, self._trained_parameters())
         entries = {self.parameters[i]: entry for i, entry in found.items()}
         state = {**entries, **self._frozen_state}
-        return self._ownership.state_dict(self.optimizer, plain, state, found)
-
-    def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer of this process can load of a state."""
-        return self._ownership.own_state_dict(given)
+        return self.ownership.state_dict(plain, state, found)
 
     def load_whole_state(self, given: dict[str, Any]) -> None:
         """A shared model's state becomes everybody's, from worker 0."""
-        assert isinstance(self._ownership, Pipelined)
+        assert isinstance(self.ownership, Pipelined)
         if self.session.rank == 0:
-            entries = self._ownership.entries(given)
+            entries = self.ownership.entries(given)
             optimizer_state.write(self.store, self._kernels, self._trained_parameters(), entries)
         self.session.barrier()
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The `state_dict()` of a shared model, all of it; no other worker takes part."""
-        assert isinstance(self._ownership, Pipelined)
-        return self._ownership.model_state(self.store, self.buffers.indices)
+        assert isinstance(self.ownership, Pipelined)
+        return self.ownership.model_state(self.store, self.buffers.indices)
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
@@ -536,7 +517,7 @@ class Replica:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self._ownership.split and entries:
+        if self.ownership.split and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
         trained = self._trained_parameters()
         ids = {id(parameter) for parameter in trained.values()}
