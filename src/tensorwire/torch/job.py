@@ -145,7 +145,8 @@ class Job:
         my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         session: how this worker reaches the others.
-        local_replicas: for each distributed optimizer the copy of its model in this process.
+        local_replicas: for each distributed optimizer the copy of its model in this process; they
+            end with the job.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -199,14 +200,6 @@ class Job:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The distributed ones."""
         return [replica.optimizer for replica in self.local_replicas]
-
-    def add_replica(self, replica: Replica) -> None:
-        """Called by DistributedOptimizer: the replica ends with the job."""
-        self.local_replicas.append(replica)
-
-    def drop_replica(self, replica: Replica) -> None:
-        """Called by its `close`."""
-        self.local_replicas.remove(replica)
 
     @contextlib.contextmanager
     def editing(self, model: Any) -> Iterator[None]:

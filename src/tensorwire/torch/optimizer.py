@@ -8,7 +8,7 @@ hooks on the parameters; values move inside `step()` and nowhere else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -82,28 +82,29 @@ def DistributedOptimizer(
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    if model_index_of(model) is not None:
-        core = _replica_of_split(job, optimizer, model, max_norm, buffers, placement)
-    else:
-        if job.pipeline > 1:
-            raise ValueError(
-                f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
-                "made of it"
-            )
-        core = Replica(
-            job.session, job.local_replicas, optimizer, model, max_norm, buffers, placement
+    index = model_index_of(model)
+    if index is not None:
+        _check_split(job, model, buffers)
+    elif job.pipeline > 1:
+        raise ValueError(
+            f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
+            "made of it"
         )
+    own = model if index is None else model.module
+    core = Replica(
+        job.session, job.local_replicas, optimizer, own, max_norm, buffers, placement, index
+    )
+    if index is not None:
+        model.trained_by(core)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
     optimizer.__dict__.pop("step", None)
-    job.add_replica(core)
+    job.local_replicas.append(core)
     return optimizer
 
 
-def _replica_of_split(
-    job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
-) -> Replica:
+def _check_split(job: Job, split: Any, buffers: str) -> None:
     machines, session = split.machines, job.session
     if machines.size != job.pipeline or (job.pipeline > 1 and machines is not session.machines()):
         raise ValueError(
@@ -114,18 +115,6 @@ def _replica_of_split(
         raise ValueError("a split model has one distributed optimizer; close() the other first")
     if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
-    core = Replica(
-        job.session,
-        job.local_replicas,
-        optimizer,
-        split.module,
-        max_norm,
-        buffers,
-        placement,
-        split.whole,
-    )
-    split.trained_by(core)
-    return core
 
 
 def replica_of(optimizer: Any) -> Replica:
@@ -234,7 +223,7 @@ class DistributedMixin:
             return
         if not core.session.closed:
             core.drop()
-            current_job().drop_replica(core)
+            current_job().local_replicas.remove(core)
         self._tensorwire = _Closed()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -307,7 +296,7 @@ def _core_of(what: Any) -> Replica:
         what = what.parameters()
     elif isinstance(what, torch.Tensor):
         what = [what]
-    given = {id(p) for p in _each(what) if p.requires_grad}
+    given = {id(p) for p in what if p.requires_grad}
     for core in cores:
         if given & {id(core.parameters[i]) for i in core.trained}:
             if given != {id(core.parameters[i]) for i in core.trained}:
@@ -317,7 +306,3 @@ def _core_of(what: Any) -> Replica:
                 )
             return core
     raise ValueError("these are no parameters of a distributed optimizer")
-
-
-def _each(what: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list(what)
