@@ -284,7 +284,7 @@ class Split:
                 if train:
                     self._sum_ties(kept)
                 if not train or self._sends_inputs:
-                    self._edges.settle()
+                    self._edges.edges.settle()
         except BaseException as error:
             self._failed = True
             for each in self._stages.values():
@@ -446,7 +446,7 @@ class Split:
         """
         try:
             if not self._failed and not self._edges.edges.closed:
-                self._edges.settle()
+                self._edges.edges.settle()
         finally:
             self._edges.edges.close()
             self._ties.close()

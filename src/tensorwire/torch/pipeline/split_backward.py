@@ -255,18 +255,17 @@ def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
     """Lets the gradients of tensors lie in memory of their own."""
     for leaf in leaves:
-        leaf.grad = own(leaf.grad, lent)
+        if leaf.grad is not None:
+            leaf.grad = own(leaf.grad, lent)
 
 
-def own(gradient: torch.Tensor | None, lent: Collection[int]) -> torch.Tensor | None:
-    """A gradient in memory of its own: autograd may keep a view of what it was given."""
-    if gradient is None:
-        return None
-    parts = [gradient]
-    if gradient.is_sparse:
-        parts = [gradient._values(), gradient._indices()]
+def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
+    """A tensor in memory of its own: autograd may keep a view of what it was given."""
+    parts = [tensor]
+    if tensor.is_sparse:
+        parts = [tensor._values(), tensor._indices()]
     is_view = any(each.untyped_storage().data_ptr() in lent for each in parts)
-    return gradient.clone() if is_view else gradient
+    return tensor.clone() if is_view else tensor
 
 
 def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
