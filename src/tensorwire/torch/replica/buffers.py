@@ -127,19 +127,17 @@ class Buffers:
             store.push(slice_index, index, data)
 
     def take(self, store: Store, published: bool = False) -> None:
-        """The version's buffers become the model's."""
-        if not self._owners or (self._kind == "local" and not published):
+        """The version's buffers become the model's, and are what the next step begins with."""
+        if not self._owners:
             return
-        tensors = self.tensors
-        if not self._arrived:
-            for index, like in zip(self.here, self._leaving, strict=True):
-                flat = torch.frombuffer(store.value(index), dtype=like.dtype)
-                self._arrived.append(flat.view(like.shape))
-        self._set(tensors, self._arrived)
-
-    def remember(self) -> None:
-        """What a step begins with."""
-        if len(self._slices) > 1 and self._owners:
+        if self._kind != "local" or published:
+            tensors = self.tensors
+            if not self._arrived:
+                for index, like in zip(self.here, self._leaving, strict=True):
+                    flat = torch.frombuffer(store.value(index), dtype=like.dtype)
+                    self._arrived.append(flat.view(like.shape))
+            self._set(tensors, self._arrived)
+        if len(self._slices) > 1:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
     def after_slice(self, turn: int) -> None:

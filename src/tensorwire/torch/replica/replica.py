@@ -241,7 +241,6 @@ class Replica:
         """Lets parameters and buffers be what the store has."""
         self._residency.adopt()
         self.buffers.take(self.store, published=True)
-        self.buffers.remember()
         self._residency.guard.remember()
         self._bytes_before = self.store.bytes_pushed
 
@@ -342,7 +341,6 @@ class Replica:
         result = self.store.wait()
         self.last_norm = result.norm
         self.buffers.take(self.store)
-        self.buffers.remember()
         self._forget_average()
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
