@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorwire.memory import same_bytes
 from tensorwire.parameters import (
     ABSENT,
     POOLED,
@@ -36,7 +37,7 @@ from ..allocator.gradient_slots import (
     try_slots,
 )
 from ..session import Session
-from ..views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
+from ..views import address_of, flat_bytes, rows_of, tensor_at
 from .gradient_checks import GradientChecks, sum_of
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
