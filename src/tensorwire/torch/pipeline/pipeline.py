@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,20 +139,15 @@ class Split:
         number = machines.next_split()
         _check_schedules(machines, f"split/{number}", schedule, microbatches, timeout_s)
         turns = flights(schedule, size, count, microbatches)
-        edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
-        self._edges = Activations(taken.values, self.stages, edges)
-        try:
+        with ExitStack() as undo:
+            edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
+            undo.callback(edges.close)
+            self._edges = Activations(taken.values, self.stages, edges)
             self._ties = open_edges(machines, ties, f"split/{number}/ties", 1, timeout_s)
-        except BaseException:
-            edges.close()
-            raise
-        try:
+            undo.callback(self._ties.close)
             # All have come here; how long each takes to load its weights is its own business.
             self.module = self._load(model, weights, f"split/{number}/loaded")
-        except BaseException:
-            self._edges.edges.close()
-            self._ties.close()
-            raise
+            undo.pop_all()
         self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
         self._tied = _tied(self.whole, self.module)
 
