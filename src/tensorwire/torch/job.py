@@ -109,14 +109,9 @@ def current_job() -> Job:
     Raises:
         RuntimeError: `tw.init()` was not called.
     """
-    if (job := present_job()) is None:
+    if _current is None or _current.closed:
         raise RuntimeError("call tw.init() first")
-    return job
-
-
-def present_job() -> Job | None:
-    """The job of this process; None if there is none."""
-    return None if _current is None or _current.closed else _current
+    return _current
 
 
 def latest_job() -> Job | None:
@@ -351,7 +346,7 @@ class Job:
     def log(self, **values: float) -> None:
         """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
         plain = {name: float(value) for name, value in values.items()}
-        self.statistics.log(plain)
+        self.statistics.values.update(plain)
         if self._progress:
             self._progress.show(plain)
 

@@ -47,10 +47,8 @@ class ModelIndex:
             for name in names:
                 ranks.setdefault(name, set()).add(home)
         first = {id(tensor): name for name, tensor in (*parameters.items(), *buffers.items())}
-        keys = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            if id(value) in first:
-                keys[key] = first[id(value)]
+        state = model.state_dict(keep_vars=True)
+        keys = {key: first[id(value)] for key, value in state.items() if id(value) in first}
         for name in (*parameters, *buffers):
             ranks.setdefault(name, {0})  # what no stage uses
         return ModelIndex(
