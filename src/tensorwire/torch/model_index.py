@@ -63,6 +63,14 @@ class ModelIndex:
         """Names of what a process has, constants of the trace too."""
         return sorted(name for name, ranks in self.ranks.items() if rank in ranks)
 
+    def tied(self) -> dict[str, list[int]]:
+        """Trained parameters that several processes have, by name in order, and who has them."""
+        return {
+            name: ranks
+            for name, ranks in sorted(self.ranks.items())
+            if len(ranks) > 1 and name in self.parameters and self.parameters[name].requires_grad
+        }
+
     def speaks_for(self, rank: int, name: str) -> bool:
         """The process is the first that has the tensor."""
         return self.ranks[name][0] == rank

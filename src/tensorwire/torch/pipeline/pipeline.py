@@ -149,7 +149,7 @@ class Split:
             self.module = self._load(model, weights, f"split/{number}/loaded")
             undo.pop_all()
         self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
-        self._tied = _tied(self.whole, self.module)
+        self._tied = {name: ranks for name, ranks in self.whole.tied().items() if rank in ranks}
 
     def _load(self, model: nn.Module, weights: Weights | None, label: str) -> nn.Module:
         used = self.whole.had_by(self.machines.rank)
@@ -480,29 +480,10 @@ def _check_schedules(
             ) from None
 
 
-def _is_tied(whole: ModelIndex, name: str) -> bool:
-    return (
-        len(whole.ranks[name]) > 1
-        and name in whole.parameters
-        and whole.parameters[name].requires_grad
-    )
-
-
-def _tied(whole: ModelIndex, own: nn.Module) -> dict[str, list[int]]:
-    """Weights of this process that others have too, and who."""
-    return {
-        name: whole.ranks[name]
-        for name, _ in sorted(own.named_parameters())
-        if _is_tied(whole, name)
-    }
-
-
 def _ties_graph(whole: ModelIndex) -> Graph:
     """The end of a step: everybody who has a tied weight sends its gradient to the others."""
     tensors, makes, uses = [], [], []
-    for name, ranks in sorted(whole.ranks.items()):
-        if not _is_tied(whole, name):
-            continue
+    for name, ranks in whole.tied().items():
         parameter = whole.parameters[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         for rank in ranks:
