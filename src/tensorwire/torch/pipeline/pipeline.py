@@ -84,18 +84,15 @@ def split(
     """
     job = present_session()
     own = machines is None and job is None
-    if machines is not None:
-        found = machines
-    else:
-        found = find_machines() if job is None else job.machines()
+    if machines is None:
+        machines = find_machines() if job is None else job.machines()
     try:
         taken = capture(model, split_spec, example, dynamic_shapes)
-        made = Split(taken, model, found, own, loss, microbatches, schedule, weights, timeout_s)
+        return Split(taken, model, machines, own, loss, microbatches, schedule, weights, timeout_s)
     except BaseException:
         if own:
-            found.close()
+            machines.close()
         raise
-    return made
 
 
 class Split:
