@@ -10,8 +10,7 @@ import dataclasses
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,34 +247,27 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
         Whatever the script raises.
     """
     found: list[Explanation] = []
-    argv, sys.argv = sys.argv, [path, *arguments]
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)  # as python does for a script
-    try:
-        with _watching(found):
-            runpy.run_path(path, run_name="__main__")
-    except (_EnoughError, SystemExit):
-        pass
-    finally:
-        sys.argv = argv
-        sys.path.remove(folder)
-        if (job := jobs.latest_job()) is not None:
-            job.close()
-    return found
 
-
-@contextmanager
-def _watching(found: list[Explanation]) -> Iterator[None]:
     def stepped(job: jobs.Job) -> None:
         if all(replica.steps >= STEPS for replica in job.local_replicas):
             found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
             raise _EnoughError
 
+    argv, sys.argv = sys.argv, [path, *arguments]
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)  # as python does for a script
     jobs.on_step = stepped
     try:
-        yield
+        runpy.run_path(path, run_name="__main__")
+    except (_EnoughError, SystemExit):
+        pass
     finally:
         jobs.on_step = None
+        sys.argv = argv
+        sys.path.remove(folder)
+        if (job := jobs.latest_job()) is not None:
+            job.close()
+    return found
 
 
 def explain_model(
