@@ -80,6 +80,12 @@ def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[Hy
 class TorchKernels:
     """`parameters.Kernel` for a path that `path_of` made.
 
+    Attributes:
+        hyper, states: as of `parameters.Kernel`.
+        is_sgd: it is SGD, which keeps no count of its steps.
+        changes_rows_alone: what has no gradient stays as it is, as long as nothing decays: SGD
+            without momentum.
+
     Raises:
         ValueError: a path that names nothing known; it may come from another process.
     """
@@ -94,11 +100,8 @@ class TorchKernels:
         known = ("momentum_buffer",), (), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         if self.states not in (*known, known[2][:2]):
             raise ValueError(f"unknown state in {path!r}")
-
-    @property
-    def is_sgd(self) -> bool:
-        """SGD, which keeps no count of its steps."""
-        return self._kind == "SGD"
+        self.is_sgd = self._kind == "SGD"
+        self.changes_rows_alone = self.is_sgd and not self.states
 
     def bind(
         self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
@@ -114,11 +117,6 @@ class TorchKernels:
         if not self.changes_rows_alone:
             raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
         return _Lookup(tensor_over(master, getattr(torch, dtype)).view(-1, columns))
-
-    @property
-    def changes_rows_alone(self) -> bool:
-        """What has no gradient stays as it is, as long as nothing decays: SGD without momentum."""
-        return self.is_sgd and not self.states
 
 
 def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
