@@ -101,6 +101,7 @@ class Replica:
             self.ownership = Pipelined(model, optimizer, session, index)
         self._same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
+        self._editing = False
         self._open()
         self._publish()
         self.load_state()
@@ -458,11 +459,12 @@ class Replica:
         self.withdraw()
         residency = self._residency
         before = residency.begin_edit(self._edit_memory)
+        self._editing = True
         try:
             try:
                 yield
             finally:
-                residency.end_edit()
+                self._editing = False
             residency.check_formats(before)
             frozen = residency.guard.frozen_or_not() is not None
             if frozen:
@@ -485,8 +487,8 @@ class Replica:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
-        if not self.closed:
-            self._residency.check_unchanged()
+        if not self.closed and not self._editing:
+            self._residency.guard.check()
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
