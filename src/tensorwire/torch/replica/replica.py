@@ -375,7 +375,7 @@ class Replica:
                 "(i + 1) % len(job.my_slices) == 0' in a loop that counts batches"
             )
 
-    def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
+    def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
         if len(self.session.my_slices) > 1:
             raise RuntimeError(
@@ -389,8 +389,8 @@ class Replica:
         self._residency.guard.check()
         self._scaled = scale
         reducer.take()
-        flags, present = WANT_NORM if norm else 0, reducer.present()
-        self._commit(reducer.slice_index, REDUCE, flags, reducer.samples.weight(), present)
+        present = reducer.present()
+        self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
