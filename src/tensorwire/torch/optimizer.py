@@ -7,8 +7,8 @@ hooks on the parameters; values move inside `step()` and nowhere else.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -155,11 +155,9 @@ class DistributedMixin:
         self._tensorwire.withdraw()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Inside, backward only adds to `.grad`; the sum leaves with the first backward outside."""
-        with self._tensorwire.accumulating():
-            yield
+        return self._tensorwire.accumulating()
 
     def synchronize(self) -> None:
         """Makes every `.grad` the averaged gradient, the same on all workers.
@@ -252,7 +250,7 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), added)
 
 
-@contextlib.contextmanager
+@contextmanager
 def edit(model: nn.Module | Split) -> Iterator[None]:
     """Parameters and buffers of `model` may be changed inside, by all workers; worker 0's win.
 
