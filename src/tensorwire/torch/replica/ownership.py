@@ -166,24 +166,20 @@ class Pipelined(Replicated):
         ]
         found = []
         self._groups = [[] for _ in self._optimizer.param_groups]
-        codes = {
-            name: heard[self._index.ranks[name][0]][number]
-            for number, name in enumerate(self._index.parameters, 1)
-        }
         fewest = min(each[0] for each in heard)
-        for number, (name, code) in enumerate(codes.items(), 1):
-            said = {each[number] for each in heard} - {-1}
-            if said - {code} or max(code - 1, 0) // 2 >= fewest:
+        for index, (name, like) in enumerate(self._index.parameters.items()):
+            said = [each[1 + index] for each in heard]
+            code = said[self._index.ranks[name][0]]
+            group = max(code - 1, 0) // 2
+            if {*said} - {-1, code} or group >= fewest:
                 raise ValueError(
                     f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
                     "another process of the pipeline: all name the same groups, empty ones too"
                 )
-        for index, (name, code) in enumerate(codes.items()):
-            group = max(code - 1, 0) // 2
             if code:
                 self._groups[group].append(index)
             kind = "trained" if code and code % 2 == 0 else "constant"
-            found.append(Declared(name, self._index.parameters[name], kind, group))
+            found.append(Declared(name, like, kind, group))
         return found
 
     # ---- the optimizer's state
