@@ -196,7 +196,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                 found.inside, "read in place", 0, 0, "" if found.inside else why,
             )
         )  # fmt: skip
-    return Explanation(_name_of(core), tuple(gradients + parameters), core.planning_s)
+    return Explanation(_name_of(core), tuple(gradients + parameters), core.reducer.planning_s)
 
 
 def _name_of(core: Replica) -> str:

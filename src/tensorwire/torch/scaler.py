@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             core.scaling = (None, False)
         found = not core.finite
-        self._between_slices = core.between_slices
+        self._between_slices = core.reducer.turn > 0
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
         state["stage"] = OptState.STEPPED
 

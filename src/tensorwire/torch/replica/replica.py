@@ -61,6 +61,7 @@ class Replica:
     Attributes:
         session, optimizer, model: as given.
         ownership: who has the model.
+        reducer: has the gradients.
         store: has the parameters.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
@@ -120,7 +121,6 @@ class Replica:
         if not any(tensor.kind in kinds for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
         self.trained = [i for i in here if tensors[i].kind in kinds]
-        self._groups_of = [tensor.group for tensor in tensors]
         self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
             self.model,
@@ -158,7 +158,7 @@ class Replica:
             for i in self.trained
             if i in speaks
         ]
-        self._reducer = Reducer(
+        self.reducer = Reducer(
             session, self.store, self.parameters, states, sent, guard, self._placement,
             ownership.split,
         )  # fmt: skip
@@ -166,8 +166,7 @@ class Replica:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Tells whether a parameter lies in the store of this replica."""
-        index = self._index.get(id(parameter))
-        return index is not None and index in self._residency.parameters
+        return self._index.get(id(parameter)) in self._residency.parameters
 
     def release(self, parameter: nn.Parameter) -> None:
         """Another optimizer of the same model takes a parameter that does not change here."""
@@ -184,16 +183,11 @@ class Replica:
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(parameter) in own for parameter in self.parameters)
 
-    @property
-    def between_slices(self) -> bool:
-        """Some slices of this worker's step are computed, others not."""
-        return self._reducer.turn != 0
-
     def between_steps(self, what: str) -> None:
         """Raises RuntimeError between slices."""
-        if self._reducer.turn:
+        if self.reducer.turn:
             raise RuntimeError(
-                f"{what} after slice {self._reducer.turn} of {len(self.session.my_slices)} that "
+                f"{what} after slice {self.reducer.turn} of {len(self.session.my_slices)} that "
                 "this worker computes in turn; only complete steps have a version"
             )
 
@@ -206,10 +200,10 @@ class Replica:
 
     def _move(self, saved: dict[str, Any]) -> None:
         """Private parameters into a new store, planned anew."""
-        reducer, old = self._reducer, self.store
+        reducer, old = self.reducer, self.store
         reducer.close()
         self._open()
-        self._reducer.accumulating, self._reducer.samples = reducer.accumulating, reducer.samples
+        self.reducer.accumulating, self.reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
         self.session.release_store(old)
         for index, entry in saved["state"].items():
@@ -269,28 +263,28 @@ class Replica:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward only adds to `.grad` inside."""
-        before, self._reducer.accumulating = self._reducer.accumulating, True
+        before, self.reducer.accumulating = self.reducer.accumulating, True
         try:
             yield
         finally:
-            self._reducer.accumulating = before  # of another store perhaps
+            self.reducer.accumulating = before  # of another store perhaps
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
         """A split model goes through its micro-batches: gradients add up, and leave at `step`."""
-        self._reducer.samples.gradient_comes()  # the loader's present batch counts
+        self.reducer.samples.gradient_comes()  # the loader's present batch counts
         with self.accumulating():
             yield
 
     def withdraw(self) -> None:
         """Nothing of what left since the last step counts."""
-        self._reducer.withdraw()
+        self.reducer.withdraw()
         self._forget_average()
 
     def _forget_average(self) -> None:
         """The next gradients are not averaged yet, and are not scaled."""
         self._averages: dict[int, tuple[torch.Tensor, Bytes]] | None = None
-        self._reducer.sealed = False
+        self.reducer.sealed = False
         self._reduced_present: tuple[bytes, tuple[int, ...]] = b"", ()
         self._scaled = 1.0
         self._next_max_norm = math.inf
@@ -305,7 +299,7 @@ class Replica:
         """
         self._check_open()
         (scale, check_finite), self.scaling = self.scaling, (None, False)
-        reducer, statistics, started = self._reducer, self.session.statistics, time.perf_counter()
+        reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
         self._residency.guard.check()
         if self.keeps_other_state():
@@ -357,7 +351,8 @@ class Replica:
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
         for i in self._tables:
-            if self.optimizer.param_groups[self._groups_of[i]]["weight_decay"]:
+            group = self.store.layout.spec.tensors[i].group
+            if self.optimizer.param_groups[group]["weight_decay"]:
                 raise RuntimeError(
                     f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
                     "changes all rows in every step: use a table with sparse=False"
@@ -365,12 +360,12 @@ class Replica:
         if len(self.session.my_slices) == 1:
             return
         hyper = hyper_of(self.optimizer, self._kernels.hyper)
-        if self._reducer.turn == 0:
+        if self.reducer.turn == 0:
             self._hyper = hyper
         elif hyper != self._hyper:
             raise RuntimeError(
                 "the learning rate or another hyper-parameter was changed after slice "
-                f"{self._reducer.turn} of {len(self.session.my_slices)} that this worker computes "
+                f"{self.reducer.turn} of {len(self.session.my_slices)} that this worker computes "
                 "in turn. Step a scheduler once per epoch, or after the last slice of a step: 'if "
                 "(i + 1) % len(job.my_slices) == 0' in a loop that counts batches"
             )
@@ -382,7 +377,7 @@ class Replica:
                 "synchronize() and clip_grad_norm_() need one slice per worker, here are "
                 f"{len(self.session.my_slices)}; use max_norm="
             )
-        reducer = self._reducer
+        reducer = self.reducer
         if reducer.sealed:
             self._check_scale(scale)
             return self.last_norm
@@ -423,7 +418,7 @@ class Replica:
                 "tw.clip_grad_norm_, for loss scaling scaler.step without unscale_"
             )
         self.reduce(scale)
-        self._reducer.check_all_unchanged()
+        self.reducer.check_all_unchanged()
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
@@ -440,7 +435,7 @@ class Replica:
             parameter.grad.copy_(tensor_at(average, parameter))
             if self.session.replica == 0:  # whose gradients count
                 self._averages[i] = (parameter.grad, average)
-        self._reducer.forget()
+        self.reducer.forget()
 
     def clip(self, max_norm: float) -> float:
         """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
@@ -534,13 +529,13 @@ class Replica:
 
     def tensors(self) -> Iterator[Found]:
         """Where the tensors of this process are now, by the addresses at which they arrived."""
-        states = {state.index: state for state in self._reducer.states}
+        states = {state.index: state for state in self.reducer.states}
         for i, parameter in enumerate(self.parameters):
             if id(parameter) not in self._names:
                 continue  # another process has it
             outcome, copied, shared, size_bytes = None, None, False, parameter.nbytes
             if (state := states.get(i)) is not None:
-                outcome, copied = self._reducer.outcome(state), state.bytes_copied
+                outcome, copied = self.reducer.outcome(state), state.bytes_copied
                 shared = state.shared
                 size_bytes = parameter.nbytes if state.size_bytes is None else state.size_bytes
             yield Found(
@@ -552,12 +547,7 @@ class Replica:
     @property
     def never_stepped(self) -> bool:
         """Gradients came, and no step was made of them."""
-        return self.steps == 0 and self._reducer.came
-
-    @property
-    def planning_s(self) -> float:
-        """Spent on learning which allocations the gradients are."""
-        return self._reducer.planning_s
+        return self.steps == 0 and self.reducer.came
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
@@ -574,6 +564,6 @@ class Replica:
         self.session.release_store(self.store)
 
     def _let_go(self, private: bool) -> None:
-        self._reducer.close()
+        self.reducer.close()
         if private:
             self._residency.make_private()
