@@ -209,13 +209,13 @@ def _name_of(core: Replica) -> str:
     alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(job, core)]
     if len(alike) < 2:
         return _kept_name(job, core)
-    kept = job.kept_name(lambda thing: thing is core.optimizer)
+    kept = job.kept_name(core.optimizer)
     which = kept or str(1 + next(i for i, each in enumerate(alike) if each is core))
     return f"{_kept_name(job, core)} {which}"
 
 
 def _kept_name(job: jobs.Job, core: Replica) -> str:
-    name = job.kept_name(lambda thing: thing is core.model)
+    name = job.kept_name(core.model)
     return f"{name} ({core.ownership.model_name})" if name else core.ownership.model_name
 
 

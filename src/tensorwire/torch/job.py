@@ -368,9 +368,9 @@ class Job:
                 raise TypeError(f"{name} has no state_dict() and load_state_dict()")
             self._kept[name] = thing
 
-    def kept_name(self, matches: Callable[[Any], bool]) -> str:
-        """The name that `keep` was given for the first object that matches; "" for none."""
-        return next((name for name, thing in self._kept.items() if matches(thing)), "")
+    def kept_name(self, thing: Any) -> str:
+        """The first name that `keep` was given for an object; "" for none."""
+        return next((name for name, kept in self._kept.items() if kept is thing), "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one version of everything kept to a file, for `torch.load`.
