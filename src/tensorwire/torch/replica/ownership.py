@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorwire.parameters import Part, Store
+from tensorwire.parameters import Store
 
 from ..model_index import ModelIndex, model_index_of
 from ..session import Session
 from ..views import tensor_at
-from .buffers import Buffers
 from .declaration import Declaration, Declared, Holder, declare_all, declare_whole
 
 
@@ -58,10 +57,6 @@ class Replicated:
     def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
         """See `declare_all`."""
         return declare_all(self._model, self._optimizer, others, rows_alone)
-
-    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
-        """What this process has of the store, of parameters with these indices; None: all."""
-        return None
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError if the tensors of the store cannot be dealt out anew."""
@@ -130,10 +125,6 @@ class Pipelined(Replicated):
         """See `declare_whole`."""
         own = dict(self._model.named_parameters())
         return declare_whole(own, self._agree(own), self._optimizer)
-
-    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
-        """See `Replicated`."""
-        return Part([*here, *buffers.here], [*sends, *buffers.mine])
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError: the processes would have to agree anew."""

@@ -28,6 +28,7 @@ from tensorwire.parameters import (
     WANT_NORM,
     Bytes,
     Commit,
+    Part,
     Spec,
     Store,
 )
@@ -134,7 +135,8 @@ class Replica:
         )
         self._sends = [i for i in here if ownership.speaks_for(names[id(self.parameters[i])])]
         tensors += self.buffers.specs()
-        part = ownership.part(here, self._sends, self.buffers)
+        speaks = [*self._sends, *self.buffers.mine]
+        part = Part([*here, *self.buffers.here], speaks) if ownership.split else None
         spec = Spec(
             path_of(self.optimizer),
             kernels.hyper,
@@ -151,12 +153,11 @@ class Replica:
         guard = MutationGuard(self.model, names, self._own, held, self.store)
         self._residency = Residency(self.store, held, names, guard)
         sent = np.zeros(len(tensors), np.uint8)
-        sent[[*self._sends, *self.buffers.mine] if part else slice(None)] = 1
-        speaks = set(self._sends)
+        sent[speaks if part else slice(None)] = 1
         states = [
             GradientState(i, self.parameters[i], self._name(i), i in self._tables)
-            for i in self.trained
-            if i in speaks
+            for i in self._sends
+            if tensors[i].kind in kinds
         ]
         self.reducer = Reducer(
             session, self.store, self.parameters, states, sent, guard, self._placement,
