@@ -110,7 +110,7 @@ class GradientSlots:
                 self._blocks[_address(place.block)] = 2 * index
                 pool.add(index, slot, place.block)
         _sweep(self._allocator)
-        _in_use.extend([self._held_memory, pool.memory])
+        _in_use.add(self)
         self.begin()
 
     def begin(self) -> None:
@@ -216,11 +216,9 @@ class GradientSlots:
         for slot in slots:
             self._allocator.retire(slot)
         blocks = self._pool.close()
-        _in_use[:] = [
-            m for m in _in_use if m is not self._held_memory and m is not self._pool.memory
-        ]
-        _leave_behind(self._allocator, slots, self._held_memory)
-        _leave_behind(self._allocator, blocks, self._pool.memory)
+        _in_use.discard(self)
+        _left.extend([(slots, self._held_memory), (blocks, self._pool.memory)])
+        _sweep(self._allocator)
         self._slots = [-1] * len(self._slots)
         self._addresses = [0] * len(self._addresses)
         self._blocks.clear()
@@ -307,15 +305,10 @@ class _Pool:
 
 # Slots can be handed out until they are retired: their memory must not go before, whatever becomes
 # of whoever made them.
-_in_use: list[list[Bytes]] = []
+_in_use: set[GradientSlots] = set()
 
+# Retired slots and their memory, which stays mapped as long as a tensor lies in it.
 _left: list[tuple[list[int], list[Bytes]]] = []
-
-
-def _leave_behind(allocator: Allocator, slots: Sequence[int], memory: list[Bytes]) -> None:
-    """Keeps memory mapped as long as a tensor lies in it; looks again whenever more comes."""
-    _left.append((list(slots), memory))
-    _sweep(allocator)
 
 
 def _sweep(allocator: Allocator) -> None:
