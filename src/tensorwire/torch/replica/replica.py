@@ -270,12 +270,10 @@ class Replica:
         finally:
             self.reducer.accumulating = before  # of another store perhaps
 
-    @contextlib.contextmanager
-    def splitting(self) -> Iterator[None]:
+    def splitting(self) -> contextlib.AbstractContextManager[None]:
         """A split model goes through its micro-batches: gradients add up, and leave at `step`."""
         self.reducer.samples.gradient_comes()  # the loader's present batch counts
-        with self.accumulating():
-            yield
+        return self.accumulating()
 
     def withdraw(self) -> None:
         """Nothing of what left since the last step counts."""
