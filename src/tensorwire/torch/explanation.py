@@ -20,7 +20,7 @@ from torch import nn
 from . import job as jobs
 from .allocator.gradient_slots import NOT_YET, SPARSE, Outcome
 from .optimizer import DistributedOptimizer, replica_of
-from .replica.found import Found
+from .replica.reducer import GradientState
 from .replica.replica import Replica
 
 STEPS = 2
@@ -175,17 +175,19 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     core = replica_of(optimizer)
     gradients, parameters = [], []
     for found in core.tensors():
-        parameter, outcome = found.parameter, found.outcome
+        parameter, state = found.parameter, found.gradient
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape, offset = tuple(parameter.shape), found.offset
-        if outcome is not None:
-            copied = found.bytes_copied or 0
-            copies = -(-copied // found.size_bytes) if copied else 0
-            arrived = found.bytes_copied is not None
+        if state is not None:
+            outcome = core.reducer.outcome(state)
+            size_bytes = parameter.nbytes if state.size_bytes is None else state.size_bytes
+            copied = state.bytes_copied or 0
+            copies = -(-copied // size_bytes) if copied else 0
+            arrived = state.bytes_copied is not None
             gradients.append(
                 ExplainRow(
-                    found.name, "gradient", shape, dtype, arrived, found.size_bytes, offset,
-                    outcome.in_place and arrived, _route(found, outcome), copies, copied,
+                    found.name, "gradient", shape, dtype, arrived, size_bytes, offset,
+                    outcome.in_place and arrived, _route(state, outcome), copies, copied,
                     outcome.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
@@ -219,16 +221,16 @@ def _kept_name(job: jobs.Job, core: Replica) -> str:
     return f"{name} ({core.ownership.model_name})" if name else core.ownership.model_name
 
 
-def _route(found: Found, outcome: Outcome) -> str:
-    if found.bytes_copied is None:
+def _route(gradient: GradientState, outcome: Outcome) -> str:
+    if gradient.bytes_copied is None:
         return "never came"
-    if not found.parameter.nbytes:
+    if not gradient.parameter.nbytes:
         return "none"
     if outcome.reason == SPARSE:
         return "rows sent"
     if not outcome.in_place:
-        return "copied by the worker" if found.bytes_copied else "sent"
-    if not found.shared:
+        return "copied by the worker" if gradient.bytes_copied else "sent"
+    if not gradient.shared:
         return "produced in registered memory, sent from there"
     return "produced in the pool, read there" if outcome.reason else "produced in place"
 

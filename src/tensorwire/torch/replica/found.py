@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..allocator.gradient_slots import Outcome
+from .reducer import GradientState
 
 
 class Found(NamedTuple):
@@ -15,10 +15,7 @@ class Found(NamedTuple):
     Attributes:
         name, parameter: as in the model.
         offset: in the store.
-        outcome: what the gradient did; None if there is none.
-        shared: the gradient's place is a server's memory.
-        size_bytes: of the gradient; of a sparse one the rows that it has.
-        bytes_copied: of the gradient, by this process; None if none has left.
+        gradient: what became of the gradient; None if there is none.
         inside: the parameter lies in the store's memory.
         held: it belongs there; else another optimizer has it.
     """
@@ -26,9 +23,6 @@ class Found(NamedTuple):
     name: str
     parameter: torch.Tensor
     offset: int
-    outcome: Outcome | None
-    shared: bool
-    size_bytes: int
-    bytes_copied: int | None
+    gradient: GradientState | None
     inside: bool
     held: bool

@@ -532,15 +532,9 @@ class Replica:
         for i, parameter in enumerate(self.parameters):
             if id(parameter) not in self._names:
                 continue  # another process has it
-            outcome, copied, shared, size_bytes = None, None, False, parameter.nbytes
-            if (state := states.get(i)) is not None:
-                outcome, copied = self.reducer.outcome(state), state.bytes_copied
-                shared = state.shared
-                size_bytes = parameter.nbytes if state.size_bytes is None else state.size_bytes
             yield Found(
-                self._names[id(parameter)], parameter, self.store.layout.places[i].start, outcome,
-                shared, size_bytes, copied, self._residency.is_inside(i),
-                i in self._residency.parameters,
+                self._names[id(parameter)], parameter, self.store.layout.places[i].start,
+                states.get(i), self._residency.is_inside(i), i in self._residency.parameters,
             )  # fmt: skip
 
     @property
