@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,12 +40,30 @@ from ..views import flat_bytes, tensor_at
 from . import optimizer_state
 from .buffers import Buffers
 from .edit_memory import EditMemory
-from .found import Found
 from .mutation_guard import MutationGuard
 from .ownership import Pipelined, Replicated
 from .reducer import GradientState, Reducer
 from .residency import Residency
 from .same_batches import SameBatches
+
+
+class Found(NamedTuple):
+    """Where a parameter and its last gradient were found; what `explain` tells.
+
+    Attributes:
+        name, parameter: as in the model.
+        offset: in the store.
+        gradient: what became of the gradient; None if there is none.
+        inside: the parameter lies in the store's memory.
+        held: it belongs there; else another optimizer has it.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    offset: int
+    gradient: GradientState | None
+    inside: bool
+    held: bool
 
 
 class Replica:
