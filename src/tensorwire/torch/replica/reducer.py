@@ -156,14 +156,10 @@ class Reducer:
         store = self._store
         if not isinstance(store, LocalStore):
             return []
-        slots = [store.slot(i) for i in self._session.my_slices]
+        parts = [(state, store.own.place(state.index)) for state in self.states]
         return [
-            {
-                state.index: tensor_at(slot[at.start : at.end], state.parameter)
-                for state in self.states
-                for at in [store.layout.places[state.index]]
-            }
-            for slot in slots
+            {state.index: tensor_at(slot[part], state.parameter) for state, part in parts}
+            for slot in map(store.slot, self._session.my_slices)
         ]
 
     def _find_slots(
