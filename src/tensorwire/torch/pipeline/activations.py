@@ -62,8 +62,8 @@ class Activations:
             else:
                 self.edges.put(name, array_of(self._own(value.detach())))
 
-    def get(self, name: str, stage: int, at: int) -> Any:
-        """A value for a stage here; tensors lie where they came."""
+    def get(self, name: str, at: int) -> Any:
+        """A value for the stages here; tensors lie where they came."""
         key = name, at
         if key not in self._here:
             arrival = self.edges.get(name)

@@ -362,7 +362,7 @@ class Split:
     ) -> list[Any]:
         stage = self._stages[index]
         if index:
-            inputs = {name: self._edges.get(name, index, at) for name in stage.inputs}
+            inputs = {name: self._edges.get(name, at) for name in stage.inputs}
         made, outputs = stage.forward(at, inputs, train, parts)
         for name, value in made.items():
             self._edges.put(name, value, at)
