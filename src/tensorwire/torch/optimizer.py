@@ -279,8 +279,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
-    core = _core_of(parameters)
-    return torch.tensor(core.clip(float(max_norm)))
+    return torch.tensor(_core_of(parameters).clip(float(max_norm)))
 
 
 def _core_of(what: Any) -> Replica:
@@ -296,8 +295,9 @@ def _core_of(what: Any) -> Replica:
         what = [what]
     given = {id(p) for p in what if p.requires_grad}
     for core in cores:
-        if given & {id(core.parameters[i]) for i in core.trained}:
-            if given != {id(core.parameters[i]) for i in core.trained}:
+        own = {id(core.parameters[i]) for i in core.trained}
+        if given & own:
+            if given != own:
                 raise ValueError(
                     "clip_grad_norm_ clips all parameters of one distributed optimizer together; "
                     "for some of them call opt.synchronize() and clip .grad yourself"
