@@ -142,14 +142,7 @@ class Replica:
         self.trained = [i for i in here if tensors[i].kind in kinds]
         self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
-            self.model,
-            self._buffers_kind,
-            len(tensors),
-            session.my_slices,
-            # One slice agrees with itself, and nobody has only a part of it.
-            session.slices > 1 or session.pipeline > 1,
-            ownership.index,
-            session.stage,
+            self.model, self._buffers_kind, len(tensors), session, ownership.index
         )
         self._sends = [i for i in here if ownership.speaks_for(names[id(self.parameters[i])])]
         tensors += self.buffers.specs()
