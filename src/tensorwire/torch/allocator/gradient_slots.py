@@ -81,9 +81,9 @@ class GradientSlots:
         self._pool = pool = _Pool(self._allocator)
         self._start = self._allocator.add_context(pool.number)
         self._enter = self._allocator.enter
-        self._slots: list[int] = []
+        self._slots = [-1] * len(parameters)
         self._held_memory: list[Bytes] = []
-        self._addresses: list[int] = []
+        self._addresses = [0] * len(parameters)
         self._strides = [parameter.stride() for parameter in parameters]
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._contexts = [self._allocator.add_context(pool.number) for _ in parameters]
@@ -97,13 +97,10 @@ class GradientSlots:
         for index, place in enumerate(places):
             if isinstance(place, str) or place.memory.nbytes == 0:
                 self.reasons[index] = place if isinstance(place, str) else "it has no elements"
-                self._addresses.append(0)
-                self._slots.append(-1)
                 continue
-            address = _address(place.memory)
-            self._addresses.append(address)
+            address = self._addresses[index] = _address(place.memory)
             slot = self._allocator.add_slot(pool.number, address, place.memory.nbytes)
-            self._slots.append(slot)
+            self._slots[index] = slot
             self._held_memory.append(place.memory)
             if place.block is not None and place.block.nbytes >= LEAST_POOLED_BYTES:
                 self._blocks[address] = 2 * index + 1
