@@ -69,7 +69,7 @@ def in_place(opt: Any) -> list[bool]:
 def by_address(opt: Any) -> list[bool]:
     """Whether `.grad` lies in its slot, whatever the optimizer thinks."""
     core = opt._tensorwire
-    addresses = core._reducer._slots._addresses
+    addresses = core.reducer._slots._addresses
     gradients = [core.parameters[i].grad for i in core.trained]
     return [
         gradient is not None and gradient.data_ptr() == addresses[i]

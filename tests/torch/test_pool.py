@@ -355,7 +355,7 @@ def used_once(job: tw.Job) -> tuple[list[int], int]:
     """A layer without gradients after the first step, of the size of what comes and goes."""
     model = layers(300)
     opt = wrap(model, "plan")
-    allocator = opt._tensorwire._reducer._slots._allocator
+    allocator = opt._tensorwire.reducer._slots._allocator
     counts = []
     for step in range(2 * STEPS):
         before = allocator.placed()
@@ -463,7 +463,7 @@ def beside(job: tw.Job) -> list[float]:
         backward(job, step, model)
         opt.step()
         opt.zero_grad()
-    blocks = opt._tensorwire._reducer._slots._blocks
+    blocks = opt._tensorwire.reducer._slots._blocks
     assert not any(each.data_ptr() in blocks for each in copies)
     child = os.fork()
     if child == 0:

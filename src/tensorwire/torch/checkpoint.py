@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO
 
 import torch
@@ -110,10 +110,8 @@ def load(
     if names != set(kept):
         raise ValueError(f"{name} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same")
     for key, thing in kept.items():
-        if any(_is_model_of(thing, replica) for replica in trained):
-            with editing(thing):
-                thing.load_state_dict(content[key])
-        else:
+        is_trained = any(_is_model_of(thing, replica) for replica in trained)
+        with editing(thing) if is_trained else nullcontext():
             thing.load_state_dict(content[key])
     return int(head["epochs"])
 

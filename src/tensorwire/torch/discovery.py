@@ -50,7 +50,8 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     global _by_engine
     _by_engine = False
     # A program that says that it is alone is alone, whatever a launcher has said to it.
-    place = World.from_environment(os.environ if workers != 1 else _slices_alone())
+    told = {key: os.environ[key] for key in os.environ if workers != 1 or key == SLICES}
+    place = World.from_environment(told)
     if place is not None and place.servers:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
             raise ValueError(
@@ -67,10 +68,6 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
-
-
-def _slices_alone() -> dict[str, str]:
-    return {SLICES: os.environ[SLICES]} if SLICES in os.environ else {}
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ import dataclasses
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import nn
 from . import job as jobs
 from .allocator.gradient_slots import NOT_YET, SPARSE, Outcome
 from .optimizer import DistributedOptimizer, replica_of
-from .replica.found import Found
+from .replica.reducer import GradientState
 from .replica.replica import Replica
 
 STEPS = 2
@@ -176,17 +175,19 @@ def explain_optimizer(optimizer: Any) -> Explanation:
     core = replica_of(optimizer)
     gradients, parameters = [], []
     for found in core.tensors():
-        parameter, outcome = found.parameter, found.outcome
+        parameter, state = found.parameter, found.gradient
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape, offset = tuple(parameter.shape), found.offset
-        if outcome is not None:
-            copied = found.bytes_copied or 0
-            copies = -(-copied // found.size_bytes) if copied else 0
-            arrived = found.bytes_copied is not None
+        if state is not None:
+            outcome = core.reducer.outcome(state)
+            size_bytes = parameter.nbytes if state.size_bytes is None else state.size_bytes
+            copied = state.bytes_copied or 0
+            copies = -(-copied // size_bytes) if copied else 0
+            arrived = state.bytes_copied is not None
             gradients.append(
                 ExplainRow(
-                    found.name, "gradient", shape, dtype, arrived, found.size_bytes, offset,
-                    outcome.in_place and arrived, _route(found, outcome), copies, copied,
+                    found.name, "gradient", shape, dtype, arrived, size_bytes, offset,
+                    outcome.in_place and arrived, _route(state, outcome), copies, copied,
                     outcome.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
@@ -197,7 +198,7 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                 found.inside, "read in place", 0, 0, "" if found.inside else why,
             )
         )  # fmt: skip
-    return Explanation(_name_of(core), tuple(gradients + parameters), core.planning_s)
+    return Explanation(_name_of(core), tuple(gradients + parameters), core.reducer.planning_s)
 
 
 def _name_of(core: Replica) -> str:
@@ -205,31 +206,31 @@ def _name_of(core: Replica) -> str:
     job = jobs.latest_job()
     cores = job.local_replicas if job is not None and job.session is core.session else []
     if job is None or len(cores) < 2:
-        return core.model_name
+        return core.ownership.model_name
     names = [_kept_name(job, each) for each in cores]
     alike = [each for each, name in zip(cores, names, strict=True) if name == _kept_name(job, core)]
     if len(alike) < 2:
         return _kept_name(job, core)
-    kept = job.kept_name(lambda thing: thing is core.optimizer)
+    kept = job.kept_name(core.optimizer)
     which = kept or str(1 + next(i for i, each in enumerate(alike) if each is core))
     return f"{_kept_name(job, core)} {which}"
 
 
 def _kept_name(job: jobs.Job, core: Replica) -> str:
-    name = job.kept_name(lambda thing: thing is core.model)
-    return f"{name} ({core.model_name})" if name else core.model_name
+    name = job.kept_name(core.model)
+    return f"{name} ({core.ownership.model_name})" if name else core.ownership.model_name
 
 
-def _route(found: Found, outcome: Outcome) -> str:
-    if found.bytes_copied is None:
+def _route(gradient: GradientState, outcome: Outcome) -> str:
+    if gradient.bytes_copied is None:
         return "never came"
-    if not found.parameter.nbytes:
+    if not gradient.parameter.nbytes:
         return "none"
     if outcome.reason == SPARSE:
         return "rows sent"
     if not outcome.in_place:
-        return "copied by the worker" if found.bytes_copied else "sent"
-    if not found.shared:
+        return "copied by the worker" if gradient.bytes_copied else "sent"
+    if not gradient.shared:
         return "produced in registered memory, sent from there"
     return "produced in the pool, read there" if outcome.reason else "produced in place"
 
@@ -248,34 +249,27 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> list[Explanation
         Whatever the script raises.
     """
     found: list[Explanation] = []
-    argv, sys.argv = sys.argv, [path, *arguments]
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)  # as python does for a script
-    try:
-        with _watching(found):
-            runpy.run_path(path, run_name="__main__")
-    except (_EnoughError, SystemExit):
-        pass
-    finally:
-        sys.argv = argv
-        sys.path.remove(folder)
-        if (job := jobs.latest_job()) is not None:
-            job.close()
-    return found
 
-
-@contextmanager
-def _watching(found: list[Explanation]) -> Iterator[None]:
     def stepped(job: jobs.Job) -> None:
         if all(replica.steps >= STEPS for replica in job.local_replicas):
             found.extend(explain_optimizer(optimizer) for optimizer in job.optimizers)
             raise _EnoughError
 
+    argv, sys.argv = sys.argv, [path, *arguments]
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)  # as python does for a script
     jobs.on_step = stepped
     try:
-        yield
+        runpy.run_path(path, run_name="__main__")
+    except (_EnoughError, SystemExit):
+        pass
     finally:
         jobs.on_step = None
+        sys.argv = argv
+        sys.path.remove(folder)
+        if (job := jobs.latest_job()) is not None:
+            job.close()
+    return found
 
 
 def explain_model(

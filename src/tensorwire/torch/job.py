@@ -109,14 +109,9 @@ def current_job() -> Job:
     Raises:
         RuntimeError: `tw.init()` was not called.
     """
-    if (job := present_job()) is None:
+    if _current is None or _current.closed:
         raise RuntimeError("call tw.init() first")
-    return job
-
-
-def present_job() -> Job | None:
-    """The job of this process; None if there is none."""
-    return None if _current is None or _current.closed else _current
+    return _current
 
 
 def latest_job() -> Job | None:
@@ -126,7 +121,8 @@ def latest_job() -> Job | None:
 
 def _tell_of_no_step(replica: Replica) -> None:
     """The usual slip, which is silent otherwise: the model is as it was."""
-    text = f"the optimizer of {replica.model_name} got gradients, and its step() was never called"
+    model = replica.ownership.model_name
+    text = f"the optimizer of {model} got gradients, and its step() was never called"
     print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
 
 
@@ -144,7 +140,8 @@ class Job:
         my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         session: how this worker reaches the others.
-        local_replicas: for each distributed optimizer the copy of its model in this process.
+        local_replicas: for each distributed optimizer the copy of its model in this process; they
+            end with the job.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -198,14 +195,6 @@ class Job:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The distributed ones."""
         return [replica.optimizer for replica in self.local_replicas]
-
-    def add_replica(self, replica: Replica) -> None:
-        """Called by DistributedOptimizer: the replica ends with the job."""
-        self.local_replicas.append(replica)
-
-    def drop_replica(self, replica: Replica) -> None:
-        """Called by its `close`."""
-        self.local_replicas.remove(replica)
 
     @contextlib.contextmanager
     def editing(self, model: Any) -> Iterator[None]:
@@ -357,7 +346,7 @@ class Job:
     def log(self, **values: float) -> None:
         """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
         plain = {name: float(value) for name, value in values.items()}
-        self.statistics.log(plain)
+        self.statistics.values.update(plain)
         if self._progress:
             self._progress.show(plain)
 
@@ -379,9 +368,9 @@ class Job:
                 raise TypeError(f"{name} has no state_dict() and load_state_dict()")
             self._kept[name] = thing
 
-    def kept_name(self, matches: Callable[[Any], bool]) -> str:
-        """The name that `keep` was given for the first object that matches; "" for none."""
-        return next((name for name, thing in self._kept.items() if matches(thing)), "")
+    def kept_name(self, thing: Any) -> str:
+        """The first name that `keep` was given for an object; "" for none."""
+        return next((name for name, kept in self._kept.items() if kept is thing), "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one version of everything kept to a file, for `torch.load`.

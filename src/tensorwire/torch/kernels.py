@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,13 @@ def path_of(optimizer: torch.optim.Optimizer) -> str:
         UnavailableError: its arithmetic is not known here.
     """
     cls = type(optimizer)
-    kind = kind_of(getattr(cls, "_plain_class", cls))  # of a distributed one: the user's class
+    cls = getattr(cls, "_plain_class", cls)  # of a distributed one: the user's class
+    if cls not in KNOWN:
+        raise UnavailableError(
+            f"a server cannot apply {cls.__module__}.{cls.__qualname__}: it knows torch.optim.SGD, "
+            "Adam and AdamW, which work element by element (subclasses may do anything else)"
+        )
+    kind = KNOWN[cls]
     groups = optimizer.param_groups
     if kind == "SGD":
         states = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
@@ -59,20 +65,6 @@ def path_of(optimizer: torch.optim.Optimizer) -> str:
     return f"torch.optim.{kind}:{','.join(states)}"
 
 
-def kind_of(cls: type[torch.optim.Optimizer]) -> str:
-    """Which of the known optimizers: "SGD", "Adam" or "AdamW".
-
-    Raises:
-        UnavailableError: none of these.
-    """
-    if cls in KNOWN:
-        return KNOWN[cls]
-    raise UnavailableError(
-        f"a server cannot apply {cls.__module__}.{cls.__qualname__}: it knows torch.optim.SGD, "
-        "Adam and AdamW, which work element by element (subclasses may do anything else)"
-    )
-
-
 def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[Hyper, ...]:
     """The present hyper-parameters of every group as numbers."""
     rows = []
@@ -88,6 +80,12 @@ def hyper_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[Hy
 class TorchKernels:
     """`parameters.Kernel` for a path that `path_of` made.
 
+    Attributes:
+        hyper, states: as of `parameters.Kernel`.
+        is_sgd: it is SGD, which keeps no count of its steps.
+        changes_rows_alone: what has no gradient stays as it is, as long as nothing decays: SGD
+            without momentum.
+
     Raises:
         ValueError: a path that names nothing known; it may come from another process.
     """
@@ -102,11 +100,8 @@ class TorchKernels:
         known = ("momentum_buffer",), (), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         if self.states not in (*known, known[2][:2]):
             raise ValueError(f"unknown state in {path!r}")
-
-    @property
-    def is_sgd(self) -> bool:
-        """SGD, which keeps no count of its steps."""
-        return self._kind == "SGD"
+        self.is_sgd = self._kind == "SGD"
+        self.changes_rows_alone = self.is_sgd and not self.states
 
     def bind(
         self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
@@ -122,11 +117,6 @@ class TorchKernels:
         if not self.changes_rows_alone:
             raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
         return _Lookup(tensor_over(master, getattr(torch, dtype)).view(-1, columns))
-
-    @property
-    def changes_rows_alone(self) -> bool:
-        """What has no gradient stays as it is, as long as nothing decays: SGD without momentum."""
-        return self.is_sgd and not self.states
 
 
 def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
@@ -200,10 +190,8 @@ class _Tile:
     ) -> None:
         gradient = self._part(self._slots[0], start, stop) if kept else self._reduced
         divisor = None if kept else self._divisor
-        master, states = self._master, self._states
-        if (start, stop) != (0, self._bytes):
-            master = self._part(master, start, stop)
-            states = [self._part(state, start, stop) for state in states]
+        master = self._part(self._master, start, stop)
+        states = [self._part(state, start, stop) for state in self._states]
         if scale != 1.0:
             # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
             scaled = _scratch(self._master)[: gradient.numel()]
@@ -345,17 +333,11 @@ _KERNELS: dict[str, Callable[[_Operands, Hyper], None]] = {
     "AdamW": partial(_adam, torch._fused_adamw_),
 }
 
-_constants: dict[float, torch.Tensor] = {}
 
-
+@lru_cache(maxsize=64)
 def _constant(value: float) -> torch.Tensor:
     """A float32 scalar, as kernels want step counts and divisors."""
-    found = _constants.get(value)
-    if found is None:
-        if len(_constants) > 64:
-            _constants.clear()
-        found = _constants[value] = torch.tensor(float(value), dtype=torch.float32)
-    return found
+    return torch.tensor(float(value), dtype=torch.float32)
 
 
 class _Scratch(threading.local):

@@ -47,10 +47,8 @@ class ModelIndex:
             for name in names:
                 ranks.setdefault(name, set()).add(home)
         first = {id(tensor): name for name, tensor in (*parameters.items(), *buffers.items())}
-        keys = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            if id(value) in first:
-                keys[key] = first[id(value)]
+        state = model.state_dict(keep_vars=True)
+        keys = {key: first[id(value)] for key, value in state.items() if id(value) in first}
         for name in (*parameters, *buffers):
             ranks.setdefault(name, {0})  # what no stage uses
         return ModelIndex(
@@ -64,6 +62,14 @@ class ModelIndex:
     def had_by(self, rank: int) -> list[str]:
         """Names of what a process has, constants of the trace too."""
         return sorted(name for name, ranks in self.ranks.items() if rank in ranks)
+
+    def tied(self) -> dict[str, list[int]]:
+        """Trained parameters that several processes have, by name in order, and who has them."""
+        return {
+            name: ranks
+            for name, ranks in sorted(self.ranks.items())
+            if len(ranks) > 1 and name in self.parameters and self.parameters[name].requires_grad
+        }
 
     def speaks_for(self, rank: int, name: str) -> bool:
         """The process is the first that has the tensor."""

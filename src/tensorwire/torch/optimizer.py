@@ -7,8 +7,8 @@ hooks on the parameters; values move inside `step()` and nowhere else.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -82,28 +82,29 @@ def DistributedOptimizer(
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     path_of(optimizer)
-    if model_index_of(model) is not None:
-        core = _replica_of_split(job, optimizer, model, max_norm, buffers, placement)
-    else:
-        if job.pipeline > 1:
-            raise ValueError(
-                f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
-                "made of it"
-            )
-        core = Replica(
-            job.session, job.local_replicas, optimizer, model, max_norm, buffers, placement
+    index = model_index_of(model)
+    if index is not None:
+        _check_split(job, model, buffers)
+    elif job.pipeline > 1:
+        raise ValueError(
+            f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
+            "made of it"
         )
+    own = model if index is None else model.module
+    core = Replica(
+        job.session, job.local_replicas, optimizer, own, max_norm, buffers, placement, index
+    )
+    if index is not None:
+        model.trained_by(core)
     _change_class(optimizer)
     optimizer._tensorwire = core  # type: ignore[attr-defined]
     # A scheduler that was made before has put a wrapper of the old step there.
     optimizer.__dict__.pop("step", None)
-    job.add_replica(core)
+    job.local_replicas.append(core)
     return optimizer
 
 
-def _replica_of_split(
-    job: Job, optimizer: Any, split: Any, max_norm: float | None, buffers: str, placement: str
-) -> Replica:
+def _check_split(job: Job, split: Any, buffers: str) -> None:
     machines, session = split.machines, job.session
     if machines.size != job.pipeline or (job.pipeline > 1 and machines is not session.machines()):
         raise ValueError(
@@ -114,18 +115,6 @@ def _replica_of_split(
         raise ValueError("a split model has one distributed optimizer; close() the other first")
     if buffers == "local":
         raise ValueError("a split model's buffers are 'broadcast' or 'average'")
-    core = Replica(
-        job.session,
-        job.local_replicas,
-        optimizer,
-        split.module,
-        max_norm,
-        buffers,
-        placement,
-        split.whole,
-    )
-    split.trained_by(core)
-    return core
 
 
 def replica_of(optimizer: Any) -> Replica:
@@ -166,11 +155,9 @@ class DistributedMixin:
         self._tensorwire.withdraw()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Inside, backward only adds to `.grad`; the sum leaves with the first backward outside."""
-        with self._tensorwire.accumulating():
-            yield
+        return self._tensorwire.accumulating()
 
     def synchronize(self) -> None:
         """Makes every `.grad` the averaged gradient, the same on all workers.
@@ -192,7 +179,7 @@ class DistributedMixin:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
         core.between_steps("add_param_group()")
-        core.check_movable("add_param_group()")
+        core.ownership.check_movable("add_param_group()")
         state = self.state_dict()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
@@ -209,8 +196,8 @@ class DistributedMixin:
         core = self._tensorwire
         core.between_steps("load_state_dict()")
         core.withdraw()
-        super().load_state_dict(core.own_state_dict(state_dict))  # type: ignore[misc]
-        if core.is_shared:
+        super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]
+        if core.ownership.split:
             core.load_whole_state(state_dict)
         elif core.keeps_other_state():
             core.replan(state_dict)
@@ -234,7 +221,7 @@ class DistributedMixin:
             return
         if not core.session.closed:
             core.drop()
-            current_job().drop_replica(core)
+            current_job().local_replicas.remove(core)
         self._tensorwire = _Closed()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -263,7 +250,7 @@ def _change_class(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), added)
 
 
-@contextlib.contextmanager
+@contextmanager
 def edit(model: nn.Module | Split) -> Iterator[None]:
     """Parameters and buffers of `model` may be changed inside, by all workers; worker 0's win.
 
@@ -292,8 +279,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
-    core = _core_of(parameters)
-    return torch.tensor(core.clip(float(max_norm)))
+    return torch.tensor(_core_of(parameters).clip(float(max_norm)))
 
 
 def _core_of(what: Any) -> Replica:
@@ -307,17 +293,14 @@ def _core_of(what: Any) -> Replica:
         what = what.parameters()
     elif isinstance(what, torch.Tensor):
         what = [what]
-    given = {id(p) for p in _each(what) if p.requires_grad}
+    given = {id(p) for p in what if p.requires_grad}
     for core in cores:
-        if given & {id(core.parameters[i]) for i in core.trained}:
-            if given != {id(core.parameters[i]) for i in core.trained}:
+        own = {id(core.parameters[i]) for i in core.trained}
+        if given & own:
+            if given != own:
                 raise ValueError(
                     "clip_grad_norm_ clips all parameters of one distributed optimizer together; "
                     "for some of them call opt.synchronize() and clip .grad yourself"
                 )
             return core
     raise ValueError("these are no parameters of a distributed optimizer")
-
-
-def _each(what: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list(what)

@@ -365,8 +365,25 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
     """
     over = threading.Event()
     told: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
-    arguments = host, port, deadline, over, told
-    threading.Thread(target=_knock, args=arguments, daemon=True).start()
+
+    def knock() -> None:
+        error: OSError = TimeoutError("no time was left")
+        for pause_s in _pauses_s(deadline):
+            left_s = deadline - time.monotonic()
+            try:
+                socket.create_connection((host, port), max(min(left_s, 2.0), 0.01)).close()
+            except OSError as caught:
+                error = caught
+            except UnicodeError:
+                error = OSError(f"{host!r} is no name of a host")
+            else:
+                told.put(None)
+                return
+            if over.wait(pause_s):
+                return
+        told.put(error)
+
+    threading.Thread(target=knock, daemon=True).start()
     try:
         error = told.get(timeout=max(deadline - time.monotonic(), 0.0) + _PAUSES_S[1])
     except queue.Empty:
@@ -375,30 +392,6 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
         over.set()
     if error is not None:
         raise error
-
-
-def _knock(
-    host: str,
-    port: int,
-    deadline: float,
-    over: threading.Event,
-    told: queue.SimpleQueue[OSError | None],
-) -> None:
-    error: OSError = TimeoutError("no time was left")
-    for pause_s in _pauses_s(deadline):
-        left_s = deadline - time.monotonic()
-        try:
-            socket.create_connection((host, port), max(min(left_s, 2.0), 0.01)).close()
-        except OSError as caught:
-            error = caught
-        except UnicodeError:
-            error = OSError(f"{host!r} is no name of a host")
-        else:
-            told.put(None)
-            return
-        if over.wait(pause_s):
-            return
-    told.put(error)
 
 
 def _pauses_s(deadline: float) -> Iterator[float]:

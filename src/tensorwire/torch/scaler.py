@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             core.scaling = (None, False)
         found = not core.finite
-        self._between_slices = core.between_slices
+        self._between_slices = core.reducer.turn > 0
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(found))}
         state["stage"] = OptState.STEPPED
 
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self, core: Replica) -> None:
         """Makes the scale where another process of a split model has scaled the loss."""
-        if core.is_shared and self._scale is None:
+        if core.ownership.split and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def update(self, new_scale: Any = None) -> None:

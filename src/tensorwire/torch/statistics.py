@@ -22,6 +22,7 @@ class Statistics:
         exposed_s, hidden_s, bytes_pushed: added to by the optimizers as they push and step.
         bytes_produced: of gradients that backward wrote where the servers read them.
         bytes_copied: of copies that this worker made of gradients.
+        values: figures of now, by the names under which the script logs them.
     """
 
     def __init__(self) -> None:
@@ -53,10 +54,6 @@ class Statistics:
         self._last = now
         self.server_work_s += result.work_s
         self.server_wait_s += result.wait_s
-
-    def log(self, values: dict[str, float]) -> None:
-        """Figures of now."""
-        self.values.update(values)
 
     def end_epoch(self, epoch: int) -> None:
         """Keeps the epoch's last figures."""

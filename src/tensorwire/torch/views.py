@@ -43,11 +43,6 @@ def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     return result
 
 
-def same_bytes(one: Bytes, other: Bytes) -> bool:
-    """Nothing is allocated."""
-    return bool(torch.equal(torch.from_numpy(one), torch.from_numpy(other)))
-
-
 def memory_format_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor whose elements fill one piece of memory.
 

@@ -81,9 +81,9 @@ class GradientSlots:
         self._pool = pool = _Pool(self._allocator)
         self._start = self._allocator.add_context(pool.number)
         self._enter = self._allocator.enter
-        self._slots: list[int] = []
+        self._slots = [-1] * len(parameters)
         self._held_memory: list[Bytes] = []
-        self._addresses: list[int] = []
+        self._addresses = [0] * len(parameters)
         self._strides = [parameter.stride() for parameter in parameters]
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._contexts = [self._allocator.add_context(pool.number) for _ in parameters]
@@ -97,20 +97,17 @@ class GradientSlots:
         for index, place in enumerate(places):
             if isinstance(place, str) or place.memory.nbytes == 0:
                 self.reasons[index] = place if isinstance(place, str) else "it has no elements"
-                self._addresses.append(0)
-                self._slots.append(-1)
                 continue
-            address = _address(place.memory)
-            self._addresses.append(address)
+            address = self._addresses[index] = _address(place.memory)
             slot = self._allocator.add_slot(pool.number, address, place.memory.nbytes)
-            self._slots.append(slot)
+            self._slots[index] = slot
             self._held_memory.append(place.memory)
             if place.block is not None and place.block.nbytes >= LEAST_POOLED_BYTES:
                 self._blocks[address] = 2 * index + 1
                 self._blocks[_address(place.block)] = 2 * index
                 pool.add(index, slot, place.block)
         _sweep(self._allocator)
-        _in_use.extend([self._held_memory, pool.memory])
+        _in_use.add(self)
         self.begin()
 
     def begin(self) -> None:
@@ -216,11 +213,9 @@ class GradientSlots:
         for slot in slots:
             self._allocator.retire(slot)
         blocks = self._pool.close()
-        _in_use[:] = [
-            m for m in _in_use if m is not self._held_memory and m is not self._pool.memory
-        ]
-        _leave_behind(self._allocator, slots, self._held_memory)
-        _leave_behind(self._allocator, blocks, self._pool.memory)
+        _in_use.discard(self)
+        _left.extend([(slots, self._held_memory), (blocks, self._pool.memory)])
+        _sweep(self._allocator)
         self._slots = [-1] * len(self._slots)
         self._addresses = [0] * len(self._addresses)
         self._blocks.clear()
@@ -307,15 +302,10 @@ class _Pool:
 
 # Slots can be handed out until they are retired: their memory must not go before, whatever becomes
 # of whoever made them.
-_in_use: list[list[Bytes]] = []
+_in_use: set[GradientSlots] = set()
 
+# Retired slots and their memory, which stays mapped as long as a tensor lies in it.
 _left: list[tuple[list[int], list[Bytes]]] = []
-
-
-def _leave_behind(allocator: Allocator, slots: Sequence[int], memory: list[Bytes]) -> None:
-    """Keeps memory mapped as long as a tensor lies in it; looks again whenever more comes."""
-    _left.append((list(slots), memory))
-    _sweep(allocator)
 
 
 def _sweep(allocator: Allocator) -> None:

@@ -128,19 +128,16 @@ def _brought() -> Path:
 
 def _compiled() -> Path:
     compiler = find_compiler()
-    command = _command(compiler or ["c++"])
-    folder = _folder()
-    path = folder / _name(compiler or ["c++"])
+    path = _folder() / _name(compiler or ["c++"])
     if path.exists():
         return path
     if compiler is None:
         raise UnavailableError(_NO_COMPILER)
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         made = Path(file.name)
     try:
-        subprocess.run(
-            [*command, "-o", str(made)], check=True, capture_output=True, timeout=_TIMEOUT_S
-        )
+        command = [*_command(compiler), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
         made.replace(path)  # whole or not at all: other workers may be doing the same
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()

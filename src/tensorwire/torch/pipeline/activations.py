@@ -17,6 +17,7 @@ from tensorwire.placement import Graph, Operator, Plan, Tensor
 
 from ..group import Machines
 from .capture import Capture, Value
+from .split_backward import own, storages
 from .stage import Stage
 
 # Elements that numpy does not know move as their bits.
@@ -61,8 +62,8 @@ class Activations:
             else:
                 self.edges.put(name, array_of(self._own(value.detach())))
 
-    def get(self, name: str, stage: int, at: int) -> Any:
-        """A value for a stage here; tensors lie where they came."""
+    def get(self, name: str, at: int) -> Any:
+        """A value for the stages here; tensors lie where they came."""
         key = name, at
         if key not in self._here:
             arrival = self.edges.get(name)
@@ -120,23 +121,12 @@ class Activations:
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies in memory of its own, not in that of an arrival."""
-        return tensor.clone() if self._in_arrival(tensor) else tensor
+        arrived = [self._here[key] for key in self._arrived]
+        return own(tensor, storages(each for each in arrived if isinstance(each, torch.Tensor)))
 
     def kept(self, output: Any) -> Any:
         """Outputs of the model as its user may keep them."""
         return pytree.tree_map_only(torch.Tensor, self._own, output)
-
-    def _in_arrival(self, tensor: torch.Tensor) -> bool:
-        start = tensor.untyped_storage().data_ptr()
-        for key in self._arrived:
-            value = self._here[key]
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == start:
-                return True
-        return False
-
-    def settle(self) -> None:
-        """Waits until the others have released all that was sent."""
-        self.edges.settle()
 
 
 def _gradient(name: str, user: int) -> str:
@@ -154,27 +144,21 @@ def graph_of(taken: Capture, homes: Sequence[int]) -> Graph:
     tensors = [value.tensor for value in taken.values.values()]
     operators = []
     for stage in range(count):
-        uses = [n for n, v in taken.values.items() if stage in v.users]
-        makes = [n for n, v in taken.values.items() if v.maker == stage]
-        grads = [_gradient(n, stage) for n in uses if taken.values[n].needs_grad]
-        needs = [
-            _gradient(n, user)
-            for n in makes
-            if taken.values[n].needs_grad
-            for user in taken.values[n].users
+        uses = {n: v for n, v in taken.values.items() if stage in v.users}
+        makes = {n: v for n, v in taken.values.items() if v.maker == stage}
+        needs = [_gradient(n, user) for n, v in makes.items() if v.needs_grad for user in v.users]
+        gradients = [
+            Tensor(_gradient(n, stage), v.tensor.dtype, v.tensor.shape)
+            for n, v in uses.items()
+            if v.needs_grad
         ]
+        grads = tuple(each.name for each in gradients)
         machine = str(homes[stage])
         operators += [
             Operator(f"forward {stage}", machine, tuple(uses), tuple(makes), stage),
-            Operator(
-                f"backward {stage}", machine, tuple(needs), tuple(grads), 2 * count - 1 - stage
-            ),
+            Operator(f"backward {stage}", machine, tuple(needs), grads, 2 * count - 1 - stage),
         ]
-        tensors += [
-            Tensor(_gradient(n, stage), taken.values[n].tensor.dtype, taken.values[n].tensor.shape)
-            for n in uses
-            if taken.values[n].needs_grad
-        ]
+        tensors += gradients
     return Graph(tuple(tensors), tuple(operators))
 
 

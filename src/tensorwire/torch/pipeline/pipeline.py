@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,18 +84,15 @@ def split(
     """
     job = present_session()
     own = machines is None and job is None
-    if machines is not None:
-        found = machines
-    else:
-        found = find_machines() if job is None else job.machines()
+    if machines is None:
+        machines = find_machines() if job is None else job.machines()
     try:
         taken = capture(model, split_spec, example, dynamic_shapes)
-        made = Split(taken, model, found, own, loss, microbatches, schedule, weights, timeout_s)
+        return Split(taken, model, machines, own, loss, microbatches, schedule, weights, timeout_s)
     except BaseException:
         if own:
-            found.close()
+            machines.close()
         raise
-    return made
 
 
 class Split:
@@ -139,22 +136,17 @@ class Split:
         number = machines.next_split()
         _check_schedules(machines, f"split/{number}", schedule, microbatches, timeout_s)
         turns = flights(schedule, size, count, microbatches)
-        edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
-        self._edges = Activations(taken.values, self.stages, edges)
-        try:
+        with ExitStack() as undo:
+            edges = open_edges(machines, self.plan, f"split/{number}", turns, timeout_s)
+            undo.callback(edges.close)
+            self._edges = Activations(taken.values, self.stages, edges)
             self._ties = open_edges(machines, ties, f"split/{number}/ties", 1, timeout_s)
-        except BaseException:
-            edges.close()
-            raise
-        try:
+            undo.callback(self._ties.close)
             # All have come here; how long each takes to load its weights is its own business.
             self.module = self._load(model, weights, f"split/{number}/loaded")
-        except BaseException:
-            self._edges.edges.close()
-            self._ties.close()
-            raise
+            undo.pop_all()
         self._stages = {s: Stage(s, taken.parts[s], taken.values, self.module) for s in self.stages}
-        self._tied = _tied(self.whole, self.module)
+        self._tied = {name: ranks for name, ranks in self.whole.tied().items() if rank in ranks}
 
     def _load(self, model: nn.Module, weights: Weights | None, label: str) -> nn.Module:
         used = self.whole.had_by(self.machines.rank)
@@ -284,7 +276,7 @@ class Split:
                 if train:
                     self._sum_ties(kept)
                 if not train or self._sends_inputs:
-                    self._edges.settle()
+                    self._edges.edges.settle()
         except BaseException as error:
             self._failed = True
             for each in self._stages.values():
@@ -370,7 +362,7 @@ class Split:
     ) -> list[Any]:
         stage = self._stages[index]
         if index:
-            inputs = {name: self._edges.get(name, index, at) for name in stage.inputs}
+            inputs = {name: self._edges.get(name, at) for name in stage.inputs}
         made, outputs = stage.forward(at, inputs, train, parts)
         for name, value in made.items():
             self._edges.put(name, value, at)
@@ -446,7 +438,7 @@ class Split:
         """
         try:
             if not self._failed and not self._edges.edges.closed:
-                self._edges.settle()
+                self._edges.edges.settle()
         finally:
             self._edges.edges.close()
             self._ties.close()
@@ -485,29 +477,10 @@ def _check_schedules(
             ) from None
 
 
-def _is_tied(whole: ModelIndex, name: str) -> bool:
-    return (
-        len(whole.ranks[name]) > 1
-        and name in whole.parameters
-        and whole.parameters[name].requires_grad
-    )
-
-
-def _tied(whole: ModelIndex, own: nn.Module) -> dict[str, list[int]]:
-    """Weights of this process that others have too, and who."""
-    return {
-        name: whole.ranks[name]
-        for name, _ in sorted(own.named_parameters())
-        if _is_tied(whole, name)
-    }
-
-
 def _ties_graph(whole: ModelIndex) -> Graph:
     """The end of a step: everybody who has a tied weight sends its gradient to the others."""
     tensors, makes, uses = [], [], []
-    for name, ranks in sorted(whole.ranks.items()):
-        if not _is_tied(whole, name):
-            continue
+    for name, ranks in whole.tied().items():
         parameter = whole.parameters[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         for rank in ranks:

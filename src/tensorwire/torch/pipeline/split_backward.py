@@ -9,7 +9,7 @@ enters each of these nodes again, for the branch alone. Knows no stages, and mov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,7 @@ def inputs_first(
     parents = _parents(starts)
     ends = {get_gradient_edge(each).node: each for each in inputs}
     reached = [node for node in ends if node in parents]
-    chain = _above(reached, parents)
+    chain = _reachable(reached, parents.__getitem__)
     done: list[torch.Tensor] = []
     at_roots = Subgraph()
     at_doors: dict[Node, Subgraph] = {}
@@ -255,18 +255,17 @@ def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 def take_own(leaves: Iterable[torch.Tensor], lent: Collection[int]) -> None:
     """Lets the gradients of tensors lie in memory of their own."""
     for leaf in leaves:
-        leaf.grad = own(leaf.grad, lent)
+        if leaf.grad is not None:
+            leaf.grad = own(leaf.grad, lent)
 
 
-def own(gradient: torch.Tensor | None, lent: Collection[int]) -> torch.Tensor | None:
-    """A gradient in memory of its own: autograd may keep a view of what it was given."""
-    if gradient is None:
-        return None
-    parts = [gradient]
-    if gradient.is_sparse:
-        parts = [gradient._values(), gradient._indices()]
+def own(tensor: torch.Tensor, lent: Collection[int]) -> torch.Tensor:
+    """A tensor in memory of its own: autograd may keep a view of what it was given."""
+    parts = [tensor]
+    if tensor.is_sparse:
+        parts = [tensor._values(), tensor._indices()]
     is_view = any(each.untyped_storage().data_ptr() in lent for each in parts)
-    return gradient.clone() if is_view else gradient
+    return tensor.clone() if is_view else tensor
 
 
 def _keep(piece: Subgraph, pieces: list[Subgraph]) -> Any:
@@ -308,32 +307,29 @@ def _parents(starts: Iterable[Node], ends: Collection[Node] = ()) -> dict[Node, 
     return found
 
 
-def _above(nodes: Iterable[Node], parents: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes and all that lead to them."""
-    found = set(nodes)
+def _reachable(starts: Iterable[Node], beside: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes `starts` and all to which steps from a node to those `beside` it lead."""
+    found = set(starts)
     left = list(found)
     while left:
-        for parent in parents[left.pop()]:
-            if parent not in found:
-                found.add(parent)
-                left.append(parent)
+        for node in beside(left.pop()):
+            if node not in found:
+                found.add(node)
+                left.append(node)
     return found
 
 
 def _branches(parents: dict[Node, list[Node]], chain: set[Node]) -> Iterator[set[Node]]:
     """Nodes beside the chain, those together that are connected there."""
+
+    def beside(node: Node) -> Iterator[Node]:
+        for each in (*parents[node], *(below for below, _ in node.next_functions)):
+            if each is not None and each not in chain:
+                yield each
+
     seen = set(chain)
     for start in parents:
-        if start in seen:
-            continue
-        branch = {start}
-        left = [start]
-        while left:
-            node = left.pop()
-            beside: list[Any] = [*parents[node], *(below for below, _ in node.next_functions)]
-            for each in beside:
-                if each is not None and each not in branch and each not in chain:
-                    branch.add(each)
-                    left.append(each)
-        seen |= branch
-        yield branch
+        if start not in seen:
+            branch = _reachable([start], beside)
+            seen |= branch
+            yield branch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -149,7 +149,12 @@ class Stage:
     ) -> tuple[dict[str, Any], list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
         """The leaves of a micro-batch, what its backward begins with, and gradients of that."""
         leaves, made = self._kept.pop(microbatch)
-        roots, seeds = _roots(self.outputs, made, gradients)
+        roots: list[torch.Tensor | GradientEdge] = []
+        seeds: list[torch.Tensor | None] = []
+        for name, tensor in zip(self.outputs, made, strict=True):
+            if name in gradients and tensor.requires_grad:
+                roots.append(tensor)
+                seeds.append(gradients[name])
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             seeds.append(None)
@@ -172,8 +177,8 @@ class Stage:
         back = {}
         for name in self._received:
             if self._values[name].needs_grad:
-                found = own(leaves[name].grad, lent)
-                back[name] = torch.zeros_like(leaves[name]) if found is None else found
+                grad = leaves[name].grad
+                back[name] = torch.zeros_like(leaves[name]) if grad is None else own(grad, lent)
         return back
 
     def forget(self) -> None:
@@ -181,16 +186,3 @@ class Stage:
         self._kept.clear()
         self._cuts.clear()
         self._later.clear()
-
-
-def _roots(
-    names: Sequence[str], made: Sequence[Any], gradients: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor | None]]:
-    """Outputs that depend on parameters or inputs, and their gradients."""
-    roots: list[torch.Tensor | GradientEdge] = []
-    seeds: list[torch.Tensor | None] = []
-    for name, tensor in zip(names, made, strict=True):
-        if name in gradients and tensor.requires_grad:
-            roots.append(tensor)
-            seeds.append(gradients[name])
-    return roots, seeds

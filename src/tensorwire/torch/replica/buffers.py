@@ -14,6 +14,7 @@ from torch import nn
 from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
 
 from ..model_index import ModelIndex
+from ..session import Session
 from ..views import flat_bytes
 
 _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
@@ -26,26 +27,19 @@ class Buffers:
         model: has them, or this process's part of them.
         kind: one of _KINDS.
         first: index of the first buffer among the store's tensors.
-        my_slices: of this worker.
-        declared: they are in the store.
+        session: of this worker.
         whole: of a split model.
-        rank: this process among those that share it.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        kind: str,
-        first: int,
-        my_slices: range,
-        declared: bool,
-        whole: ModelIndex | None = None,
-        rank: int = 0,
+        self, model: nn.Module, kind: str, first: int, session: Session, whole: ModelIndex | None
     ) -> None:
         if kind not in _KINDS:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
+        # One slice agrees with itself, and nobody has only a part of it: they are not in the store.
+        declared = session.slices > 1 or session.pipeline > 1
         self._kind = kind
-        self._slices = my_slices
+        self._slices = session.my_slices
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules() if declared else ():
@@ -63,7 +57,8 @@ class Buffers:
             self._likes = {name: b for name, b in whole.buffers.items() if b.numel()}
         self.indices = {name: first + i for i, name in enumerate(self._likes)}
         self._sends = {
-            name: whole is None or whole.speaks_for(rank, name) for _, _, name in self._owners
+            name: whole is None or whole.speaks_for(session.stage, name)
+            for _, _, name in self._owners
         }
         self._shapes: dict[str, torch.Size | None] = {}
         self._before: list[torch.Tensor] = []
@@ -127,19 +122,17 @@ class Buffers:
             store.push(slice_index, index, data)
 
     def take(self, store: Store, published: bool = False) -> None:
-        """The version's buffers become the model's."""
-        if not self._owners or (self._kind == "local" and not published):
+        """The version's buffers become the model's, and are what the next step begins with."""
+        if not self._owners:
             return
-        tensors = self.tensors
-        if not self._arrived:
-            for index, like in zip(self.here, self._leaving, strict=True):
-                flat = torch.frombuffer(store.value(index), dtype=like.dtype)
-                self._arrived.append(flat.view(like.shape))
-        self._set(tensors, self._arrived)
-
-    def remember(self) -> None:
-        """What a step begins with."""
-        if len(self._slices) > 1 and self._owners:
+        if self._kind != "local" or published:
+            tensors = self.tensors
+            if not self._arrived:
+                for index, like in zip(self.here, self._leaving, strict=True):
+                    flat = torch.frombuffer(store.value(index), dtype=like.dtype)
+                    self._arrived.append(flat.view(like.shape))
+            self._set(tensors, self._arrived)
+        if len(self._slices) > 1:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
     def after_slice(self, turn: int) -> None:

@@ -39,12 +39,10 @@ class Declaration(NamedTuple):
     Attributes:
         tensors: the parameters as the servers know them.
         parameters: the same here; on meta where another process has one.
-        planned: those that the optimizer here was given.
     """
 
     tensors: list[TensorSpec]
     parameters: list[torch.Tensor]
-    planned: list[nn.Parameter]
 
 
 def declare_all(
@@ -65,10 +63,9 @@ def declare_all(
         ValueError: a parameter that is not the model's, or cannot be distributed.
         UnavailableError: it is on another device.
     """
-    names = _names_of(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     tables = tables_of(model)
     tensors, parameters = [], []
-    planned: list[nn.Parameter] = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             _check_known(names, parameter, index)
@@ -91,46 +88,39 @@ def declare_all(
             _check_device(names[id(parameter)], parameter)
             tensors.append(_declare(names[id(parameter)], parameter, kind, index))
             parameters.append(parameter)
-            planned.append(parameter)
-    seen = {id(parameter) for parameter in planned}
+    seen = {id(parameter) for parameter in parameters}
     for parameter in model.parameters():
         if id(parameter) not in seen and not any(other.holds(parameter) for other in others):
             _check_device(names[id(parameter)], parameter)
             tensors.append(_declare(names[id(parameter)], parameter, "constant", 0))
             parameters.append(parameter)
-    return Declaration(tensors, parameters, planned)
+    return Declaration(tensors, parameters)
 
 
 def declare_whole(
-    own: Mapping[str, nn.Parameter],
-    agreed: Sequence[Declared],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, nn.Parameter], agreed: Sequence[Declared], optimizer: torch.optim.Optimizer
 ) -> Declaration:
     """Every parameter of a model that processes share.
 
     Args:
         own: this process's parameters, by name.
         agreed: all parameters, in the model's order.
-        model: this process's part of the model.
         optimizer: of this process's parameters.
 
     Raises:
         As `declare_all`.
     """
-    names = _names_of(model)
-    planned = []
+    names = {id(parameter): name for name, parameter in own.items()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             _check_known(names, parameter, index)
-            planned.append(parameter)
     tensors, parameters = [], []
     for name, like, kind, group in agreed:
         tensors.append(_declare(name, like, kind, group))
         parameters.append(own.get(name, like))
         if name in own:
             _check_device(name, own[name])
-    return Declaration(tensors, parameters, planned)
+    return Declaration(tensors, parameters)
 
 
 def tables_of(model: nn.Module) -> set[int]:
@@ -145,10 +135,6 @@ def tables_of(model: nn.Module) -> set[int]:
         for name, parameter in module.named_parameters(recurse=False):
             (found if is_table and name == "weight" else others).add(id(parameter))
     return found - others
-
-
-def _names_of(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _check_known(names: dict[int, str], parameter: torch.Tensor, group: int) -> None:

@@ -94,10 +94,7 @@ class MutationGuard:
 
     def frozen_or_not(self) -> nn.Parameter | None:
         """The first parameter of the optimizer whose requires_grad is not what was planned."""
-        for parameter, planned in self._planned:
-            if parameter.requires_grad != planned:
-                return parameter
-        return None
+        return next((p for p, planned in self._planned if p.requires_grad != planned), None)
 
     def _name(self, parameter: torch.Tensor) -> str:
         return repr(self._names[id(parameter)])

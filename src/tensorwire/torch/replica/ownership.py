@@ -14,17 +14,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorwire.parameters import Part, Store
+from tensorwire.parameters import Store
 
 from ..model_index import ModelIndex, model_index_of
 from ..session import Session
 from ..views import tensor_at
-from .buffers import Buffers
 from .declaration import Declaration, Declared, Holder, declare_all, declare_whole
 
 
 class Replicated:
     """Each worker has all of the model.
+
+    Args:
+        model: of the optimizer; this process's part of a split one.
+        optimizer: of parameters of the model.
 
     Attributes:
         split: false.
@@ -34,9 +37,14 @@ class Replicated:
     split = False
     index: ModelIndex | None = None
 
-    def model_name(self, model: nn.Module) -> str:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    @property
+    def model_name(self) -> str:
         """The class of the user's model."""
-        return type(model).__name__
+        return type(self._model).__name__
 
     def shares(self, model: Any) -> bool:
         """Tells whether a model is a split one of which this process has a part."""
@@ -46,26 +54,15 @@ class Replicated:
         """Tells whether this process of a replica says what becomes of a tensor."""
         return True
 
-    def declare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: Sequence[Holder],
-        rows_alone: bool,
-    ) -> Declaration:
+    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
         """See `declare_all`."""
-        return declare_all(model, optimizer, others, rows_alone)
-
-    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
-        """What this process has of the store, of parameters with these indices; None: all."""
-        return None
+        return declare_all(self._model, self._optimizer, others, rows_alone)
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError if the tensors of the store cannot be dealt out anew."""
 
     def state_dict(
         self,
-        optimizer: torch.optim.Optimizer,
         plain: Callable[[], dict[str, Any]],
         state: Mapping[torch.Tensor, Any],
         entries: Mapping[int, Any],
@@ -73,16 +70,15 @@ class Replicated:
         """That of all parameters.
 
         Args:
-            optimizer: of this process.
-            plain: its own state_dict().
+            plain: the optimizer's own state_dict().
             state: of its parameters.
             entries: state by index in the store.
         """
-        optimizer.state = defaultdict(dict, state)
+        self._optimizer.state = defaultdict(dict, state)
         try:
             return plain()
         finally:
-            optimizer.state = defaultdict(dict)
+            self._optimizer.state = defaultdict(dict)
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this process's optimizer can load of that of all parameters."""
@@ -93,24 +89,27 @@ class Pipelined(Replicated):
     """Several processes share a model, and each has the parameters of its stages.
 
     Args:
+        model, optimizer: as of `Replicated`.
         session: has the pipelines.
         index: of the whole model.
-        own: this process's part of it.
-        optimizer: of that.
     """
 
     split = True
 
     def __init__(
-        self, session: Session, index: ModelIndex, own: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        index: ModelIndex,
     ) -> None:
+        super().__init__(model, optimizer)
         self.index = self._index = index
         self._session = session
-        self._module = own
-        self._optimizer = optimizer
         self._groups: list[list[int]] = []  # parameters of each group, as the store counts them
 
-    def model_name(self, model: nn.Module) -> str:
+    @property
+    def model_name(self) -> str:
         """See `Replicated`."""
         return self._index.kind
 
@@ -122,20 +121,10 @@ class Pipelined(Replicated):
         """See `Replicated`."""
         return self._index.speaks_for(self._session.stage, name)
 
-    def declare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: Sequence[Holder],
-        rows_alone: bool,
-    ) -> Declaration:
+    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
         """See `declare_whole`."""
-        own = dict(self._module.named_parameters())
-        return declare_whole(own, self._agree(own), model, optimizer)
-
-    def part(self, here: list[int], sends: list[int], buffers: Buffers) -> Part | None:
-        """See `Replicated`."""
-        return Part([*here, *buffers.here], [*sends, *buffers.mine])
+        own = dict(self._model.named_parameters())
+        return declare_whole(own, self._agree(own), self._optimizer)
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError: the processes would have to agree anew."""
@@ -168,31 +157,26 @@ class Pipelined(Replicated):
         ]
         found = []
         self._groups = [[] for _ in self._optimizer.param_groups]
-        codes = {
-            name: heard[self._index.ranks[name][0]][number]
-            for number, name in enumerate(self._index.parameters, 1)
-        }
         fewest = min(each[0] for each in heard)
-        for number, (name, code) in enumerate(codes.items(), 1):
-            said = {each[number] for each in heard} - {-1}
-            if said - {code} or max(code - 1, 0) // 2 >= fewest:
+        for index, (name, like) in enumerate(self._index.parameters.items()):
+            said = [each[1 + index] for each in heard]
+            code = said[self._index.ranks[name][0]]
+            group = max(code - 1, 0) // 2
+            if {*said} - {-1, code} or group >= fewest:
                 raise ValueError(
                     f"parameter {name!r} is in another group, frozen, or not in the optimizer in "
                     "another process of the pipeline: all name the same groups, empty ones too"
                 )
-        for index, (name, code) in enumerate(codes.items()):
-            group = max(code - 1, 0) // 2
             if code:
                 self._groups[group].append(index)
             kind = "trained" if code and code % 2 == 0 else "constant"
-            found.append(Declared(name, self._index.parameters[name], kind, group))
+            found.append(Declared(name, like, kind, group))
         return found
 
     # ---- the optimizer's state
 
     def state_dict(
         self,
-        optimizer: torch.optim.Optimizer,
         plain: Callable[[], dict[str, Any]],
         state: Mapping[torch.Tensor, Any],
         entries: Mapping[int, Any],
@@ -243,7 +227,7 @@ class Pipelined(Replicated):
         data = np.empty(store.layout.size_bytes, np.uint8)
         store.read_values(data)
         index, found = self._index, {}
-        own = dict(self._module.named_buffers())
+        own = dict(self._model.named_buffers())
         indices = {**{name: i for i, name in enumerate(index.parameters)}, **buffers}
         for key, name in index.keys.items():
             if name in index.parameters:

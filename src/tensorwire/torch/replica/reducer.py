@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorwire.memory import same_bytes
 from tensorwire.parameters import (
     ABSENT,
     POOLED,
@@ -36,7 +37,7 @@ from ..allocator.gradient_slots import (
     try_slots,
 )
 from ..session import Session
-from ..views import address_of, flat_bytes, rows_of, same_bytes, tensor_at
+from ..views import address_of, flat_bytes, rows_of, tensor_at
 from .gradient_checks import GradientChecks, sum_of
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
@@ -155,14 +156,10 @@ class Reducer:
         store = self._store
         if not isinstance(store, LocalStore):
             return []
-        slots = [store.slot(i) for i in self._session.my_slices]
+        parts = [(state, store.own.place(state.index)) for state in self.states]
         return [
-            {
-                state.index: tensor_at(slot[at.start : at.end], state.parameter)
-                for state in self.states
-                for at in [store.layout.places[state.index]]
-            }
-            for slot in slots
+            {state.index: tensor_at(slot[part], state.parameter) for state, part in parts}
+            for slot in map(store.slot, self._session.my_slices)
         ]
 
     def _find_slots(

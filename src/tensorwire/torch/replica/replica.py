@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tensorwire.parameters import (
     WANT_NORM,
     Bytes,
     Commit,
+    Part,
     Spec,
     Store,
 )
@@ -39,12 +40,30 @@ from ..views import flat_bytes, tensor_at
 from . import optimizer_state
 from .buffers import Buffers
 from .edit_memory import EditMemory
-from .found import Found
 from .mutation_guard import MutationGuard
 from .ownership import Pipelined, Replicated
 from .reducer import GradientState, Reducer
 from .residency import Residency
 from .same_batches import SameBatches
+
+
+class Found(NamedTuple):
+    """Where a parameter and its last gradient were found; what `explain` tells.
+
+    Attributes:
+        name, parameter: as in the model.
+        offset: in the store.
+        gradient: what became of the gradient; None if there is none.
+        inside: the parameter lies in the store's memory.
+        held: it belongs there; else another optimizer has it.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    offset: int
+    gradient: GradientState | None
+    inside: bool
+    held: bool
 
 
 class Replica:
@@ -60,6 +79,8 @@ class Replica:
 
     Attributes:
         session, optimizer, model: as given.
+        ownership: who has the model.
+        reducer: has the gradients.
         store: has the parameters.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
@@ -95,11 +116,12 @@ class Replica:
         self._placement = placement
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
-        self._ownership: Replicated = Replicated()
+        self.ownership = Replicated(model, optimizer)
         if index is not None:
-            self._ownership = Pipelined(session, index, model, optimizer)
+            self.ownership = Pipelined(model, optimizer, session, index)
         self._same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
+        self._editing = False
         self._open()
         self._publish()
         self.load_state()
@@ -108,33 +130,24 @@ class Replica:
 
     def _open(self) -> None:
         """Opens a store for all tensors."""
-        session, ownership = self.session, self._ownership
+        session, ownership = self.session, self.ownership
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
         self._kernels = kernels = TorchKernels(path_of(self.optimizer))
         others = [each for each in self._others if each is not self]
-        found = ownership.declare(self.model, self.optimizer, others, kernels.changes_rows_alone)
-        tensors = found.tensors
-        self.parameters = found.parameters
+        tensors, self.parameters = ownership.declare(others, kernels.changes_rows_alone)
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
         kinds = "trained", "rows"
         if not any(tensor.kind in kinds for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
         self.trained = [i for i in here if tensors[i].kind in kinds]
-        self._groups_of = [tensor.group for tensor in tensors]
         self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
-            self.model,
-            self._buffers_kind,
-            len(tensors),
-            session.my_slices,
-            # One slice agrees with itself, and nobody has only a part of it.
-            session.slices > 1 or session.pipeline > 1,
-            ownership.index,
-            session.stage,
+            self.model, self._buffers_kind, len(tensors), session, ownership.index
         )
         self._sends = [i for i in here if ownership.speaks_for(names[id(self.parameters[i])])]
         tensors += self.buffers.specs()
-        part = ownership.part(here, self._sends, self.buffers)
+        speaks = [*self._sends, *self.buffers.mine]
+        part = Part([*here, *self.buffers.here], speaks) if ownership.split else None
         spec = Spec(
             path_of(self.optimizer),
             kernels.hyper,
@@ -147,17 +160,17 @@ class Replica:
         self.store: Store = session.open_store(spec, kernels, part)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
-        guard = MutationGuard(self.model, names, found.planned, held, self.store)
+        self._own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        guard = MutationGuard(self.model, names, self._own, held, self.store)
         self._residency = Residency(self.store, held, names, guard)
         sent = np.zeros(len(tensors), np.uint8)
-        sent[[*self._sends, *self.buffers.mine] if part else slice(None)] = 1
-        speaks = set(self._sends)
+        sent[speaks if part else slice(None)] = 1
         states = [
             GradientState(i, self.parameters[i], self._name(i), i in self._tables)
-            for i in self.trained
-            if i in speaks
+            for i in self._sends
+            if tensors[i].kind in kinds
         ]
-        self._reducer = Reducer(
+        self.reducer = Reducer(
             session, self.store, self.parameters, states, sent, guard, self._placement,
             ownership.split,
         )  # fmt: skip
@@ -165,8 +178,7 @@ class Replica:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Tells whether a parameter lies in the store of this replica."""
-        index = self._index.get(id(parameter))
-        return index is not None and index in self._residency.parameters
+        return self._index.get(id(parameter)) in self._residency.parameters
 
     def release(self, parameter: nn.Parameter) -> None:
         """Another optimizer of the same model takes a parameter that does not change here."""
@@ -176,33 +188,18 @@ class Replica:
         if index is not None:
             self._residency.parameters.pop(index, None)
 
-    @property
-    def model_name(self) -> str:
-        """The class of the user's model."""
-        return self._ownership.model_name(self.model)
-
-    @property
-    def is_shared(self) -> bool:
-        """The model is split: its parameters are those of several processes, or could be."""
-        return self._ownership.split
-
     def shares(self, model: Any) -> bool:
         """Tells whether a model is the one of this optimizer, or has parameters of it."""
-        if self._ownership.shares(model):
+        if self.ownership.shares(model):
             return True
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(parameter) in own for parameter in self.parameters)
 
-    @property
-    def between_slices(self) -> bool:
-        """Some slices of this worker's step are computed, others not."""
-        return self._reducer.turn != 0
-
     def between_steps(self, what: str) -> None:
         """Raises RuntimeError between slices."""
-        if self._reducer.turn:
+        if self.reducer.turn:
             raise RuntimeError(
-                f"{what} after slice {self._reducer.turn} of {len(self.session.my_slices)} that "
+                f"{what} after slice {self.reducer.turn} of {len(self.session.my_slices)} that "
                 "this worker computes in turn; only complete steps have a version"
             )
 
@@ -215,15 +212,14 @@ class Replica:
 
     def _move(self, saved: dict[str, Any]) -> None:
         """Private parameters into a new store, planned anew."""
-        reducer, old = self._reducer, self.store
+        reducer, old = self.reducer, self.store
         reducer.close()
         self._open()
-        self._reducer.accumulating, self._reducer.samples = reducer.accumulating, reducer.samples
+        self.reducer.accumulating, self.reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
         self.session.release_store(old)
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         for index, entry in saved["state"].items():
-            self.optimizer.state[ordered[index]] = entry
+            self.optimizer.state[self._own[index]] = entry
         self.load_state()
 
     def _name(self, index: int) -> str:
@@ -252,7 +248,6 @@ class Replica:
         """Lets parameters and buffers be what the store has."""
         self._residency.adopt()
         self.buffers.take(self.store, published=True)
-        self.buffers.remember()
         self._residency.guard.remember()
         self._bytes_before = self.store.bytes_pushed
 
@@ -280,28 +275,26 @@ class Replica:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward only adds to `.grad` inside."""
-        before, self._reducer.accumulating = self._reducer.accumulating, True
+        before, self.reducer.accumulating = self.reducer.accumulating, True
         try:
             yield
         finally:
-            self._reducer.accumulating = before  # of another store perhaps
+            self.reducer.accumulating = before  # of another store perhaps
 
-    @contextlib.contextmanager
-    def splitting(self) -> Iterator[None]:
+    def splitting(self) -> contextlib.AbstractContextManager[None]:
         """A split model goes through its micro-batches: gradients add up, and leave at `step`."""
-        self._reducer.samples.gradient_comes()  # the loader's present batch counts
-        with self.accumulating():
-            yield
+        self.reducer.samples.gradient_comes()  # the loader's present batch counts
+        return self.accumulating()
 
     def withdraw(self) -> None:
         """Nothing of what left since the last step counts."""
-        self._reducer.withdraw()
+        self.reducer.withdraw()
         self._forget_average()
 
     def _forget_average(self) -> None:
         """The next gradients are not averaged yet, and are not scaled."""
         self._averages: dict[int, tuple[torch.Tensor, Bytes]] | None = None
-        self._reducer.sealed = False
+        self.reducer.sealed = False
         self._reduced_present: tuple[bytes, tuple[int, ...]] = b"", ()
         self._scaled = 1.0
         self._next_max_norm = math.inf
@@ -316,7 +309,7 @@ class Replica:
         """
         self._check_open()
         (scale, check_finite), self.scaling = self.scaling, (None, False)
-        reducer, statistics, started = self._reducer, self.session.statistics, time.perf_counter()
+        reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
         self._residency.guard.check()
         if self.keeps_other_state():
@@ -353,7 +346,6 @@ class Replica:
         result = self.store.wait()
         self.last_norm = result.norm
         self.buffers.take(self.store)
-        self.buffers.remember()
         self._forget_average()
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
@@ -369,7 +361,8 @@ class Replica:
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
         for i in self._tables:
-            if self.optimizer.param_groups[self._groups_of[i]]["weight_decay"]:
+            group = self.store.layout.spec.tensors[i].group
+            if self.optimizer.param_groups[group]["weight_decay"]:
                 raise RuntimeError(
                     f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
                     "changes all rows in every step: use a table with sparse=False"
@@ -377,32 +370,32 @@ class Replica:
         if len(self.session.my_slices) == 1:
             return
         hyper = hyper_of(self.optimizer, self._kernels.hyper)
-        if self._reducer.turn == 0:
+        if self.reducer.turn == 0:
             self._hyper = hyper
         elif hyper != self._hyper:
             raise RuntimeError(
                 "the learning rate or another hyper-parameter was changed after slice "
-                f"{self._reducer.turn} of {len(self.session.my_slices)} that this worker computes "
+                f"{self.reducer.turn} of {len(self.session.my_slices)} that this worker computes "
                 "in turn. Step a scheduler once per epoch, or after the last slice of a step: 'if "
                 "(i + 1) % len(job.my_slices) == 0' in a loop that counts batches"
             )
 
-    def reduce(self, scale: float = 1.0, norm: bool = True) -> float:
+    def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
         if len(self.session.my_slices) > 1:
             raise RuntimeError(
                 "synchronize() and clip_grad_norm_() need one slice per worker, here are "
                 f"{len(self.session.my_slices)}; use max_norm="
             )
-        reducer = self._reducer
+        reducer = self.reducer
         if reducer.sealed:
             self._check_scale(scale)
             return self.last_norm
         self._residency.guard.check()
         self._scaled = scale
         reducer.take()
-        flags, present = WANT_NORM if norm else 0, reducer.present()
-        self._commit(reducer.slice_index, REDUCE, flags, reducer.samples.weight(), present)
+        present = reducer.present()
+        self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
@@ -435,7 +428,7 @@ class Replica:
                 "tw.clip_grad_norm_, for loss scaling scaler.step without unscale_"
             )
         self.reduce(scale)
-        self._reducer.check_all_unchanged()
+        self.reducer.check_all_unchanged()
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
@@ -452,7 +445,7 @@ class Replica:
             parameter.grad.copy_(tensor_at(average, parameter))
             if self.session.replica == 0:  # whose gradients count
                 self._averages[i] = (parameter.grad, average)
-        self._reducer.forget()
+        self.reducer.forget()
 
     def clip(self, max_norm: float) -> float:
         """The averaged gradient is scaled down to `max_norm` in the next step; returns its norm."""
@@ -471,15 +464,16 @@ class Replica:
         self.withdraw()
         residency = self._residency
         before = residency.begin_edit(self._edit_memory)
+        self._editing = True
         try:
             try:
                 yield
             finally:
-                residency.end_edit()
+                self._editing = False
             residency.check_formats(before)
             frozen = residency.guard.frozen_or_not() is not None
             if frozen:
-                self._ownership.check_movable("freezing inside edit()")
+                self.ownership.check_movable("freezing inside edit()")
         except BaseException:
             residency.take_format(before)
             self._adopt()
@@ -498,36 +492,28 @@ class Replica:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
-        if not self.closed:
-            self._residency.check_unchanged()
-
-    def check_movable(self, what: str) -> None:
-        """Raises RuntimeError for a split model: its processes would have to agree anew."""
-        self._ownership.check_movable(what)
+        if not self.closed and not self._editing:
+            self._residency.guard.check()
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
         found = optimizer_state.read(self.store, self._kernels, self._trained_parameters())
         entries = {self.parameters[i]: entry for i, entry in found.items()}
         state = {**entries, **self._frozen_state}
-        return self._ownership.state_dict(self.optimizer, plain, state, found)
-
-    def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer of this process can load of a state."""
-        return self._ownership.own_state_dict(given)
+        return self.ownership.state_dict(plain, state, found)
 
     def load_whole_state(self, given: dict[str, Any]) -> None:
         """A shared model's state becomes everybody's, from worker 0."""
-        assert isinstance(self._ownership, Pipelined)
+        assert isinstance(self.ownership, Pipelined)
         if self.session.rank == 0:
-            entries = self._ownership.entries(given)
+            entries = self.ownership.entries(given)
             optimizer_state.write(self.store, self._kernels, self._trained_parameters(), entries)
         self.session.barrier()
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The `state_dict()` of a shared model, all of it; no other worker takes part."""
-        assert isinstance(self._ownership, Pipelined)
-        return self._ownership.model_state(self.store, self.buffers.indices)
+        assert isinstance(self.ownership, Pipelined)
+        return self.ownership.model_state(self.store, self.buffers.indices)
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
@@ -536,7 +522,7 @@ class Replica:
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self._ownership.split and entries:
+        if self.ownership.split and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
         trained = self._trained_parameters()
         ids = {id(parameter) for parameter in trained.values()}
@@ -553,30 +539,19 @@ class Replica:
 
     def tensors(self) -> Iterator[Found]:
         """Where the tensors of this process are now, by the addresses at which they arrived."""
-        states = {state.index: state for state in self._reducer.states}
+        states = {state.index: state for state in self.reducer.states}
         for i, parameter in enumerate(self.parameters):
             if id(parameter) not in self._names:
                 continue  # another process has it
-            outcome, copied, shared, size_bytes = None, None, False, parameter.nbytes
-            if (state := states.get(i)) is not None:
-                outcome, copied = self._reducer.outcome(state), state.bytes_copied
-                shared = state.shared
-                size_bytes = parameter.nbytes if state.size_bytes is None else state.size_bytes
             yield Found(
-                self._names[id(parameter)], parameter, self.store.layout.places[i].start, outcome,
-                shared, size_bytes, copied, self._residency.is_inside(i),
-                i in self._residency.parameters,
+                self._names[id(parameter)], parameter, self.store.layout.places[i].start,
+                states.get(i), self._residency.is_inside(i), i in self._residency.parameters,
             )  # fmt: skip
 
     @property
     def never_stepped(self) -> bool:
         """Gradients came, and no step was made of them."""
-        return self.steps == 0 and self._reducer.came
-
-    @property
-    def planning_s(self) -> float:
-        """Spent on learning which allocations the gradients are."""
-        return self._reducer.planning_s
+        return self.steps == 0 and self.reducer.came
 
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
@@ -593,6 +568,6 @@ class Replica:
         self.session.release_store(self.store)
 
     def _let_go(self, private: bool) -> None:
-        self._reducer.close()
+        self.reducer.close()
         if private:
             self._residency.make_private()

@@ -43,7 +43,6 @@ class Residency:
         self.guard = guard
         self._store = store
         self._names = names
-        self._edited = False
 
     def adopt(self) -> None:
         """Lets the parameters be the store's memory."""
@@ -62,20 +61,10 @@ class Residency:
         value = self._store.value(index)
         return not value.nbytes or self.parameters[index].data_ptr() == value.ctypes.data
 
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
-        if not self._edited:
-            self.guard.check()
-
     def begin_edit(self, memory: EditMemory) -> Formats:
-        """Parameters are copies in `memory` until `end_edit`; returns their formats."""
+        """Parameters are copies in `memory` until the next `adopt`; returns their formats."""
         memory.lend(self._store, self.parameters)
-        self._edited = True
         return {index: _format_of(parameter) for index, parameter in self.parameters.items()}
-
-    def end_edit(self) -> None:
-        """The edit is over; the parameters are copies still."""
-        self._edited = False
 
     def check_formats(self, before: Formats) -> None:
         """Raises RuntimeError if dtype, shape or memory format of a parameter was changed."""
