@@ -198,7 +198,7 @@ def test_how_many_tokens_an_expert_gets_follows_from_the_data() -> None:
     model = workload("moe").reduced()
     network = model.build(torch)
     rows: list[list[int]] = []
-    for expert in network.layer.perceptron.experts:
+    for expert in network.experts.experts:
         expert.register_forward_hook(lambda module, args, out: rows[-1].append(len(args[0])))
     for inputs, _ in model.batches(torch, 0):
         rows.append([])
@@ -212,10 +212,10 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
     network, loss = model.build(torch), model.loss(torch)
     inputs, labels = model.batches(torch, 0)[0]
     with torch.no_grad():
-        network.layer.perceptron.router.weight.zero_()  # then the first two are chosen
+        network.experts.router.weight.zero_()  # then the first two are chosen
         _, choice = torch.zeros(1, 8).topk(2, -1)
     loss(network(inputs), labels).backward()
-    experts = network.layer.perceptron.experts
+    experts = network.experts.experts
     unused = [e for i, e in enumerate(experts) if i not in choice.flatten()]
     assert len(unused) == 6
     for parameter in (p for expert in unused for p in expert.parameters()):
