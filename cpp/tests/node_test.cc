@@ -33,26 +33,6 @@ TEST_CASE("node: bytes of many chunks arrive whole, copied by whoever") {
   }
 }
 
-TEST_CASE("node: a signal waits for the transfers that it comes after") {
-  for (const std::string transport : kTransports) {
-    Pair pair(transport);
-    auto region = pair.far->allocate(4 << 20, "", {true, true});
-    auto remote = grant(*pair.to_far, *region);
-    auto bytes = pattern(2 << 20, 1);
-    for (uint64_t round = 1; round <= 5; ++round) {
-      std::vector<TransferPtr> after = {
-          write(*pair.to_far, std::span(bytes).first(1 << 20), *remote, 64, {}, 1),
-          write(*pair.to_far, std::span(bytes).last(1 << 20), *remote, 2 << 20, {}, 1)};
-      auto signal = pair.to_far->signal({remote.get(), 0, round}, after);
-      CHECK(pair.far->wait_word(*region, 0, round, soon()));
-      CHECK(std::memcmp(region->data() + 64, bytes.data(), 1 << 20) == 0);
-      CHECK(std::memcmp(region->data() + (2 << 20), bytes.data() + (1 << 20), 1 << 20) == 0);
-      CHECK(outcome(signal) == Code::kOk);
-      std::memset(region->data() + 64, 0, (4 << 20) - 64);
-    }
-  }
-}
-
 TEST_CASE("node: a look-up waits until there is a region of the name") {
   for (const std::string transport : kTransports) {
     CAPTURE(transport);
@@ -91,21 +71,6 @@ TEST_CASE("node: a Node is a peer like any other, also to itself") {
     node->close();
     CHECK(node->transfers().started == node->transfers().completed);
   }
-}
-
-TEST_CASE("node: accept gives each peer once, in order, or nothing in time") {
-  auto server = make_node("server"), a = make_node("a"), b = make_node("b");
-  CHECK(server->accept(Deadline::after(0.01)) == nullptr);
-  connect(*a, *server);
-  connect(*b, *server);
-  CHECK(server->accept(soon())->name() == "a");
-  CHECK(server->accept(soon())->name() == "b");
-  CHECK(server->accept(Deadline::after(0.0)) == nullptr);
-  std::thread closer([&] { server->close(); });
-  CHECK(thrown([&] { server->accept(soon()); }) == Code::kClosed);
-  closer.join();
-  a->close();
-  b->close();
 }
 
 }  // namespace

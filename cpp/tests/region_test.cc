@@ -109,13 +109,6 @@ TEST_CASE("region: leases are counted, listed and given back") {
   CHECK(f.table.leased().regions == 0);
 }
 
-TEST_CASE("region: memory comes zeroed and on a page") {
-  Fixture f;
-  auto region = f.allocate(5000);
-  CHECK(reinterpret_cast<uintptr_t>(region->data()) % 4096 == 0);
-  for (size_t i = 0; i < 5000; ++i) REQUIRE(region->data()[i] == std::byte{0});
-}
-
 TEST_CASE("region: what can be shared is sealed against any change of size") {
   Fixture f;
   for (bool write : {true, false}) {

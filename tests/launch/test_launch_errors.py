@@ -215,6 +215,17 @@ def test_errors_kept_elsewhere_are_kept_there_too(place: Place) -> None:
     assert HEADER in lines_of(done.stderr, "worker 0")
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_report_that_fails_loses_nothing(place: Place, told: bool) -> None:
+    """The worker prints its error itself, and why the launcher has not, unless that is gone."""
+    spoil = "import json; json.dumps = None" if told else "os.closerange(3, 100)"
+    done = place.run(f"{spoil}\nraise KeyError('mine')", workers=1)
+    lines = lines_of(done.stderr, "worker 0")
+    assert HEADER in lines
+    assert "KeyError: 'mine'" in lines
+    assert any("the launcher could not be told of this" in line for line in lines) == told
+
+
 def test_an_error_is_shown_while_its_worker_hangs(place: Place) -> None:
     """A thread of the user keeps the process; who looks at the terminal sees the error."""
     with place.start(

@@ -181,14 +181,26 @@ class TestNode:
             assert both.connect(third.address).path.transport == "shm"
             assert both.connect(third.address, require="tcp").path.transport == "tcp"
 
+    @pytest.mark.parametrize("transports", [["shm"], ["tcp"]])
+    def test_memory_comes_zeroed_and_on_a_page(self, transports: list[str]) -> None:
+        with Node(transports=transports) as node:
+            memory = node.allocate(5000).array()
+            assert memory.ctypes.data % 4096 == 0
+            assert not memory.any()
+
     def test_accept(self, node: Node) -> None:
         with pytest.raises(tw.TimeoutError, match="connected"):
             node.accept(0.01)
-        with Node("caller") as caller:
+        with Node("caller") as caller, Node("second") as second:
             caller.connect(node.address)
             peer = node.accept(10)
             assert peer.name == "caller"
             assert node.peers == [peer]
+            for each in (second, caller):
+                each.connect(node.address)
+            assert [node.accept(10).name for _ in range(2)] == ["second", "caller"]
+            with pytest.raises(tw.TimeoutError):
+                node.accept(0)
             assert hash(node.peers[0]) == hash(peer)
             assert peer != "caller"
 

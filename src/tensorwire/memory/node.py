@@ -16,6 +16,7 @@ from tensorwire import _core
 from tensorwire._core import Transfer
 
 from .arguments import byte_count, name_text
+from .bandwidth import source_address
 from .handle import Handle, access_flags, join_address, split_address
 from .open_node import OpenNode
 from .path_warning import warn_if_slower
@@ -391,17 +392,10 @@ def _reachable_host(host: str) -> str:
     """`host`, or for a wildcard the address of the interface that leads out of this machine."""
     if host not in ("0.0.0.0", "::"):
         return host
-    import socket
-
-    family, outside = (
-        (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
-    )
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((outside, 9))  # chooses a route; sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
+    found = source_address("192.0.2.1" if host == "0.0.0.0" else "2001:db8::1")
+    if found is None:
         raise ValueError(
             f"listening on {host} needs advertise=: no interface leads out of this machine, so it "
             "is not clear by which address others reach it"
-        ) from error
+        )
+    return found

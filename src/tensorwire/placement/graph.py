@@ -221,11 +221,6 @@ class Graph:
         """
         return self._makers[tensor]
 
-    @property
-    def machines(self) -> tuple[str, ...]:
-        """All machines, sorted."""
-        return tuple(sorted({operator.machine for operator in self.operators}))
-
     def crossings(self) -> list[Crossing]:
         """Every (tensor, machine that uses it and does not make it) once, in ready order.
 

@@ -33,6 +33,7 @@ from tensorwire.membership import (
     this_host,
     torch_job,
 )
+from tensorwire.memory.bandwidth import source_address
 
 JOIN_TIMEOUT = "TENSORWIRE_JOIN_TIMEOUT"
 _PAUSES_S = 0.005, 0.1  # between two looks at what may be there: the first one, and the longest
@@ -254,12 +255,8 @@ def address_towards(host: str) -> str:
         address = str(probe.getsockname()[0])
     if ipaddress.ip_address(address).is_loopback:
         # This host's own name, which its /etc/hosts maps to loopback: others need another address.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((_ELSEWHERE, 9))
-                address = str(probe.getsockname()[0])
-            except OSError:
-                pass  # no other interface: all hosts are this one
+        # Without another interface all hosts are this one.
+        address = source_address(_ELSEWHERE) or address
     return f"[{address}]" if ":" in address else address
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tensorwire.errors import TensorwireError, consequence
 from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
@@ -20,6 +21,8 @@ from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
 _SEED_BYTES = 16
+Given = TypeVar("Given")
+Answer = TypeVar("Answer")
 
 _present: Session | None = None
 
@@ -132,21 +135,15 @@ class Session:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all workers, of any number of numbers; all give equally many."""
-        if self._collective is None:
-            return list(values)
-        try:
-            return self._collective.sum(values)
-        except TensorwireError as error:
-            if (explained := self.explain_loss(error)) is error:
-                raise
-            raise explained from error
+        return self._ask(self._collective.sum, values) if self._collective else list(values)
 
     def gather(self, data: bytes) -> list[bytes]:
         """What each worker gives, by rank; all give equally many bytes."""
-        if self._collective is None:
-            return [data]
+        return self._ask(self._collective.gather, data) if self._collective else [data]
+
+    def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
         try:
-            return self._collective.gather(data)
+            return ask(given)
         except TensorwireError as error:
             if (explained := self.explain_loss(error)) is error:
                 raise
