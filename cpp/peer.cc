@@ -210,14 +210,16 @@ AskedPtr Peer::ask_lookup(const std::string& name, bool await) {
   if (name.empty())
     throw Error(Code::kInvalid, "a region is looked up by a name of 1 byte or more");
   check_region_name(name);
-  Header header{.type = FrameType::kLookup};
-  if (!await) return ask(header, name, {});
-  header.flags = kAwait;
+  if (!await) return ask({.type = FrameType::kLookup}, name, {});
   check_alive();
   std::lock_guard lock(awaited_mutex_);
-  std::erase_if(awaited_, [](const auto& one) { return one.second->transfer->done(); });
-  AskedPtr& asked = awaited_[name];  // asked once, however many wait and however often they give up
-  if (!asked) asked = ask(header, name, {});
+  std::erase_if(awaited_, [](const auto& one) {
+    AskedPtr asked = one.second.lock();
+    return !asked || asked->transfer->done();
+  });
+  auto& known = awaited_[name];  // asked once, however many wait and however often they give up
+  AskedPtr asked = known.lock();
+  if (!asked) known = asked = ask({.type = FrameType::kLookup, .flags = kAwait}, name, {});
   return asked;
 }
 

@@ -166,7 +166,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::atomic<bool> ready_{false}, lost_{false};
 
   std::mutex awaited_mutex_;
-  std::map<std::string, AskedPtr> awaited_;  // look-ups that are answered when there is a region
+  std::map<std::string, std::weak_ptr<Asked>> awaited_;  // look-ups that wait for a region
   mutable std::mutex mutex_;
   Status lost_status_;
   std::vector<std::shared_ptr<FaultyChannel>> faults_;  // one for each plan that ever was

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -49,7 +50,8 @@ int64_t measure_wake_ns() {
     pollfd p{fd, POLLIN, 0};
     ::poll(&p, 1, 100);
     eventfd_t count;
-    ::eventfd_read(fd, &count);
+    while (::eventfd_read(fd, &count) < 0 && errno == EINTR) {
+    }
   };
   std::thread other([&] {
     for (int i = 0; i < kRounds; ++i) receive(there.get()), ::eventfd_write(back.get(), 1);

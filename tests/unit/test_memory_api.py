@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import Node, Peer
-from tensorwire.testing import Pair, assert_no_leak, node_pair
+from tensorwire.testing import FaultPlan, Pair, assert_no_leak, inject, node_pair
 
 SECRET = b"0123456789abcdef"
 
@@ -187,6 +188,38 @@ class TestNode:
             memory = node.allocate(5000).array()
             assert memory.ctypes.data % 4096 == 0
             assert not memory.any()
+
+    def test_a_region_that_was_awaited_is_not_kept(self) -> None:
+        """Neither one that was found, nor one that came when nobody waited any more."""
+
+        def mapped() -> int:
+            return Path("/proc/self/maps").read_text().count("memfd:tensorwire")
+
+        with Node("a") as owner, Node("b") as user:
+            peer = user.connect(owner.address)
+            before = mapped()
+            with pytest.raises(tw.TimeoutError):
+                peer.wait_region("late", 0.01)
+            late = owner.allocate(4096, name="late")
+            there = owner.allocate(4096, name="there")
+            assert peer.wait_region("there").size_bytes == 4096
+            late.free()
+            there.free()
+            del late, there
+            deadline = time.monotonic() + 10
+            while mapped() > before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert mapped() == before
+
+    def test_a_lost_question_is_asked_again(self) -> None:
+        with Node("a") as owner, Node("b") as user:
+            peer = user.connect(owner.address)
+            inject(peer, FaultPlan(1, "drop"))
+            with pytest.raises(tw.TimeoutError):
+                peer.wait_region("x", 0.05)
+            inject(peer, None)
+            owner.allocate(8, name="x")
+            assert peer.wait_region("x", 10).size_bytes == 8
 
     def test_accept(self, node: Node) -> None:
         with pytest.raises(tw.TimeoutError, match="connected"):

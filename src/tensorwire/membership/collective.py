@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.memory import Mailbox, RemoteMailbox, mailbox_bytes, wait_all
+from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes, wait_all
 
 from .identity import called
 from .server import ServerMember
@@ -44,7 +44,7 @@ class CollectiveServer:
         region = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
         starts = range(0, region.size_bytes, _BLOCK)
         self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
-        self._outboxes: dict[int, RemoteMailbox] = {}
+        self._outboxes: dict[int, RemoteRegion] = {}  # with the place of the text
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
@@ -71,11 +71,12 @@ class CollectiveServer:
                 answer = _answer([self._wait(rank, number) for rank in range(member.count)])
                 for rank, peer in member.workers.items():
                     if rank not in self._outboxes:  # it is there: its owner has called
-                        self._outboxes[rank] = RemoteMailbox(peer.region(_REGION, None)[:_BLOCK])
+                        self._outboxes[rank] = peer.region(_REGION, None)
                 with self._sending:
                     if self._failed:
                         return
-                    sent = [outbox.send(answer, number) for outbox in self._outboxes.values()]
+                    boxes = [RemoteMailbox(each[:_BLOCK]) for each in self._outboxes.values()]
+                    sent = [box.send(answer, number) for box in boxes]
                 wait_all(sent)
         except BaseException as error:
             if not member.node.closed and not member.all_left():
@@ -86,10 +87,10 @@ class CollectiveServer:
         with self._sending:
             self._failed = True
         message = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-        for peer in self._member.workers.values():
+        for rank, peer in self._member.workers.items():
             # One that is lost has none, nor has one that has not called yet.
             with contextlib.suppress(LookupError, TensorwireError):
-                region = peer.region(_REGION, 5.0)
+                region = self._outboxes.get(rank) or peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
 
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:

@@ -65,13 +65,13 @@ def read_status(peer: Peer, reader: str, timeout_s: float = 5.0) -> dict[str, An
         PeerLostError: it has ended.
     """
     try:
-        mailbox = RemoteMailbox(peer.region(_REGION), _PLACES)
-    except LookupError:
+        region = peer.region(_REGION)[: mailbox_bytes(_MOST_BYTES, _PLACES)]
+    except (LookupError, ValueError):
         raise UnavailableError(
             f"{peer.name!r} at {peer.address} tells no status: it is no server of a job, or of "
             "another version of tensorwire"
         ) from None
-    deadline = time.monotonic() + timeout_s
+    mailbox, deadline = RemoteMailbox(region, _PLACES), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         number, data = mailbox.latest(deadline)
         if number:
