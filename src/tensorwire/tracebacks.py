@@ -187,7 +187,8 @@ def _library(filename: str) -> str:
     if filename.startswith("<frozen "):
         return "Python"
     standard = os.path.dirname(os.__file__)
-    if filename == os.path.join(standard, "runpy.py"):
+    # What ends a `with` of a library, such as tw.edit(), is raised through contextlib.
+    if filename in (os.path.join(standard, name) for name in ("runpy.py", "contextlib.py")):
         return "Python"
     if filename.startswith(os.path.join(standard, "importlib") + os.sep):
         return "Python"

@@ -120,7 +120,7 @@ def test_random_frames(victim: Victim, transport: str) -> None:
             regions = [granted(stream, name) for name in ("read", "write", "none")]
             try:
                 for _ in range(50):
-                    type_ = source.randrange(1, 13)
+                    type_ = source.randrange(1, wire.REVOKE + 1)
                     body = source.randbytes(source.choice((0, 0, 8, 30)))
                     values = {
                         name: source.choice(interesting)

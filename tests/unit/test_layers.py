@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -228,6 +228,13 @@ def shared_names(folders: Iterable[Path]) -> list[str]:
     return [f"{name}: {', '.join(files)}" for name, files in places.items() if len(files) > 1]
 
 
+def write_all(folder: Path, texts: Mapping[str, str]) -> None:
+    """Makes a package of these files."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def test_two_classes_never_share_a_name() -> None:
     assert shared_names([ROOT / "src/tensorwire", ROOT / "benchmarks"]) == []
 
@@ -248,9 +255,7 @@ def test_a_reach_into_another_folder_is_found(tmp_path: Path) -> None:
         "a/two.py": "def f(one):\n    return one._x + one._field\n",
         "b/three.py": "def f(one, torch):\n    torch._C\n    return one._x + one._field\n",
     }
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_all(tmp_path, texts)
     assert sorted(reaches(tmp_path)) == ["b/three.py:3 uses _field", "b/three.py:3 uses _x"]
 
 
@@ -341,8 +346,6 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         "memory/region.py": "from tensorwire.memory.node import Node\n",
         "memory/word.py": "from .region import Region\n",
     }
-    for name, source in sources.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source)
+    write_all(tmp_path, sources)
     (found,) = circles(imports_of_files(tmp_path))
     assert found == [f"tensorwire.memory.{name}" for name in ("node", "peer", "region")]

@@ -54,6 +54,15 @@ def test_an_error_of_a_library_alone_is_whole(library: ModuleType) -> None:
     assert found.where == ""
 
 
+def test_an_error_at_the_end_of_a_with_is_the_user_s(library: ModuleType) -> None:
+    """contextlib stands between the user's line and the library that raises."""
+    source = "import contextlib\n@contextlib.contextmanager\ndef edit():\n  yield\n  fail()"
+    exec(compile(source, "/nowhere/torch/job.py", "exec"), library.__dict__)
+    found = failure("with t.edit():\n  x = 1", t=library)
+    assert found.line() == "OSError: 1, at train.py:1"
+    assert "contextlib" not in found.text
+
+
 def test_a_cause_is_shortened_too(library: ModuleType) -> None:
     found = failure(
         "try:\n  t.call(t.fail)\nexcept OSError as e:\n  raise KeyError('outer') from e", t=library

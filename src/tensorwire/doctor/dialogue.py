@@ -21,9 +21,9 @@ from tensorwire.memory import (
     mailbox_bytes,
 )
 
-CLIENT_REGION = "tensorwire-doctor-client"
-SERVER_REGION = "tensorwire-doctor"
-"""A Node with a region of this name is a doctor."""
+CLIENT_REGION = "tensorwire-doctor-client-2"
+SERVER_REGION = "tensorwire-doctor-2"
+"""A Node with a region of this name is a doctor; the number is that of how the two ends talk."""
 
 AREA_BYTES = 256 << 10
 RAW_PATIENCE_S = 10
