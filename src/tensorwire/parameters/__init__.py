@@ -4,8 +4,19 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .kernel import Kernel, Lent, Lookup, Rows, Tile, Weight
-from .layout import CELL_BYTES, ITEM_BYTES, Layout, Selection, Share, Spec, TensorSpec
+from .kernel import Kernel, Lent, Lookup, Rows, Scalars, TableStep, Tile, Weight
+from .layout import (
+    CELL_BYTES,
+    ITEM_BYTES,
+    WITH_GRADIENT,
+    Cell,
+    Layout,
+    Selection,
+    Share,
+    Spec,
+    TensorSpec,
+    padded,
+)
 from .messages import (
     ABSENT,
     APPLY,
@@ -39,8 +50,10 @@ __all__ = [
     "PUSHED",
     "REDUCE",
     "REDUCED",
+    "WITH_GRADIENT",
     "WANT_NORM",
     "Bytes",
+    "Cell",
     "Commit",
     "Hyper",
     "Kernel",
@@ -53,14 +66,17 @@ __all__ = [
     "RemoteStore",
     "Result",
     "Rows",
+    "Scalars",
     "Selection",
     "Server",
     "Share",
     "Spec",
     "Store",
+    "TableStep",
     "TensorSpec",
     "Tile",
     "Weight",
     "most_threads",
+    "padded",
     "threads_for",
 ]

@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .kernel import Lent, Weight
+from .kernel import Lent, Scalars, Weight
 from .layout import Cell, Piece, Share
 from .messages import POOLED, PUSHED, Bytes, Commit
 
@@ -33,12 +34,16 @@ class Contribution:
 
 
 class Stretch(NamedTuple):
-    """Tensors of a cell that are treated alike; `step` counts the steps applied to them, from 1."""
+    """Tensors of a cell that are treated alike.
+
+    `step` counts the steps applied to them, from 1; `scalars` are theirs before it.
+    """
 
     start: int
     stop: int
     weights: tuple[Weight, ...]
     step: int
+    scalars: Scalars
 
 
 @lru_cache(maxsize=64)
@@ -62,14 +67,16 @@ class Contributions:
     """The contributions of all slices to one version, as their commits tell them.
 
     Tensors of a cell are treated alike, and then in one go, if the same slices have a gradient for
-    them and the same number of steps was applied to them; almost always that is the whole cell.
-    Of each tensor `counts` tells the steps applied to it; those `here` are no tables.
+    them, the same number of steps was applied to them and their scalars are equal; almost always
+    that is the whole cell. Of each tensor `counts` tells the steps applied to it, and a row of
+    `scalars` what the optimizer keeps of it; those `here` are no tables.
     """
 
     def __init__(
         self,
         commits: Sequence[Commit],
         counts: memoryview,
+        scalars: NDArray[np.float64],
         here: Sequence[int],
         share: Share,
         memory: Sequence[Contribution],
@@ -77,6 +84,7 @@ class Contributions:
         self._commits = commits
         self._slices = len(commits)
         self._counts = counts
+        self._scalars = scalars
         self._share, self._memory = share, memory
         self._pooled = any(POOLED in commit.present for commit in commits)
         alike = [commit.present[:1] * len(commit.present) for commit in commits]
@@ -85,8 +93,13 @@ class Contributions:
         )
         self.all_present = all(b"\0" not in commit.present for commit in commits)
         applied = [counts[tensor] for tensor in here]
-        same_count = not applied or min(applied) == max(applied)
-        self._all_same = self.all_present and same_count
+        same = not applied or min(applied) == max(applied)
+        self._first_scalars: Scalars = ()
+        if applied and scalars.size:
+            mine = scalars[here]
+            same = same and bool((mine == mine[0]).all())
+            self._first_scalars = tuple(mine[0].tolist())
+        self._all_same = self.all_present and same
         self._count = applied[0] + 1 if applied else 1
         self._parts = tuple((commit.scale, commit.weight) for commit in commits)
         self._all = _weights(self._parts, tuple(each[0] for each in alike if each))
@@ -94,6 +107,10 @@ class Contributions:
     def weights(self, tensor: int) -> tuple[tuple[int, float], ...]:
         """(slot, weight) of the slices that have a gradient for a tensor."""
         return _weights(self._parts, tuple([commit.present[tensor] for commit in self._commits]))
+
+    def scalars(self, tensor: int) -> Scalars:
+        """What the optimizer keeps of a tensor."""
+        return tuple(self._scalars[tensor].tolist()) if self._scalars.size else ()
 
     def of_any(self, tensors: Sequence[int]) -> list[tuple[int, float]]:
         """(slice, weight) of the slices that have a gradient for one of some tensors, wherever."""
@@ -105,19 +122,20 @@ class Contributions:
     def of(self, cell: Cell) -> Iterator[Stretch]:
         """The stretches of a cell for which any slice has a gradient."""
         if self._all_alike and not self._pooled and self._all_same:
-            yield Stretch(0, cell.stop - cell.start, self._all, self._count)
+            size = cell.stop - cell.start
+            yield Stretch(0, size, self._all, self._count, self._first_scalars)
             return
 
-        def treatment(piece: Piece) -> tuple[tuple[Weight, ...], int]:
+        def treatment(piece: Piece) -> tuple[tuple[Weight, ...], int, Scalars]:
             slots = self.weights(piece.tensor)
             weights: tuple[Weight, ...] = slots
             if self._pooled:
                 weights = tuple((self._find(slot, piece), weight) for slot, weight in slots)
-            return weights, self._counts[piece.tensor] + 1
+            return weights, self._counts[piece.tensor] + 1, self.scalars(piece.tensor)
 
-        for start, stop, (weights, step) in cell.runs(treatment):
+        for start, stop, (weights, step, scalars) in cell.runs(treatment):
             if weights:
-                yield Stretch(start - cell.start, stop - cell.start, weights, step)
+                yield Stretch(start - cell.start, stop - cell.start, weights, step, scalars)
 
     def summed(self, cell: Cell) -> Iterator[tuple[int, int]]:
         """What is summed in one go for a norm: wherever gradients lie, the same."""
@@ -125,12 +143,12 @@ class Contributions:
             yield 0, cell.stop - cell.start
             return
 
-        def treatment(piece: Piece) -> tuple[list[tuple[int, float]], int]:
+        def treatment(piece: Piece) -> tuple[list[tuple[int, float]], int, Scalars]:
             weights = self.weights(piece.tensor)
             slices = [(slot % self._slices, weight) for slot, weight in weights]
-            return slices, self._counts[piece.tensor] + 1
+            return slices, self._counts[piece.tensor] + 1, self.scalars(piece.tensor)
 
-        for start, stop, (slices, _) in cell.runs(treatment):
+        for start, stop, (slices, *_) in cell.runs(treatment):
             if slices:
                 yield start - cell.start, stop - cell.start
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .layout import Cell, TensorSpec
 from .messages import Bytes, Hyper
 
 Rows = NDArray[np.int64]
+Scalars = tuple[float, ...]
+"""The numbers that an optimizer keeps of one tensor, in the order of `Kernel.scalars`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,18 +53,38 @@ class Tile(Protocol):
         """Sum of the squares of the reduced gradient that was kept, in float64, one thread."""
 
     def step(
-        self, hyper: Hyper, count: int, start: int, stop: int, kept: bool, scale: float
-    ) -> None:
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
         """Applies the reduced gradient, that of [start, stop) of the last `reduce` unless kept.
 
         Args:
             hyper: the numbers of the cell's group, in the order of `Kernel.hyper`.
             count: which step of these tensors it is, from 1.
+            scalars: of these tensors, before the step.
             start: first byte.
             stop: byte after the last.
             kept: the reduced gradient lies in slot 0.
             scale: the gradient is multiplied by this first; 1 changes nothing.
+
+        Returns:
+            The scalars after the step.
         """
+
+
+class TableStep(NamedTuple):
+    """What `Lookup.step` needs of rows [first, stop), which are of tensors with equal numbers."""
+
+    first: int
+    stop: int
+    count: int
+    scalars: Scalars
 
 
 class Lookup(Protocol):
@@ -84,12 +107,16 @@ class Lookup(Protocol):
     def square_sums(self) -> NDArray[np.float64]:
         """Returns for each of these rows the sum of the squares of the reduced gradient."""
 
-    def step(self, hyper: Hyper, scale: float) -> None:
+    def step(self, hyper: Hyper, parts: Sequence[TableStep], scale: float) -> list[Scalars]:
         """Applies the reduced gradient to these rows; what is not in it stays as it is.
 
         Args:
             hyper: as in `Tile.step`.
+            parts: of the whole table, in its order.
             scale: the gradient is multiplied by this first; 1 changes nothing.
+
+        Returns:
+            The scalars of each part after the step.
 
         Raises:
             ValueError: with these numbers a step changes all rows.
@@ -97,27 +124,33 @@ class Lookup(Protocol):
 
 
 class Kernel(Protocol):
-    """An optimizer by its class path, on cells.
+    """An optimizer by its description, on cells.
 
     Attributes:
         hyper: names of the numbers that a group has.
         states: names of the arrays of state, each with the size and dtype of the parameters.
+        scalars: names of the numbers that are kept of each tensor.
     """
 
     hyper: tuple[str, ...]
     states: tuple[str, ...]
+    scalars: tuple[str, ...]
 
     def bind(
         self,
-        dtype: str,
+        cell: Cell,
+        shape: Sequence[int] | None,
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
     ) -> Tile:
-        """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state."""
+        """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state.
 
-    def bind_rows(self, dtype: str, columns: int, master: Bytes) -> Lookup:
-        """Prepares rows of a table: the bytes of their parameters.
+        The `shape` is that of the one tensor in it, where a tensor must not be cut; else None.
+        """
+
+    def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
+        """Prepares rows of a table, of which `table` is a tensor: the bytes of their parameters.
 
         Raises:
             ValueError: this optimizer changes more than the rows that have a gradient.

@@ -26,7 +26,7 @@ ALIGN_BYTES = 64
 CELL_BYTES = 1 << 20
 """The reduced gradient of a cell stays in a core's cache; in smaller ones the calls weigh more."""
 
-FORMAT = 4
+FORMAT = 5
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -34,10 +34,13 @@ _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """What reading JSON of another process raises where it is not what it should be."""
 
-KINDS = ("trained", "rows", "constant", "broadcast", "average")
+KINDS = ("trained", "rows", "constant", "broadcast", "average", "whole")
 """What happens to a tensor: it gets gradients; it is a table that gets gradients of some rows; it
 never changes in a step; is slice 0's value after every step; is the mean of the slices' values
-after every step."""
+after every step; it gets gradients, and must not be cut."""
+
+WITH_GRADIENT = frozenset({"trained", "rows", "whole"})
+"""Kinds of tensors that get gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Spec:
         slices: parts of a step, each with its own gradients.
         tensors: in the order of the model.
         pipeline: workers that compute a slice together, each the gradients of other tensors.
+        scalars: names of the numbers that the optimizer keeps of each tensor.
     """
 
     optimizer: str
@@ -96,6 +100,7 @@ class Spec:
     slices: int
     tensors: tuple[TensorSpec, ...]
     pipeline: int = 1
+    scalars: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """As it travels."""
@@ -123,7 +128,8 @@ class Spec:
                 for each in raw.pop("tensors")
             )
             hyper = tuple(str(name) for name in raw.pop("hyper"))
-            spec = Spec(hyper=hyper, tensors=tensors, **raw)
+            scalars = tuple(str(name) for name in raw.pop("scalars"))
+            spec = Spec(hyper=hyper, tensors=tensors, scalars=scalars, **raw)
         except MALFORMED as error:
             raise ValueError(f"not a description of a store: {error!r}") from error
         spec.check()
@@ -162,7 +168,7 @@ class Spec:
             longer = max(self.tensors, other.tensors, key=len)
             extra = longer[min(len(self.tensors), len(other.tensors))]
             return f"{extra} is on one side only"
-        for field in ("optimizer", "hyper", "groups", "slices", "pipeline"):
+        for field in ("optimizer", "hyper", "groups", "slices", "pipeline", "scalars"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field} {mine!r} here, {theirs!r} there"
@@ -227,6 +233,8 @@ class Layout:
             begin, step = offset, cell_bytes
             if kind == "rows":
                 step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
+            elif kind == "whole":
+                step = max(padded(spec.tensors[members[0]].size_bytes), ALIGN_BYTES)
             for tensor in members:
                 size = spec.tensors[tensor].size_bytes
                 stop = offset + padded(size)
@@ -267,8 +275,7 @@ class Layout:
     @cached_property
     def trained(self) -> tuple[int, ...]:
         """Indices of the tensors that get gradients."""
-        kinds = "trained", "rows"
-        return tuple(i for i, each in enumerate(self.spec.tensors) if each.kind in kinds)
+        return tuple(i for i, each in enumerate(self.spec.tensors) if each.kind in WITH_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -381,11 +388,14 @@ def _segments(
 
 
 def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
-    """Returns what is equal for tensors of one kind, group and dtype whose rows are one table.
+    """Returns what is equal for tensors of one kind, group and dtype that may share cells.
 
-    That is where rows are equally long, and the next tensor begins where the last row ends.
+    Of tables it is equal where they are one table: rows are equally long, and the next tensor begins
+    where the last row ends. What must not be cut shares cells with nothing.
     """
     tensor = tensors[index]
+    if tensor.kind == "whole":
+        return 0, -index
     if tensor.kind != "rows":
         return 0, 0
     return tensor.row_bytes, 0 if tensor.row_bytes % ALIGN_BYTES == 0 else -index

@@ -28,7 +28,7 @@ class RegionKind(StrEnum):
     SLOT, PRODUCED, POOL, BLOCKS, ROWS = "slot", "produced", "pool", "blocks", "rows"
     # At a server: of each commit of a version, of each state of the optimizer, and once.
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
-    COUNTS, NORMS, MASTER = "counts", "norms", "master"
+    COUNTS, SCALARS, NORMS, MASTER = "counts", "scalars", "norms", "master"
 
 
 UNIT_BYTES = 1 << 20
@@ -110,6 +110,7 @@ class ServerRegions:
             RegionKind.BLOCKS: BLOCK_BYTES * count,
             RegionKind.ROWS: heads_bytes(share),
             RegionKind.COUNTS: 8 * count,
+            RegionKind.SCALARS: 8 * count * len(spec.scalars),
             RegionKind.COMMIT: mailbox_bytes(commit + stamps),
             RegionKind.ARRIVED: stamps,
             RegionKind.NORMS: norms * len(shares),

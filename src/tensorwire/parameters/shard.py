@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .contributions import Contribution, Contributions
-from .kernel import Kernel, Lookup, Rows, Tile
+from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
 from .layout import Cell, Share
 from .messages import (
     ABSENT,
@@ -33,6 +33,7 @@ from .messages import (
     WANT_NORM,
     Bytes,
     Commit,
+    Hyper,
 )
 from .rows import Table, read_part, tables_of
 
@@ -59,12 +60,14 @@ class ShardMemory:
         contributions: of each slice.
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
+        scalars: float64, a row per tensor of the whole store: numbers that the optimizer keeps.
     """
 
     master: Bytes
     contributions: Sequence[Contribution]
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scalars: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 def threads_for(cells: int, most: int) -> int:
@@ -91,7 +94,9 @@ class Shard:
         self._tiles = {
             i: self._bind(kernel, cell) for i, cell in enumerate(share.cells) if cell.kind != "rows"
         }
-        self._trained = [i for i, cell in enumerate(share.cells) if cell.kind == "trained"]
+        self._trained = [
+            i for i, cell in enumerate(share.cells) if cell.kind in ("trained", "whole")
+        ]
         # By their first cells, which stand for all of a table's.
         self._tables = {table.cells.start: table for table in tables_of(share)}
         self._lookups = {i: self._bind_rows(kernel, table) for i, table in self._tables.items()}
@@ -118,14 +123,18 @@ class Shard:
     def _bind(self, kernel: Kernel, cell: Cell) -> Tile:
         begin, end = cell.start - self.share.start, cell.stop - self.share.start
         memory = self.memory
-        states = memory.states if cell.kind == "trained" else {}
+        states = memory.states if cell.kind in ("trained", "whole") else {}
+        shape = None
+        if cell.kind == "whole":
+            shape = self.share.layout.spec.tensors[cell.pieces[0].tensor].shape
         slots = [each.slot for each in memory.contributions]
         # Where nothing can be produced, no commit says that it was.
         produced = [
             each.slot if each.produced is None else each.produced for each in memory.contributions
         ]
         return kernel.bind(
-            cell.dtype,
+            cell,
+            shape,
             memory.master[begin:end],
             [slot[begin:end] for slot in (*slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
@@ -133,8 +142,9 @@ class Shard:
 
     def _bind_rows(self, kernel: Kernel, table: Table) -> Lookup:
         tensor = self.share.layout.spec.tensors[table.tensors[0]]
-        rows = self.memory.master[table.start : table.stop]
-        return kernel.bind_rows(tensor.dtype, tensor.shape[1], rows)
+        part = slice(table.start, table.stop)
+        states = {name: state[part] for name, state in self.memory.states.items()}
+        return kernel.bind_rows(tensor, self.memory.master[part], states)
 
     def check(self, commit: Commit, produces: bool) -> None:
         """Raises ValueError for gradients that are said to be where none can be."""
@@ -155,8 +165,10 @@ class Shard:
                 raise ValueError(f"gradient {tensor} cannot be in the place of {block}")
 
     def _contributions(self, commits: Sequence[Commit]) -> Contributions:
-        given = self.memory.contributions
-        return Contributions(commits, self._counts, self._here, self.share, given)
+        memory = self.memory
+        return Contributions(
+            commits, self._counts, memory.scalars, self._here, self.share, memory.contributions
+        )
 
     def reduce(
         self,
@@ -220,12 +232,13 @@ class Shard:
         counts = self._counts
         given = self._contributions(commits)
         hyper = commits[0].hyper
+        after: list[tuple[Sequence[int], Scalars]] = []  # of tensors, once all cells are done
 
         def work(index: int) -> Sequence[float]:
             cell = self.share.cells[index]
             if index in self._tables:
                 rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
-                self._lookups[index].step(hyper[cell.group], scale)
+                after.extend(self._step_rows(index, given, hyper[cell.group], scale))
                 if publisher:
                     publisher.rows(self._tables[index], rows)
                 return ()
@@ -233,7 +246,13 @@ class Shard:
             for run in given.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
-                tile.step(hyper[cell.group], run.step, run.start, run.stop, reduced, scale)
+                scalars = tile.step(
+                    hyper[cell.group], run.step, run.scalars, run.start, run.stop, reduced, scale
+                )
+                if scalars:
+                    begin, end = cell.start + run.start, cell.start + run.stop
+                    tensors = [p.tensor for p in cell.pieces if begin <= p.start < end]
+                    after.append((tensors, scalars))
             if publisher:
                 publisher(cell.start, cell.stop)
             return ()
@@ -242,6 +261,29 @@ class Shard:
         self._copy_buffers(commits, publisher, arrivals)
         for tensor in self._counted:
             counts[tensor] += given.all_present or bool(given.weights(tensor))
+        for tensors, scalars in after:
+            self.memory.scalars[tensors] = scalars
+
+    def _step_rows(
+        self, index: int, given: Contributions, hyper: Hyper, scale: float
+    ) -> list[tuple[list[int], Scalars]]:
+        """Applies the reduced gradient to a table; tensors and their scalars after it."""
+        parts: list[TableStep] = []
+        tensors: list[list[int]] = []
+        for member in self._tables[index].members:
+            stop = member.at + member.height
+            step, scalars = self._counts[member.tensor] + 1, given.scalars(member.tensor)
+            present = bool(given.weights(member.tensor))
+            if not present:
+                continue  # it has no rows
+            if parts and parts[-1][1:] == (member.at, step, scalars):
+                parts[-1] = parts[-1]._replace(stop=stop)
+                tensors[-1].append(member.tensor)
+            else:
+                parts.append(TableStep(member.at, stop, step, scalars))
+                tensors.append([member.tensor])
+        after = self._lookups[index].step(hyper, parts, scale)
+        return [(each, scalars) for each, scalars in zip(tensors, after, strict=True) if scalars]
 
     def _copy_buffers(
         self, commits: Sequence[Commit], publisher: Publisher | None, arrivals: Arrivals | None

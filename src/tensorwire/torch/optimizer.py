@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .job import Job, current_job
-from .kernels import path_of
 from .model_index import model_index_of
+from .replica.arithmetic import APPLIERS, check_possible
 from .replica.replica import Replica
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def DistributedOptimizer(
     max_norm: float | None = None,
     buffers: str = "broadcast",
     placement: str = "plan",
+    apply: str = "auto",
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -81,7 +82,9 @@ def DistributedOptimizer(
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
-    path_of(optimizer)
+    if apply not in APPLIERS:
+        raise ValueError(f"apply is {', '.join(map(repr, APPLIERS))}, not {apply!r}")
+    check_possible(optimizer)
     index = model_index_of(model)
     if index is not None:
         _check_split(job, model, buffers)
@@ -92,7 +95,8 @@ def DistributedOptimizer(
         )
     own = model if index is None else model.module
     core = Replica(
-        job.session, job.local_replicas, optimizer, own, max_norm, buffers, placement, index
+        job.session, job.local_replicas, optimizer, own, max_norm, buffers, placement, apply,
+        index,
     )
     if index is not None:
         model.trained_by(core)
@@ -180,7 +184,7 @@ class DistributedMixin:
             return
         core.between_steps("add_param_group()")
         core.ownership.check_movable("add_param_group()")
-        state = self.state_dict()
+        state = core.saved_state()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
 

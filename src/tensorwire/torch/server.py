@@ -1,6 +1,7 @@
 """A server process: `python -m tensorwire.torch.server`. Started by a launcher, never by hand.
 
-It runs no user code: the kernels are torch's, the rest is `tensorwire.parameters`.
+It runs no user code but that of modules which the launcher was told to import for optimizers: the
+kernels are torch's, the rest is `tensorwire.parameters`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -25,7 +27,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Node
 from tensorwire.parameters import Server, most_threads
 
-from .kernels import TorchKernels
+from .kernels import import_all, kernel_of, permitted_imports
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     server: Server | None = None
     job_file: JobFile | None = None
     try:
+        import_all(imports := permitted_imports())
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
             member = ServerMember(options.index, options.workers, node, options.count)
             member.connect(tuple(filter(None, options.servers.split(","))))
@@ -65,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
                 channel.write(f"{node.address}\n")
             job_file = _tell_of_job(options, node)
             member.gather()
-            server = Server(member, TorchKernels, threads, collective)
+            make_kernel = partial(kernel_of, permitted=imports)
+            server = Server(member, make_kernel, threads, collective)
             if collective:
                 collective.start(server.fail)
             server.run()

@@ -16,7 +16,7 @@ from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, S
 
 from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
-from .kernels import TorchKernels
+from .kernels import TorchKernel, permitted_imports
 from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
@@ -87,20 +87,25 @@ class Session:
         member.colocation.learn([each[_SEED_BYTES:] for each in told])
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
 
+    @property
+    def imports(self) -> tuple[str, ...] | None:
+        """The modules that servers may import for optimizers; None: there are no servers."""
+        return None if self.member is None else permitted_imports()
+
     # ---- stores
 
-    def open_store(self, spec: Spec, kernels: TorchKernels, part: Part | None = None) -> Store:
+    def open_store(self, spec: Spec, kernel: TorchKernel, part: Part | None = None) -> Store:
         """A store for an optimizer; all workers open the same ones in the same order.
 
         Args:
             spec: of all tensors.
-            kernels: its arithmetic.
+            kernel: its arithmetic.
             part: which of them this worker has; None: all.
         """
         number, self._opened = self._opened, self._opened + 1
         store: Store
         if self.member is None:
-            store = LocalStore(spec, kernels)
+            store = LocalStore(spec, kernel)
         else:
             store = RemoteStore(self.member, number, spec, part)
         self._stores.append(store)

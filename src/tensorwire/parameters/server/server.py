@@ -239,6 +239,8 @@ class Versions:
         kernel = make_kernel(spec.optimizer)
         if kernel.hyper != spec.hyper:
             raise ValueError(f"{spec.optimizer} has the hyper-parameters {kernel.hyper}")
+        if kernel.scalars != spec.scalars:
+            raise ValueError(f"{spec.optimizer} has the scalars {kernel.scalars}")
         slots = [opening.allocate(RegionKind.SLOT, i) for i in range(spec.slices)]
         contributions = [opening.contribution(i, slot) for i, slot in enumerate(slots)]
         states = {
@@ -247,7 +249,11 @@ class Versions:
         counts = opening.allocate(RegionKind.COUNTS).array("int64")[: len(spec.tensors)]
         self._publication = Publication(opening)
         self._norms = Norms(opening)
-        memory = ShardMemory(self._publication.master, contributions, states, counts)
+        shape = len(spec.tensors), len(spec.scalars)
+        scalars = opening.allocate(RegionKind.SCALARS).array("float64")[: shape[0] * shape[1]]
+        memory = ShardMemory(
+            self._publication.master, contributions, states, counts, scalars.reshape(shape)
+        )
         self._shard = Shard(opening.regions.share, kernel, memory, threads)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
         # Where a NIC has slots registered, it would go on with the old pages.

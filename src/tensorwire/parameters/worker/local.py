@@ -43,7 +43,8 @@ class LocalStore:
         ]
         self._states = {name: _zeros(size) for name in kernel.states}
         self._counts = np.zeros(len(spec.tensors), np.int64)
-        memory = ShardMemory(view, self._memory, self._states, self._counts)
+        self._scalars = np.zeros((len(spec.tensors), len(spec.scalars)))
+        memory = ShardMemory(view, self._memory, self._states, self._counts, self._scalars)
         self._shard = Shard(share, kernel, memory)
         self._tables = tables_of(share)
         self._gradients: list[dict[int, Gradient]] = [{} for _ in slices]
@@ -113,6 +114,12 @@ class LocalStore:
 
     def set_counts(self, counts: NDArray[np.int64]) -> None:
         self._counts[:] = counts
+
+    def scalars(self) -> NDArray[np.float64]:
+        return self._scalars.copy()
+
+    def set_scalars(self, scalars: NDArray[np.float64]) -> None:
+        self._scalars[:] = scalars
 
     def reason(self) -> str:
         return ""

@@ -10,6 +10,7 @@ import numpy as np
 
 from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion, Transfer
 
+from ..layout import WITH_GRADIENT
 from ..messages import POOLED, Bytes, Commit
 from ..regions import RegionKind, ServerRegions
 from ..rows import Gradient, Table, part_of
@@ -142,7 +143,7 @@ class Outbox(_Sender):
             for tensor in dict.fromkeys(piece.tensor for piece in pieces):
                 if found := self._find(tensor, begin, end):
                     self._parts[tensor].append((number, *found))
-                    trained = tensors[tensor].kind in ("trained", "rows")
+                    trained = tensors[tensor].kind in WITH_GRADIENT
                     self._gradients[number] += trained and tensor in sends
         self._unit_of = {cell: number for number, unit in enumerate(units) for cell in unit}
 

@@ -164,6 +164,12 @@ class Store(Protocol):
     def set_counts(self, counts: NDArray[np.int64]) -> None:
         """Overwrites them; between versions, by one worker."""
 
+    def scalars(self) -> NDArray[np.float64]:
+        """The numbers that the optimizer keeps, a row per tensor; between versions."""
+
+    def set_scalars(self, scalars: NDArray[np.float64]) -> None:
+        """Overwrites them; between versions, by one worker."""
+
     def reason(self) -> str:
         """Why the job has failed, as a server told it; "" if none did."""
 
@@ -321,6 +327,21 @@ class RemoteStore:
     def set_counts(self, counts: NDArray[np.int64]) -> None:
         for link in self._links:
             link.write(link.region(RegionKind.COUNTS)[: counts.nbytes], counts)
+
+    def scalars(self) -> NDArray[np.float64]:
+        spec, places = self.layout.spec, self.layout.places
+        total = np.zeros((len(spec.tensors), len(spec.scalars)))
+        part = np.zeros_like(total)
+        for link in self._links if total.size else ():
+            link.read(link.region(RegionKind.SCALARS)[: part.nbytes], part)
+            # Of a tensor that is cut all its servers know the same.
+            here = [tensor for tensor, place in enumerate(places) if link.has(place)]
+            total[here] = part[here]
+        return total
+
+    def set_scalars(self, scalars: NDArray[np.float64]) -> None:
+        for link in self._links if scalars.size else ():
+            link.write(link.region(RegionKind.SCALARS)[: scalars.nbytes], scalars)
 
     def release(self) -> None:
         spec = self.layout.spec

@@ -49,7 +49,6 @@ def declare_all(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     others: Sequence[Holder],
-    rows_alone: bool,
 ) -> Declaration:
     """Every parameter of the model, those of the optimizer first.
 
@@ -57,7 +56,6 @@ def declare_all(
         model: of the optimizer.
         optimizer: whose groups are trained.
         others: of other optimizers, which give up what does not change with them.
-        rows_alone: this optimizer leaves rows without a gradient as they are.
 
     Raises:
         ValueError: a parameter that is not the model's, or cannot be distributed.
@@ -78,12 +76,6 @@ def declare_all(
                     raise ValueError(
                         f"parameter {names[id(parameter)]!r} is a table with sparse gradients and "
                         f"has strides {parameter.stride()}; make it contiguous first"
-                    )
-                if not rows_alone or group["weight_decay"]:
-                    raise ValueError(
-                        f"parameter {names[id(parameter)]!r} is a table with sparse gradients, and "
-                        "momentum, weight decay, Adam and AdamW change all of its rows in every "
-                        "step: use torch.optim.SGD without them, or a table with sparse=False"
                     )
             _check_device(names[id(parameter)], parameter)
             tensors.append(_declare(names[id(parameter)], parameter, kind, index))

@@ -54,9 +54,9 @@ class Replicated:
         """Tells whether this process of a replica says what becomes of a tensor."""
         return True
 
-    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
+    def declare(self, others: Sequence[Holder]) -> Declaration:
         """See `declare_all`."""
-        return declare_all(self._model, self._optimizer, others, rows_alone)
+        return declare_all(self._model, self._optimizer, others)
 
     def check_movable(self, what: str) -> None:
         """Raises RuntimeError if the tensors of the store cannot be dealt out anew."""
@@ -121,7 +121,7 @@ class Pipelined(Replicated):
         """See `Replicated`."""
         return self._index.speaks_for(self._session.stage, name)
 
-    def declare(self, others: Sequence[Holder], rows_alone: bool) -> Declaration:
+    def declare(self, others: Sequence[Holder]) -> Declaration:
         """See `declare_whole`."""
         own = dict(self._model.named_parameters())
         return declare_whole(own, self._agree(own), self._optimizer)

@@ -26,18 +26,20 @@ from tensorwire.parameters import (
     REDUCE,
     REDUCED,
     WANT_NORM,
+    WITH_GRADIENT,
     Bytes,
     Commit,
     Part,
     Spec,
     Store,
+    TensorSpec,
 )
 
-from ..kernels import TorchKernels, hyper_of, path_of
 from ..model_index import ModelIndex
 from ..session import Session
 from ..views import flat_bytes, tensor_at
 from . import optimizer_state
+from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
@@ -45,6 +47,7 @@ from .ownership import Pipelined, Replicated
 from .reducer import GradientState, Reducer
 from .residency import Residency
 from .same_batches import SameBatches
+from .worker_steps import WorkerSteps
 
 
 class Found(NamedTuple):
@@ -102,6 +105,7 @@ class Replica:
         max_norm: float | None,
         buffers: str,
         placement: str,
+        apply: str,
         index: ModelIndex | None = None,
     ) -> None:
         self.session = session
@@ -114,6 +118,7 @@ class Replica:
         self.finite = True
         self._others = others
         self._placement = placement
+        self._apply = apply
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
         self.ownership = Replicated(model, optimizer)
@@ -123,6 +128,8 @@ class Replica:
         self._edit_memory = EditMemory()
         self._editing = False
         self._open()
+        if session.rank == 0:
+            self.arithmetic.tell()
         self._publish()
         self.load_state()
 
@@ -132,14 +139,17 @@ class Replica:
         """Opens a store for all tensors."""
         session, ownership = self.session, self.ownership
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
-        self._kernels = kernels = TorchKernels(path_of(self.optimizer))
         others = [each for each in self._others if each is not self]
-        tensors, self.parameters = ownership.declare(others, kernels.changes_rows_alone)
+        declared, self.parameters = ownership.declare(others)
+        self.arithmetic = arithmetic = Arithmetic(
+            self.optimizer, declared, self._apply, session.imports, ownership.split
+        )
+        tensors = arithmetic.tensors
+        self._check_tables(tensors)
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
-        kinds = "trained", "rows"
-        if not any(tensor.kind in kinds for tensor in tensors):
+        if not any(tensor.kind in WITH_GRADIENT for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
-        self.trained = [i for i in here if tensors[i].kind in kinds]
+        self.trained = [i for i in here if tensors[i].kind in WITH_GRADIENT]
         self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
             self.model, self._buffers_kind, len(tensors), session, ownership.index
@@ -149,15 +159,16 @@ class Replica:
         speaks = [*self._sends, *self.buffers.mine]
         part = Part([*here, *self.buffers.here], speaks) if ownership.split else None
         spec = Spec(
-            path_of(self.optimizer),
-            kernels.hyper,
+            arithmetic.text,
+            arithmetic.kernel.hyper,
             len(self.optimizer.param_groups),
             session.slices,
             tuple(tensors),
             session.pipeline,
+            arithmetic.kernel.scalars,
         )
         spec.check()
-        self.store: Store = session.open_store(spec, kernels, part)
+        self.store: Store = session.open_store(spec, arithmetic.kernel, part)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
         self._own = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -168,12 +179,13 @@ class Replica:
         states = [
             GradientState(i, self.parameters[i], self._name(i), i in self._tables)
             for i in self._sends
-            if tensors[i].kind in kinds
+            if tensors[i].kind in WITH_GRADIENT
         ]
         self.reducer = Reducer(
             session, self.store, self.parameters, states, sent, guard, self._placement,
             ownership.split,
         )  # fmt: skip
+        self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -262,7 +274,7 @@ class Replica:
         # Clipping is for steps; a reduction tells the norm that there was.
         limit = min(self._max_norm, self._next_max_norm)
         max_norm = limit if operation == APPLY else math.inf
-        hyper = hyper_of(self.optimizer, self._kernels.hyper)
+        hyper = self.arithmetic.hyper()
         scale = 1.0 if flags & REDUCED else self._scaled
         says, blocks = present
         commit = Commit(
@@ -320,6 +332,8 @@ class Replica:
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
         flags = CHECK_FINITE if check_finite else 0
+        if self.arithmetic.by_worker:
+            flags |= WANT_NORM  # the average is kept, for worker 0 to read
         slice_index = reducer.slice_index
         if reducer.sealed:
             flags |= REDUCED
@@ -346,6 +360,11 @@ class Replica:
         result = self.store.wait()
         self.last_norm = result.norm
         self.buffers.take(self.store)
+        if self.arithmetic.by_worker and result.finite:
+            if self.session.rank == 0:
+                self._residency.begin_edit(self._edit_memory)
+                self._worker_steps.step()
+            self._publish(edited=True)
         self._forget_average()
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
@@ -358,18 +377,35 @@ class Replica:
         reducer.stepped()
         self.session.stepped(result)
 
+    def _check_tables(self, tensors: Sequence[TensorSpec]) -> None:
+        """Raises ValueError if the optimizer changes all rows of a table with sparse gradients."""
+        table = next((each for each in tensors if each.kind == "rows"), None)
+        if table is not None and not self.arithmetic.changes_rows_alone:
+            raise ValueError(
+                f"parameter {table.name!r} is a table with sparse gradients, and momentum, weight "
+                "decay and most optimizers change all of its rows in every step: use "
+                "torch.optim.SGD without them, Adagrad or SparseAdam, or a table with sparse=False"
+            )
+        for each in tensors:
+            group = self.optimizer.param_groups[each.group]
+            if each.kind == "rows" and group.get("weight_decay"):
+                raise ValueError(
+                    f"weight_decay is set for {each.name!r}, a table with sparse gradients; it "
+                    "changes all rows in every step: use a table with sparse=False"
+                )
+
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
         for i in self._tables:
             group = self.store.layout.spec.tensors[i].group
-            if self.optimizer.param_groups[group]["weight_decay"]:
+            if self.optimizer.param_groups[group].get("weight_decay"):
                 raise RuntimeError(
                     f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
                     "changes all rows in every step: use a table with sparse=False"
                 )
         if len(self.session.my_slices) == 1:
             return
-        hyper = hyper_of(self.optimizer, self._kernels.hyper)
+        hyper = self.arithmetic.hyper()
         if self.reducer.turn == 0:
             self._hyper = hyper
         elif hyper != self._hyper:
@@ -479,7 +515,7 @@ class Replica:
             self._adopt()
             raise
         if frozen:
-            self._move(self.optimizer.state_dict())
+            self._move(self.saved_state())
         else:
             self._publish(edited=True)
 
@@ -497,17 +533,30 @@ class Replica:
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The optimizer's own dictionary, filled with the store's state."""
-        found = optimizer_state.read(self.store, self._kernels, self._trained_parameters())
+        if self.arithmetic.by_worker:
+            if self.session.rank != 0:
+                raise RuntimeError(
+                    "worker 0 makes this optimizer's steps and has its state: call state_dict() "
+                    "and job.save() there"
+                )
+            return plain()
+        found = optimizer_state.read(
+            self.store, self.arithmetic.kernel, self.arithmetic.hyper(), self._trained_parameters()
+        )
         entries = {self.parameters[i]: entry for i, entry in found.items()}
         state = {**entries, **self._frozen_state}
         return self.ownership.state_dict(plain, state, found)
+
+    def saved_state(self) -> dict[str, Any]:
+        """The state that goes to a new store; what worker 0 keeps stays with it."""
+        return {"state": {}} if self.arithmetic.by_worker else self.optimizer.state_dict()
 
     def load_whole_state(self, given: dict[str, Any]) -> None:
         """A shared model's state becomes everybody's, from worker 0."""
         assert isinstance(self.ownership, Pipelined)
         if self.session.rank == 0:
             entries = self.ownership.entries(given)
-            optimizer_state.write(self.store, self._kernels, self._trained_parameters(), entries)
+            self._write_state(entries)
         self.session.barrier()
 
     def model_state(self) -> dict[str, torch.Tensor]:
@@ -517,10 +566,15 @@ class Replica:
 
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for other state than the store has, momentum for example."""
-        return path_of(self.optimizer) != self.store.layout.spec.optimizer  # type: ignore[no-any-return]
+        return self.arithmetic.keeps_other_state()
 
     def load_state(self) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0."""
+        if self.arithmetic.by_worker:
+            self._frozen_state = {}
+            if self.session.rank != 0:
+                self.optimizer.state = defaultdict(dict)
+            return  # it stays where it is
         entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
         if self.ownership.split and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
@@ -530,8 +584,12 @@ class Replica:
         self._frozen_state = {p: entry for p, entry in entries.items() if id(p) not in ids}
         if self.session.rank == 0 and (entries or self.store.counts().any()):
             mine = {i: entries[p] for i, p in trained.items() if p in entries}
-            optimizer_state.write(self.store, self._kernels, trained, mine)
+            self._write_state(mine)
         self.session.barrier()
+
+    def _write_state(self, entries: dict[int, Any]) -> None:
+        kernel, hyper = self.arithmetic.kernel, self.arithmetic.hyper()
+        optimizer_state.write(self.store, kernel, hyper, self._trained_parameters(), entries)
 
     def _trained_parameters(self) -> dict[int, torch.Tensor]:
         """Returns all trained parameters by index, those of other processes too."""

@@ -1,0 +1,56 @@
+"""What servers compute: torch's own arithmetic on cells of a store, reduction and optimizer.
+
+Knows no processes. `describe` makes of an optimizer the text by which it travels, and `kernel_of`
+makes of a text the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .description import Options, describe, ignored_options, options_of
+from .fused import FusedKernel
+from .optimizer_spec import OptimizerSpec, class_of, import_all, permitted_imports
+from .own_step import OwnStepKernel, scalar_of, state_shapes
+from .reduction import AVERAGE_ONLY, ReductionKernel
+from .trial import Kind, NotOnServersError
+
+__all__ = [
+    "AVERAGE_ONLY",
+    "FusedKernel",
+    "Kind",
+    "NotOnServersError",
+    "OptimizerSpec",
+    "Options",
+    "OwnStepKernel",
+    "ReductionKernel",
+    "TorchKernel",
+    "describe",
+    "ignored_options",
+    "import_all",
+    "kernel_of",
+    "options_of",
+    "permitted_imports",
+    "scalar_of",
+    "state_shapes",
+]
+
+TorchKernel = FusedKernel | OwnStepKernel | ReductionKernel
+
+
+def kernel_of(text: str, permitted: Collection[str] = ()) -> TorchKernel:
+    """The arithmetic of an optimizer that is described by a text, perhaps of another process.
+
+    Args:
+        text: of `describe`.
+        permitted: modules that may be imported for it, besides torch.optim.
+
+    Raises:
+        ValueError: the text names nothing that is known or permitted.
+    """
+    if text == AVERAGE_ONLY:
+        return ReductionKernel()
+    if text.startswith("{"):
+        spec = OptimizerSpec.from_text(text)
+        return OwnStepKernel(class_of(spec.optimizer, permitted), spec)
+    return FusedKernel(text)

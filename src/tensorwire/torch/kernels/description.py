@@ -1,0 +1,161 @@
+"""What a user's optimizer is, found by trying: how it travels, or why servers cannot run it.
+
+A class outside the known ones is tried on small tensors, a dozen steps with changing rates and some
+zero gradients: once by the user's own object, and once as servers would do it, flat and cut into
+cells, or tensor by tensor. Only equal bits count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from tensorwire.parameters import Hyper
+
+from .fused import fused_path_of
+from .optimizer_spec import GroupOptions, OptimizerSpec, class_of, is_permitted
+from .trial import Kind, NotOnServersError, Trial
+
+# What says how torch computes, and not what: the servers' answer is no for all of them.
+_IGNORED = ("foreach", "fused", "capturable", "differentiable")
+# Of every optimizer, and of those that torch wraps.
+_OF_ALL = {
+    "defaults", "state", "param_groups", "step", "_tensorwire", "_opt_called",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+    "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
+}  # fmt: skip
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Options(NamedTuple):
+    """What the groups of an optimizer are now; where it is equal, the description is.
+
+    Attributes:
+        numbers: names of numbers and their types, as of `OptimizerSpec`.
+        constants: of each group.
+        nonzero: of each group, which of its numbers are not zero.
+    """
+
+    numbers: tuple[tuple[str, str], ...]
+    constants: tuple[str, ...]
+    nonzero: tuple[tuple[bool, ...], ...]
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, ...]]:
+    """The options of an optimizer's groups, and the numbers of each.
+
+    Raises:
+        NotOnServersError: an option is neither a number nor a plain value.
+    """
+    types: dict[str, str] = {}
+    rows: list[dict[str, float]] = []
+    constants = []
+    keys = [key for key in optimizer.defaults if key not in _IGNORED]
+    for group in optimizer.param_groups:
+        row: dict[str, float] = {}
+        others: dict[str, Any] = {}
+        for key in keys:
+            numbers = _numbers(key, group[key])
+            if numbers is None:
+                others[key] = _constant(key, group[key])
+            for name, value, kind in numbers or ():
+                row[name] = value
+                # A number that is whole in one group and not in another is not whole.
+                types[name] = kind if types.get(name, kind) == kind else "float"
+        rows.append(row)
+        others |= dict.fromkeys((key for key in _IGNORED if key in group), False)
+        constants.append(json.dumps(others, sort_keys=True))
+    names = sorted(types)
+    if any(row.keys() != types.keys() for row in rows):
+        raise NotOnServersError("its groups have different options")
+    hyper = tuple(tuple(row[name] for name in names) for row in rows)
+    nonzero = tuple(tuple(bool(number) for number in row) for row in hyper)
+    return Options(tuple((n, types[n]) for n in names), tuple(constants), nonzero), hyper
+
+
+def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
+    """An option as numbers with names and types; None if it is none."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return [(key, float(value), "float")]
+    if isinstance(value, bool | int | float):
+        kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        return [(key, float(value), kind)]
+    if isinstance(value, tuple | list) and value and len(value) <= 10:
+        found = [_numbers(f"{key}.{i}", each) for i, each in enumerate(value)]
+        if all(each is not None and len(each) == 1 for each in found) and "." not in key:
+            return [each[0] for each in found if each]
+    return None
+
+
+def _constant(key: str, value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple | list) and all(isinstance(each, _PLAIN) for each in value):
+        return list(value)
+    raise NotOnServersError(f"its option {key!r} is a {type(value).__name__}")
+
+
+def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The options that ask for another way of computing, which servers do not have."""
+    names = ("capturable", "differentiable")
+    groups = optimizer.param_groups
+    return [name for name in names if any(group.get(name) for group in groups)]
+
+
+def describe(
+    optimizer: torch.optim.Optimizer, kinds: Iterable[Kind], permitted: Collection[str] | None
+) -> str:
+    """The text by which an optimizer travels; `kernel_of` makes its arithmetic.
+
+    Args:
+        optimizer: whose step() is described.
+        kinds: of its trained parameters.
+        permitted: modules that servers may import besides torch.optim; None: the optimizer runs in
+            this process, where its class is already.
+
+    Raises:
+        NotOnServersError: servers cannot run it.
+        UnavailableError: of torch.optim's Adam, the groups contradict each other.
+    """
+    cls = type(optimizer)
+    cls = getattr(cls, "_plain_class", cls)  # of a distributed one: the user's class
+    if path := fused_path_of(optimizer, cls):
+        return path
+    name = _importable_name(cls, permitted)
+    options, hyper = options_of(optimizer)
+    attributes = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _OF_ALL and not key.startswith("_optimizer_") and isinstance(value, _PLAIN)
+    }
+    groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
+    spec = OptimizerSpec(
+        name, "elementwise", dict(options.numbers), (), {}, groups, attributes
+    )
+    # Groups with equal options differ in nothing that a trial could find.
+    alike: dict[tuple[object, ...], int] = {}
+    stands_for = [
+        alike.setdefault(key, group)
+        for group, key in enumerate(zip(options.constants, options.nonzero, strict=True))
+    ]
+    tried = {kind._replace(group=stands_for[kind.group]) for kind in kinds}
+    return Trial(optimizer, cls, spec, hyper, tried).find(stands_for).to_text()
+
+
+def _importable_name(cls: type, permitted: Collection[str] | None) -> str:
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if permitted is None:
+        return name
+    if cls.__module__ == "__main__" or "<locals>" in name:
+        raise NotOnServersError("its class is defined in the script, which servers do not run")
+    if not is_permitted(cls.__module__, permitted):
+        top = cls.__module__.partition(".")[0]
+        raise NotOnServersError(
+            f"servers import its module only if they are told to: tensorwire run --import {top}"
+        )
+    if class_of(name, permitted) is not cls:
+        raise NotOnServersError(f"{name!r} names another class")
+    return name

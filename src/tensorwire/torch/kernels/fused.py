@@ -1,0 +1,238 @@
+"""SGD, Adam and AdamW by torch's fused kernels, applied to cells instead of whole tensors.
+
+The fused kernels work element by element and vector by vector; cells start and end on 64 bytes, so
+the cut changes no bit. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
+
+from .rows import PlainRows
+from .tile import CellTile, constant
+
+_HYPER = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "Adam": ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"),
+}
+_HYPER["AdamW"] = _HYPER["Adam"]
+
+_KNOWN: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "SGD",
+    torch.optim.Adam: "Adam",
+    torch.optim.AdamW: "AdamW",
+}
+
+
+def fused_path_of(optimizer: torch.optim.Optimizer, cls: type) -> str:
+    """How SGD, Adam or AdamW travels: its class path and the state it keeps; "" if it is another.
+
+    Raises:
+        UnavailableError: its groups are such that one kernel cannot do it.
+    """
+    # A subclass that leaves the arithmetic alone is the class itself.
+    kind = next((_KNOWN[each] for each in cls.__mro__ if each in _KNOWN), "")
+    known = next((each for each in _KNOWN if _KNOWN[each] == kind), None)
+    if known is None or not _is_unchanged(cls, known):
+        return ""
+    groups = optimizer.param_groups
+    if kind == "SGD":
+        states = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
+    else:
+        states = ["exp_avg", "exp_avg_sq"]
+        if any(group["amsgrad"] for group in groups):
+            states.append("max_exp_avg_sq")
+        # Adam with decoupled decay is AdamW, since torch 2.7 also by name.
+        decoupled = {bool(g.get("decoupled_weight_decay")) for g in groups if g["weight_decay"]}
+        if kind == "Adam" and len(decoupled) > 1:
+            raise UnavailableError(
+                "groups with and without decoupled_weight_decay in one Adam; make it the same"
+            )
+        if kind == "Adam" and decoupled == {True}:
+            kind = "AdamW"
+    return f"torch.optim.{kind}:{','.join(states)}"
+
+
+def _is_unchanged(cls: type, known: type) -> bool:
+    """A class steps as a known one does: it, and no class between, has arithmetic of its own."""
+    for each in cls.__mro__[: cls.__mro__.index(known)]:
+        # torch puts a wrapped step into each class of which it makes an optimizer.
+        own = {name for name in vars(each) if not name.startswith("__") and name != "step"}
+        step = vars(each).get("step")
+        if own or (step is not None and inspect.unwrap(step) is not inspect.unwrap(known.step)):
+            return False
+    return True
+
+
+class FusedKernel:
+    """`parameters.Kernel` for a path that `fused_path_of` made.
+
+    Attributes:
+        hyper, states, scalars: as of `parameters.Kernel`.
+        keeps_count: it is not SGD, which keeps no count of its steps.
+        changes_rows_alone: what has no gradient stays as it is, as long as nothing decays: SGD
+            without momentum.
+
+    Raises:
+        ValueError: a path that names nothing known; it may come from another process.
+    """
+
+    scalars: tuple[str, ...] = ()
+
+    def __init__(self, path: str) -> None:
+        name, _, states = path.partition(":")
+        self._kind = name.removeprefix("torch.optim.")
+        if self._kind not in _HYPER or not name.startswith("torch.optim."):
+            raise ValueError(f"unknown optimizer {path!r}")
+        self.hyper = _HYPER[self._kind]
+        self.states = tuple(filter(None, states.split(",")))
+        known = ("momentum_buffer",), (), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        if self.states not in (*known, known[2][:2]):
+            raise ValueError(f"unknown state in {path!r}")
+        self.keeps_count = self._kind != "SGD"
+        self.changes_rows_alone = not self.keeps_count and not self.states
+
+    def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
+        """The present hyper-parameters of every group as numbers."""
+        rows = []
+        for group in optimizer.param_groups:
+            row = []
+            for name in self.hyper:
+                beta = name.startswith("beta")
+                value = group["betas"][int(name[-1]) - 1] if beta else group[name]
+                row.append(float(value))
+            rows.append(tuple(row))
+        return tuple(rows)
+
+    def bind(
+        self,
+        cell: Cell,
+        shape: Sequence[int] | None,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> Tile:
+        """As `parameters.Kernel.bind`."""
+        return FusedTile(_KERNELS[self._kind], cell.dtype, master, slots, states)
+
+    def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
+        """As `parameters.Kernel.bind_rows`."""
+        if not self.changes_rows_alone:
+            raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
+        return PlainRows(table.dtype, table.shape[1], master)
+
+
+class _Operands(NamedTuple):
+    """What a kernel works on; the gradient is still to be divided by the divisor."""
+
+    master: torch.Tensor
+    gradient: torch.Tensor
+    states: list[torch.Tensor]
+    divisor: torch.Tensor | None
+    step: int
+
+
+class FusedTile(CellTile):
+    """A cell under one of torch's fused kernels."""
+
+    def __init__(
+        self,
+        kernel: Callable[[_Operands, Hyper], None],
+        dtype: str,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> None:
+        super().__init__(dtype, master, slots, states)
+        self._kernel = kernel
+
+    def step(
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
+        """See `parameters.Tile.step`."""
+        gradient = self._gradient(start, stop, kept, scale)
+        divisor = None if kept else self._divisor
+        master = self._part(self._master, start, stop)
+        states = [self._part(state, start, stop) for state in self._states.values()]
+        self._kernel(_Operands(master, gradient, states, divisor, count), hyper)
+        return scalars
+
+
+def _sgd(on: _Operands, hyper: Hyper) -> None:
+    lr, momentum, dampening, decay, nesterov, maximize = hyper
+    if on.master.element_size() < 4:
+        _sgd_by_parts(on, hyper)
+        return
+    torch._fused_sgd_(
+        [on.master],
+        [on.gradient],
+        on.states if momentum else [],
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=decay,
+        nesterov=bool(nesterov),
+        maximize=bool(maximize),
+        is_first_step=on.step == 1,
+        grad_scale=on.divisor,
+    )
+
+
+def _sgd_by_parts(on: _Operands, hyper: Hyper) -> None:
+    """Steps 16-bit parameters, which torch 2.13's fused kernel with momentum does not change."""
+    lr, momentum, dampening, decay, nesterov, maximize = hyper
+    gradient = on.gradient
+    if maximize:
+        gradient = -gradient
+    if decay:
+        gradient = gradient.add(on.master, alpha=decay)
+    if momentum:
+        (buffer,) = on.states
+        if on.step == 1:
+            buffer.copy_(gradient)
+        else:
+            buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
+        gradient = gradient.add(buffer, alpha=momentum) if nesterov else buffer
+    on.master.add_(gradient, alpha=-lr)
+
+
+def _adam(kernel: Any, on: _Operands, hyper: Hyper) -> None:
+    lr, beta1, beta2, eps, decay, amsgrad, maximize = hyper
+    kernel(
+        [on.master],
+        [on.gradient],
+        [on.states[0]],
+        [on.states[1]],
+        on.states[2:3] if amsgrad else [],
+        [constant(on.step)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=bool(amsgrad),
+        maximize=bool(maximize),
+        grad_scale=on.divisor,
+    )
+
+
+_KERNELS: dict[str, Callable[[_Operands, Hyper], None]] = {
+    "SGD": _sgd,
+    "Adam": partial(_adam, torch._fused_adam_),
+    "AdamW": partial(_adam, torch._fused_adamw_),
+}

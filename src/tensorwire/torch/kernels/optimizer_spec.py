@@ -1,0 +1,206 @@
+"""How an optimizer travels to the servers: as a text that names its class and all it needs.
+
+The numbers of a group (learning rate, …) may change with every step, and travel with it. What
+cannot change is in the text: flags that are no numbers, and which state the class keeps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import Hyper
+
+METHODS = ("elementwise", "whole", "rows")
+"""What a class can be applied to: any part of a tensor, flat; whole tensors only; only the rows of
+tables that have a gradient."""
+
+_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What a group has besides numbers.
+
+    Attributes:
+        constants: options by name, as in `param_groups`.
+        states: names of the arrays that the class keeps with these.
+    """
+
+    constants: Mapping[str, Any]
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerSpec:
+    """A class of optimizers and the options of its groups.
+
+    Attributes:
+        optimizer: the class, "module:qualified name".
+        method: one of METHODS.
+        numbers: names of numbers in every group, with "float", "int" or "bool"; of a tuple under
+            "betas" these are "betas.0" and "betas.1".
+        states: names of the arrays of state of all groups.
+        scalars: names of the numbers of state, with the dtype of a tensor, or "int" or "float".
+        groups: of each group, or one that stands for all.
+        attributes: of the instance, beside those that all optimizers have.
+        lazy: the class makes its state in the first step; else every tensor has it from the start.
+        edits_gradient: a step changes `.grad`.
+        rows: a sparse gradient changes only the rows that it has.
+        states_have_shape: arrays of state have their tensor's shape.
+    """
+
+    optimizer: str
+    method: str
+    numbers: Mapping[str, str]
+    states: tuple[str, ...]
+    scalars: Mapping[str, str]
+    groups: tuple[GroupOptions, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    lazy: bool = True
+    edits_gradient: bool = False
+    rows: bool = False
+    states_have_shape: bool = True
+
+    def to_text(self) -> str:
+        """As it travels; equal optimizers have equal texts."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_text(text: str) -> OptimizerSpec:
+        """Checks the form of what may come from another process; ValueError tells what is wrong."""
+        try:
+            raw = json.loads(text)
+            groups = tuple(
+                GroupOptions(dict(each["constants"]), _names(each["states"]))
+                for each in raw.pop("groups")
+            )
+            states = _names(raw.pop("states"))
+            spec = OptimizerSpec(groups=groups, states=states, **raw)
+            kinds = {"float", "int", "bool"}
+            if spec.method not in METHODS or not groups or not kinds.issuperset(
+                spec.numbers.values()
+            ):
+                raise ValueError("unknown values")
+            _names([spec.optimizer, *spec.numbers, *spec.scalars, *spec.attributes])
+            known = {*kinds, *_SCALAR_DTYPES}
+            if not known.issuperset(spec.scalars.values()):
+                raise ValueError(f"scalars of the types {sorted(spec.scalars.values())}")
+        except _MALFORMED as error:
+            raise ValueError(f"not a description of an optimizer: {error!r}") from error
+        return spec
+
+    def options_of(self, group: int) -> GroupOptions:
+        """Of a group by its index."""
+        return self.groups[group if len(self.groups) > 1 else 0]
+
+    def group_of(self, hyper: Hyper) -> dict[str, Any]:
+        """The numbers of a group by the names that `param_groups` has for them."""
+        found: dict[str, Any] = {}
+        for (name, kind), value in zip(self.numbers.items(), hyper, strict=True):
+            number = _number(kind, value)
+            key, dot, _ = name.partition(".")
+            if dot:
+                found[key] = (*found.get(key, ()), number)
+            else:
+                found[key] = number
+        return found
+
+    def hyper_of(self, group: Mapping[str, Any]) -> Hyper:
+        """The numbers of a group, as `group_of` takes them."""
+        found = []
+        for name in self.numbers:
+            key, dot, index = name.partition(".")
+            found.append(float(group[key][int(index)] if dot else group[key]))
+        return tuple(found)
+
+    @cached_property
+    def name(self) -> str:
+        """The class as people write it."""
+        return self.optimizer.replace(":", ".")
+
+
+_SCALAR_DTYPES = ("float32", "float64", "int64", "int32", "bfloat16", "float16")
+
+
+def _names(raw: Sequence[Any]) -> tuple[str, ...]:
+    if not isinstance(raw, list) or not all(isinstance(each, str) for each in raw):
+        raise ValueError(f"{raw!r:.80} are no names")
+    return tuple(raw)
+
+
+def _number(kind: str, value: float) -> float | int | bool:
+    if kind == "bool":
+        return bool(value)
+    # What was given as 0 may become 0.9.
+    return int(value) if kind == "int" and value.is_integer() else value
+
+
+def class_of(name: str, permitted: Collection[str]) -> type[torch.optim.Optimizer]:
+    """The class that `OptimizerSpec.optimizer` names.
+
+    Args:
+        name: "module:qualified name".
+        permitted: modules from which classes may be imported, besides torch.optim; what is below
+            one of them is permitted too.
+
+    Raises:
+        ValueError: it is not permitted, or there is none.
+    """
+    module, _, path = name.partition(":")
+    if not is_permitted(module, permitted):
+        raise ValueError(f"{name!r} is of a module that this server was not told to import")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be imported here: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"{name!r} is no class of optimizers")
+    return found
+
+
+def is_permitted(module: str, permitted: Collection[str]) -> bool:
+    """A module may be imported by a server: it is torch.optim's, or one of `permitted`, or below."""
+    return any(
+        module == each or module.startswith(f"{each}.") for each in ("torch.optim", *permitted)
+    )
+
+
+def permitted_imports() -> tuple[str, ...]:
+    """The modules that `tensorwire run --import` has named, from the environment.
+
+    Raises:
+        ValueError: something in TENSORWIRE_IMPORT is no name of a module.
+    """
+    named = os.environ.get("TENSORWIRE_IMPORT", "").split(",")
+    found = tuple(name.strip() for name in named if name.strip())
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"TENSORWIRE_IMPORT names {name!r}, which is no module")
+    return found
+
+
+def import_all(modules: Collection[str]) -> None:
+    """Imports modules for the classes in them.
+
+    Raises:
+        UnavailableError: one cannot be imported.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module does
+            raise UnavailableError(
+                f"--import {name}: {type(error).__name__}: {error}; servers look where Python looks "
+                "for modules and in the folder of the script"
+            ) from error

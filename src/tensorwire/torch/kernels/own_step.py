@@ -1,0 +1,284 @@
+"""Any optimizer that works element by element or tensor by tensor: the class's own `step()`.
+
+An instance of the class has one parameter, which lies over the bytes of a cell; its state lies over
+the cell's arrays of state. It is made as `pickle` makes one, from the numbers and options of its
+group, so no user's object is needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TableStep, TensorSpec, Tile
+
+from .optimizer_spec import OptimizerSpec
+from .rows import TableRows
+from .tile import CellTile, scratch
+
+_KEPT_PARTS = 4  # of a cell, whose instances are kept; mostly it is one, the whole cell
+Views = Mapping[str, torch.Tensor]
+
+
+class OwnOptimizer:
+    """An instance of a class of optimizers, for one parameter. One thread at a time.
+
+    Args:
+        cls: the class.
+        spec: how the optimizer is described.
+        group: the parameter's group.
+        master: the parameter's values, which every step changes in place.
+    """
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], spec: OptimizerSpec, group: int, master: torch.Tensor
+    ) -> None:
+        self._spec, self._master = spec, master
+        options = spec.options_of(group)
+        self._parameter = nn.Parameter(master)
+        self._address = self._parameter.data_ptr()
+        self._hyper: Hyper | None = None
+        self._made = made = cls.__new__(cls)
+        constants = dict(options.constants)
+        made.__setstate__(
+            {
+                "defaults": constants,
+                "state": defaultdict(dict),
+                "param_groups": [{**constants, "params": [self._parameter]}],
+                **spec.attributes,
+            }
+        )
+        self._bound: Views | None = None
+
+    def step(
+        self, hyper: Hyper, gradient: torch.Tensor, states: Views, scalars: Scalars | None
+    ) -> Scalars:
+        """Makes a step.
+
+        Args:
+            hyper: numbers of the group, by `OptimizerSpec.numbers`.
+            gradient: of the parameter's shape, dense or sparse.
+            states: all arrays of the group, of the parameter's shape where they have it. They are
+                read and overwritten.
+            scalars: before the step; None: there is no state yet, and `states` are only written.
+
+        Returns:
+            The scalars after the step.
+
+        Raises:
+            ValueError: the class keeps other state than is described.
+        """
+        made, parameter = self._made, self._parameter
+        self._set(hyper)
+        entry: dict[str, Any] = made.state[parameter]
+        if scalars is None:
+            entry.clear()
+        else:
+            if self._bound is not states:
+                entry.clear()
+                entry.update(states)
+                self._bound = states
+            self._put_scalars(entry, scalars)
+        parameter.grad = gradient
+        with torch.no_grad():
+            made.step()
+            parameter.grad = None
+            if parameter.data_ptr() != self._address:  # it was given other memory
+                self._master.copy_(parameter)
+                parameter.data = self._master
+            entry = made.state[parameter]
+            expected = {*states, *self._spec.scalars}
+            if entry.keys() != expected:
+                raise ValueError(
+                    f"{self._spec.optimizer} keeps the state {sorted(entry)}, and not the "
+                    f"{sorted(expected)} of its first steps"
+                )
+            for name, view in states.items():
+                if entry[name] is not view:
+                    view.copy_(entry[name])
+                    entry[name] = view
+            self._bound = states
+        return tuple([float(entry[name]) for name in self._spec.scalars])
+
+    def try_out(self, hyper: Hyper, gradient: torch.Tensor) -> dict[str, Any]:
+        """The state that a first step makes, in memory of its own."""
+        self._set(hyper)
+        self._parameter.grad = gradient
+        with torch.no_grad():
+            self._made.step()
+        return self._made.state.pop(self._parameter)
+
+    def _set(self, hyper: Hyper) -> None:
+        if hyper != self._hyper:
+            numbers = self._spec.group_of(hyper)
+            self._made.param_groups[0].update(numbers)
+            self._made.defaults.update(numbers)
+            self._hyper = hyper
+
+    def _put_scalars(self, entry: dict[str, Any], scalars: Scalars) -> None:
+        for (name, kind), value in zip(self._spec.scalars.items(), scalars, strict=True):
+            found = entry.get(name)
+            if isinstance(found, torch.Tensor):
+                found.fill_(value)
+            else:
+                entry[name] = scalar_of(kind, value)
+
+
+def scalar_of(kind: str, value: float) -> Any:
+    """A number as an optimizer keeps it: `kind` is a dtype of a tensor, "int", "float" or "bool"."""
+    if kind in ("int", "bool", "float"):
+        return {"int": int, "bool": bool, "float": float}[kind](value)
+    return torch.tensor(value, dtype=getattr(torch, kind))
+
+
+class OwnTile(CellTile):
+    """A cell under a class's own `step()`."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        spec: OptimizerSpec,
+        cell: Cell,
+        shape: Sequence[int] | None,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> None:
+        super().__init__(cell.dtype, master, slots, states)
+        self._cls, self._spec, self._group, self._shape = cls, spec, cell.group, shape
+        self._parts: dict[tuple[int, int], tuple[OwnOptimizer, Views]] = {}
+
+    def step(
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
+        """See `parameters.Tile.step`."""
+        gradient = self._gradient(start, stop, kept, scale)
+        divisor = None if kept else self._divisor
+        if divisor is not None or (self._spec.edits_gradient and scale == 1.0):
+            # The sum of several gradients is scratch memory already, as is what was scaled.
+            if divisor is not None:
+                gradient.div_(divisor)
+            else:
+                gradient = scratch(self._master)[: gradient.numel()].copy_(gradient)
+        own, views = self._parts.get((start, stop)) or self._make_part(hyper, start, stop)
+        begins = self._spec.lazy and count == 1
+        return own.step(hyper, self._shaped(gradient), views, None if begins else scalars)
+
+    def _make_part(self, hyper: Hyper, start: int, stop: int) -> tuple[OwnOptimizer, Views]:
+        if len(self._parts) == _KEPT_PARTS:
+            self._parts.clear()
+        master = self._shaped(self._part(self._master, start, stop))
+        shapes = state_shapes(
+            self._cls, self._spec, self._group, hyper, tuple(master.shape), master.dtype
+        )
+        views = {
+            name: self._part(self._states[name], start, stop)[: size.numel()].view(size)
+            for name, size in shapes.items()
+        }
+        own = OwnOptimizer(self._cls, self._spec, self._group, master)
+        self._parts[start, stop] = own, views
+        return own, views
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        if self._shape is None:
+            return flat
+        return flat[: torch.Size(self._shape).numel()].view(self._shape)
+
+
+@lru_cache(maxsize=1024)
+def state_shapes(
+    cls: type[torch.optim.Optimizer],
+    spec: OptimizerSpec,
+    group: int,
+    hyper: Hyper,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Mapping[str, torch.Size]:
+    """The arrays of state that a class keeps of a tensor, and their shapes.
+
+    Mostly they have the tensor's shape. Where they have not, a step is tried out.
+    """
+    if spec.states_have_shape:
+        return dict.fromkeys(spec.options_of(group).states, torch.Size(shape))
+    own = OwnOptimizer(cls, spec, group, torch.zeros(shape, dtype=dtype))
+    entry = own.try_out(hyper, torch.ones(shape, dtype=dtype))
+    return {name: entry[name].shape for name in spec.states if name in entry}
+
+
+class OwnStepKernel:
+    """`parameters.Kernel` for a class of optimizers that is described by an `OptimizerSpec`.
+
+    Attributes:
+        hyper, states, scalars: as of `parameters.Kernel`.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
+        self._cls, self.spec = cls, spec
+        self.hyper = tuple(spec.numbers)
+        self.states = spec.states
+        self.scalars = tuple(spec.scalars)
+
+    @staticmethod
+    def of_object(optimizer: torch.optim.Optimizer, text: str) -> OwnStepKernel:
+        """For an optimizer of this process, whatever its class; `text` is its description."""
+        cls = type(optimizer)
+        return OwnStepKernel(getattr(cls, "_plain_class", cls), OptimizerSpec.from_text(text))
+
+    def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
+        """The present numbers of every group; the optimizer has the options of the description."""
+        return tuple(self.spec.hyper_of(group) for group in optimizer.param_groups)
+
+    def state_shapes(
+        self, group: int, hyper: Hyper, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Mapping[str, torch.Size]:
+        """See `state_shapes`."""
+        return state_shapes(self._cls, self.spec, group, hyper, shape, dtype)
+
+    def bind(
+        self,
+        cell: Cell,
+        shape: Sequence[int] | None,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> Tile:
+        """As `parameters.Kernel.bind`."""
+        return OwnTile(self._cls, self.spec, cell, shape, master, slots, states)
+
+    def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
+        """As `parameters.Kernel.bind_rows`."""
+        if not self.spec.rows:
+            raise ValueError(f"{self.spec.name} changes all rows of a table")
+        mine = {name: states[name] for name in self.spec.options_of(table.group).states}
+        step = partial(self._step_rows, table.group)
+        return TableRows(step, table.dtype, table.shape[1], master, mine)
+
+    def _step_rows(
+        self,
+        group: int,
+        hyper: Hyper,
+        rows: torch.Tensor,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        part: TableStep,
+    ) -> Scalars:
+        """To the class these rows are all of a table, and its gradient has each."""
+        own = OwnOptimizer(self._cls, self.spec, group, rows)
+        each = torch.arange(len(rows)).unsqueeze(0)
+        sparse = torch.sparse_coo_tensor(
+            each, gradient, rows.shape, is_coalesced=True, check_invariants=False
+        )
+        begins = self.spec.lazy and part.count == 1
+        return own.step(hyper, sparse, states, None if begins else part.scalars)

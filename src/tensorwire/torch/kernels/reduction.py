@@ -1,0 +1,62 @@
+"""Servers that average and scale gradients, and no more: worker 0 makes the optimizer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
+
+from .tile import CellTile
+
+AVERAGE_ONLY = "average only"
+
+
+class AveragedTile(CellTile):
+    """A cell whose gradients are averaged, and no more."""
+
+    def step(
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
+        """Scales what is kept for worker 0; parameters are as they were."""
+        if not kept:
+            raise ValueError("gradients that worker 0 applies must be kept")
+        if scale != 1.0:
+            self._part(self._slots[0], start, stop).mul_(scale)
+        return scalars
+
+
+class ReductionKernel:
+    """`parameters.Kernel` without an optimizer."""
+
+    hyper: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    keeps_count = False
+
+    def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
+        """No number matters to the servers."""
+        return ((),) * len(optimizer.param_groups)
+
+    def bind(
+        self,
+        cell: Cell,
+        shape: Sequence[int] | None,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+    ) -> Tile:
+        """As `parameters.Kernel.bind`."""
+        return AveragedTile(cell.dtype, master, slots, states)
+
+    def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
+        """As `parameters.Kernel.bind_rows`."""
+        raise ValueError("sparse gradients need an optimizer on the servers")

@@ -1,0 +1,129 @@
+"""The reduction of a cell's gradients; what an optimizer then does to the cell is a subclass's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+
+from tensorwire.parameters import Bytes, Hyper, Lent, Scalars, Weight
+
+
+def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over bytes; nothing is copied. Its storage has exactly these bytes."""
+    if array.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array, dtype=dtype)
+
+
+class CellTile:
+    """See `parameters.Tile`; `step` is a subclass's.
+
+    Args:
+        dtype: of the parameters, by its name.
+        master: the cell's parameters.
+        slots: the gradients of each slice.
+        states: the arrays of the optimizer's state.
+    """
+
+    def __init__(
+        self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
+    ) -> None:
+        kind = getattr(torch, dtype)
+        self._master = tensor_over(master, kind)
+        self._item = self._master.element_size()
+        self._slots = [tensor_over(slot, kind) for slot in slots]
+        self._states = {name: tensor_over(state, kind) for name, state in states.items()}
+        self._bytes = self._master.nbytes
+        self._reduced = self._slots[0]  # what the last reduce() made, of its bytes
+        self._divisor: torch.Tensor | None = None  # what it is still to be divided by
+
+    def _part(self, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if (start, stop) == (0, self._bytes):
+            return whole
+        return whole[start // self._item : stop // self._item]
+
+    def reduce(self, weights: Sequence[Weight], start: int, stop: int, keep: bool) -> None:
+        """See `parameters.Tile.reduce`."""
+        parts = [
+            tensor_over(where.memory, self._master.dtype)
+            if isinstance(where, Lent)
+            else self._part(self._slots[where], start, stop)
+            for where, _ in weights
+        ]
+        first, weight = weights[0]
+        self._divisor = None
+        if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
+            self._reduced = parts[0]
+            return
+        target = self._slots[0] if keep else scratch(self._master)
+        self._reduced = target = self._part(target, start, stop)
+        if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
+            # The sum, divided at its end: one pass less, and the optimizer's kernel can divide.
+            if len(parts) == 1:
+                target.copy_(parts[0])
+            else:
+                torch.add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                target.add_(part)
+            divisor = constant(1.0 / weight)
+            if keep:
+                target.div_(divisor)
+            else:
+                self._divisor = divisor
+            return
+        torch.mul(parts[0], weight, out=target)
+        for part, (_, factor) in zip(parts[1:], weights[1:], strict=True):
+            target.add_(part, alpha=factor)
+
+    def square_sum(self, start: int, stop: int) -> float:
+        """See `parameters.Tile.square_sum`."""
+        a, b = start // self._item, stop // self._item
+        norm = torch.linalg.vector_norm(self._slots[0][a:b], dtype=torch.float64)
+        return float(norm * norm)
+
+    def step(
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
+        """See `parameters.Tile.step`."""
+        raise NotImplementedError
+
+    def _gradient(self, start: int, stop: int, kept: bool, scale: float) -> torch.Tensor:
+        """The reduced gradient, scaled; still to be divided by the divisor unless kept."""
+        gradient = self._part(self._slots[0], start, stop) if kept else self._reduced
+        if scale == 1.0:
+            return gradient
+        # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
+        return torch.mul(gradient, scale, out=scratch(self._master)[: gradient.numel()])
+
+
+
+@lru_cache(maxsize=64)
+def constant(value: float) -> torch.Tensor:
+    """A float32 scalar, as kernels want step counts and divisors."""
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[torch.dtype, torch.Tensor] = {}
+
+
+_local = _Scratch()
+
+
+def scratch(like: torch.Tensor) -> torch.Tensor:
+    """Memory of this thread that every tile uses in turn, so that it stays in the cache."""
+    found = _local.tensors.get(like.dtype)
+    if found is None or found.numel() < like.numel():
+        found = _local.tensors[like.dtype] = torch.empty_like(like)
+    return found[: like.numel()]

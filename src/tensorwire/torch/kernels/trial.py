@@ -1,0 +1,455 @@
+"""Tries a class of optimizers on small tensors: does it come to the same bits as servers run it?
+
+A dozen steps with changing rates and some zero gradients are made twice: by the user's own object,
+and as servers would make them, flat and cut into cells, or tensor by tensor, or on the rows of a
+sparse gradient alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tensorwire.parameters import (
+    Bytes,
+    Cell,
+    Hyper,
+    Scalars,
+    TableStep,
+    TensorSpec,
+    Tile,
+    padded,
+)
+
+from .optimizer_spec import GroupOptions, OptimizerSpec
+from .own_step import OwnStepKernel, state_shapes
+
+_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1031,), 2: (37, 29), 3: (7, 11, 5)}
+_OF_MORE = 4, 3, 5, 2  # repeated
+_RATES = 1.0, 1.0, 0.5, 0.5, 0.5, 1.5, 1.5, 0.1, 0.1, 2.0, 1.0, 0.7
+_WITHOUT_GRADIENT = 3, 7  # steps, from 0, whose gradients are zero
+_FIRST_RATE = 0.01  # where the present one is 0, as at the start of a warm-up
+_CUT_BYTES = 7 * 64
+
+
+class NotOnServersError(Exception):
+    """Servers cannot run an optimizer; the message says why."""
+
+
+class Kind(NamedTuple):
+    """What matters of a parameter for the way in which an optimizer treats it."""
+
+    group: int
+    dtype: torch.dtype
+    dimensions: int
+    is_table: bool
+
+
+class _Problem(NamedTuple):
+    """Parameters of one group and dtype, and their gradients in every step."""
+
+    group: int
+    dtype: torch.dtype
+    start: list[torch.Tensor]
+    gradients: list[list[torch.Tensor]]
+    rows: list[torch.Tensor] | None  # of tables, in every step
+
+    def gradient(self, step: int, index: int) -> torch.Tensor:
+        """The gradient of a parameter in a step, for the optimizer to keep."""
+        values = self.gradients[step][index].clone()
+        if self.rows is None:
+            return values
+        rows = self.rows[step].unsqueeze(0)
+        shape = self.start[index].shape
+        return torch.sparse_coo_tensor(
+            rows, values, shape, is_coalesced=True, check_invariants=False
+        )
+
+
+class _Outcome(NamedTuple):
+    """What became of each parameter, after each step: bytes of its values and of its state."""
+
+    values: list[list[bytes]]
+    states: list[list[dict[str, bytes]]]
+    scalars: list[list[Scalars]]
+
+
+class Trial:
+    """Tries an optimizer.
+
+    Args:
+        optimizer: the user's.
+        cls: its class.
+        spec: what is known of it: class, numbers, constants, attributes.
+        hyper: the present numbers of every group.
+        kinds: of the parameters that it is tried with.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cls: type[torch.optim.Optimizer],
+        spec: OptimizerSpec,
+        hyper: Sequence[Hyper],
+        kinds: Iterable[Kind],
+    ) -> None:
+        self._optimizer, self._cls, self._spec, self._hyper = optimizer, cls, spec, hyper
+        self._rate = list(spec.numbers).index("lr") if "lr" in spec.numbers else None
+        order = sorted(kinds, key=lambda each: (each.group, str(each.dtype), each.is_table))
+        self._problems = [
+            _problem(*key, sorted({kind.dimensions for kind in some}))
+            for key, some in groupby(order, lambda each: (each.group, each.dtype, each.is_table))
+        ]
+
+    def find(self, stands_for: Sequence[int]) -> OptimizerSpec:
+        """The whole description.
+
+        Args:
+            stands_for: of each group, which one was tried in its place.
+
+        Raises:
+            NotOnServersError: no way in which servers could run it makes the optimizer's own bits.
+        """
+        states: dict[int, set[str]] = defaultdict(set)
+        by_method: dict[str, list[tuple[_Problem, _Outcome]]] = {"dense": [], "rows": []}
+        for problem in self._problems:
+            outcome = self._reference(problem)
+            by_method["dense" if problem.rows is None else "rows"].append((problem, outcome))
+            states[problem.group].update(*(entry for step in outcome.states for entry in step))
+        everything = sorted(set().union(*states.values()))
+        options = self._spec.groups
+        spec = replace(
+            self._spec,
+            states=tuple(everything),
+            groups=tuple(
+                GroupOptions(each.constants, tuple(sorted(states[stands_for[group]])))
+                for group, each in enumerate(options)
+            ),
+        )
+        tables, dense = by_method["rows"], by_method["dense"]
+        spec = replace(spec, rows=bool(tables))
+        if not dense:
+            spec = replace(spec, method="rows")
+        if any(self._differs(spec, *each, _on_rows) for each in tables):
+            # Rows that come later may need what the class makes of all of them at the start.
+            made = replace(spec, lazy=False)
+            fails = any(self._differs(made, *each, _on_rows) for each in tables)
+            spec = replace(spec, rows=False) if fails else made
+        if not dense:
+            return spec
+        if spec.states_have_shape:
+            found = [self._differs(spec, *each, _in_cells) for each in dense]
+            if not any(found):
+                return spec
+        spec = replace(spec, method="whole")
+        for each in dense:
+            if why := self._differs(spec, *each, _by_tensor):
+                raise NotOnServersError(why)
+        return spec
+
+    # ---- the user's object
+
+    def _reference(self, problem: _Problem) -> _Outcome:
+        """What the optimizer itself does; tells what it keeps as state."""
+        with torch.random.fork_rng(devices=()):
+            try:
+                return self._run_reference(problem, lazy=True)
+            except NotOnServersError:
+                raise
+            except Exception as error:  # whatever a class may do
+                first = error
+            try:
+                outcome = self._run_reference(problem, lazy=False)
+            except NotOnServersError:
+                raise
+            except Exception:
+                raise NotOnServersError(
+                    f"its step() fails in a trial: {type(first).__name__}: {first}"
+                ) from first
+            self._spec = replace(self._spec, lazy=False)
+            return outcome
+
+    def _run_reference(self, problem: _Problem, lazy: bool) -> _Outcome:
+        parameters = [nn.Parameter(each.clone()) for each in problem.start]
+        made = self._object_for(problem.group, parameters, lazy)
+        outcome = _Outcome([], [], [])
+        for number, gradients in enumerate(problem.gradients):
+            if self._rate is not None:
+                made.param_groups[0]["lr"] = self._hyper_at(problem.group, number)[self._rate]
+            for index, parameter in enumerate(parameters):
+                parameter.grad = problem.gradient(number, index)
+            made.step()
+            if problem.rows is None:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if parameter.grad is None or not torch.equal(parameter.grad, gradient):
+                        self._spec = replace(self._spec, edits_gradient=True)
+            entries = [self._entry(made.state[each], each) for each in parameters]
+            outcome.values.append([_bytes(each) for each in parameters])
+            outcome.states.append([arrays for arrays, _ in entries])
+            outcome.scalars.append([scalars for _, scalars in entries])
+            if any(a.keys() != b.keys() for a, b in zip(outcome.states[0], outcome.states[-1])):
+                raise NotOnServersError("its state has other entries after some steps")
+        return outcome
+
+    def _object_for(
+        self, group: int, parameters: list[nn.Parameter], lazy: bool
+    ) -> torch.optim.Optimizer:
+        """An object like the user's, with other parameters, no state and no hooks."""
+        options = {**self._optimizer.param_groups[group], **self._spec.groups[group].constants}
+        options |= self._spec.group_of(self._hyper[group])
+        known = {key: options[key] for key in options if key in self._optimizer.defaults}
+        if not lazy:
+            return self._cls(parameters, **known)
+        made = self._cls.__new__(self._cls)
+        vars(made).update(vars(self._optimizer))
+        for key in [key for key in vars(made) if key in ("step", "_tensorwire")]:
+            del vars(made)[key]
+        for key, value in vars(made).items():
+            if key.startswith("_optimizer_"):
+                vars(made)[key] = OrderedDict()
+        made.state = defaultdict(dict)
+        made.defaults = {**self._optimizer.defaults, **known}
+        made.param_groups = [{**options, "params": parameters}]
+        return made
+
+    def _hyper_at(self, group: int, step: int) -> Hyper:
+        """The numbers of a group in a step of the trial, which changes the learning rate."""
+        numbers = list(self._hyper[group])
+        if self._rate is not None:
+            numbers[self._rate] = (numbers[self._rate] or _FIRST_RATE) * _RATES[step]
+        return tuple(numbers)
+
+    def _entry(
+        self, entry: Mapping[str, Any], parameter: torch.Tensor
+    ) -> tuple[dict[str, bytes], Scalars]:
+        """The arrays and the numbers of a parameter's state."""
+        arrays, scalars, kinds = {}, [], {}
+        for name, value in sorted(entry.items()):
+            if isinstance(value, bool | int | float):
+                kinds[name] = type(value).__name__
+                scalars.append(float(value))
+            elif isinstance(value, torch.Tensor) and value.dim() == 0 and parameter.dim():
+                kinds[name] = str(value.dtype).removeprefix("torch.")
+                scalars.append(float(value))
+            elif isinstance(value, torch.Tensor) and value.dtype == parameter.dtype and (
+                value.numel() <= parameter.numel() and value.layout == torch.strided
+            ):
+                arrays[name] = _bytes(value)
+                if value.shape != parameter.shape:
+                    self._spec = replace(self._spec, states_have_shape=False)
+            else:
+                what = type(value).__name__
+                if isinstance(value, torch.Tensor):
+                    what = f"tensor of {tuple(value.shape)} and {value.dtype}"
+                raise NotOnServersError(
+                    f"it keeps {name!r}, a {what}, of a parameter of {tuple(parameter.shape)} and "
+                    f"{parameter.dtype}"
+                )
+        if self._spec.scalars and self._spec.scalars != kinds:
+            raise NotOnServersError("it keeps different numbers of different parameters")
+        self._spec = replace(self._spec, scalars=kinds)
+        return arrays, tuple(scalars)
+
+    # ---- as servers would do it
+
+    def _differs(
+        self, spec: OptimizerSpec, problem: _Problem, expected: _Outcome, run: _Run
+    ) -> str:
+        """How a way of running it differs from the optimizer itself; "" if it does not."""
+        kernel = OwnStepKernel(self._cls, OptimizerSpec.from_text(spec.to_text()))
+        hyper = [self._hyper_at(problem.group, number) for number in range(len(_RATES))]
+        entries: list[dict[str, Any]] = []
+        if not spec.lazy:
+            parameters = [nn.Parameter(each.clone()) for each in problem.start]
+            made = self._object_for(problem.group, parameters, lazy=False)
+            entries = [made.state[each] for each in parameters]
+        try:
+            for number, found in enumerate(run(self._cls, kernel, problem, hyper, entries)):
+                wanted = tuple(each[number] for each in expected)
+                for what, mine, its in zip(_Outcome._fields, found, wanted, strict=True):
+                    if mine != its:
+                        return f"after {number + 1} steps its {what} depend on how tensors are cut"
+        except Exception as error:  # whatever a class may do
+            return f"its step() fails in a trial: {type(error).__name__}: {error}"
+        return ""
+
+
+def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[int]) -> _Problem:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    shapes = [_SHAPES.get(each, (_OF_MORE * each)[:each]) for each in dimensions]
+    shapes += shapes[:1]  # two at least, as some classes look at all tensors together
+    start = [draw(shape) for shape in shapes]
+    gradients, rows = [], []
+    for step in range(len(_RATES)):
+        scale = 0.0 if step in _WITHOUT_GRADIENT else 0.1
+        here = torch.randperm(shapes[0][0], generator=generator)[:9].sort()[0] if is_table else None
+        if here is not None:
+            rows.append(here)
+        formats = shapes if here is None else [(len(here), shape[1]) for shape in shapes]
+        gradients.append([draw(shape) * scale for shape in formats])
+    return _Problem(group, dtype, start, gradients, rows if is_table else None)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+_Step = tuple[list[bytes], list[dict[str, bytes]], list[Scalars]]
+_Run = Callable[
+    [type[torch.optim.Optimizer], OwnStepKernel, _Problem, list[Hyper], list[dict[str, Any]]],
+    Iterator[_Step],
+]
+
+
+class _Memory:
+    """What a server has of some tensors, one behind the other."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        kernel: OwnStepKernel,
+        problem: _Problem,
+        hyper: Hyper,
+        entries: list[dict[str, Any]],
+    ) -> None:
+        spec = kernel.spec
+        self.dtype = str(problem.dtype).removeprefix("torch.")
+        self.places, stop = [], 0
+        for each in problem.start:
+            self.places.append(slice(stop, stop + each.nbytes))
+            stop += padded(each.nbytes)
+        self.size = stop
+        self.master, self.slot = np.zeros(stop, np.uint8), np.zeros(stop, np.uint8)
+        self.states = {name: np.zeros(stop, np.uint8) for name in kernel.states}
+        self.arrays = []  # where each tensor's state lies
+        for each, place in zip(problem.start, self.places, strict=True):
+            shapes = state_shapes(
+                cls, spec, problem.group, hyper, tuple(each.shape), problem.dtype
+            )
+            self.arrays.append(
+                {
+                    name: slice(place.start, place.start + size.numel() * each.element_size())
+                    for name, size in shapes.items()
+                }
+            )
+        self.scalars: list[Scalars] = [(0.0,) * len(kernel.scalars)] * len(problem.start)
+        self.put(self.master, problem.start)
+        for index, entry in enumerate(entries):
+            for name, there in self.arrays[index].items():
+                self.states[name][there] = np.frombuffer(_bytes(entry[name]), np.uint8)
+            self.scalars[index] = tuple(float(entry[name]) for name in kernel.scalars)
+
+    def put(self, target: Bytes, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies tensors into their places."""
+        for place, each in zip(self.places, tensors, strict=True):
+            target[place] = np.frombuffer(_bytes(each), np.uint8)
+
+    def read(self) -> _Step:
+        """What there is now."""
+        values = [self.master[place].tobytes() for place in self.places]
+        states = [
+            {name: self.states[name][there].tobytes() for name, there in each.items()}
+            for each in self.arrays
+        ]
+        return values, states, self.scalars
+
+    def bind(
+        self, kernel: OwnStepKernel, group: int, part: slice, shape: Sequence[int] | None
+    ) -> Tile:
+        """A part of it as a cell."""
+        cell = Cell(0, "trained", group, self.dtype, part.start, part.stop, ())
+        states = {name: state[part] for name, state in self.states.items()}
+        return kernel.bind(cell, shape, self.master[part], [self.slot[part]], states)
+
+
+def _in_cells(
+    cls: type[torch.optim.Optimizer],
+    kernel: OwnStepKernel,
+    problem: _Problem,
+    hyper: list[Hyper],
+    entries: list[dict[str, Any]],
+) -> Iterator[_Step]:
+    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    cuts = range(0, memory.size, _CUT_BYTES)
+    parts = [slice(start, min(start + _CUT_BYTES, memory.size)) for start in cuts]
+    tiles = [memory.bind(kernel, problem.group, part, None) for part in parts]
+    for number, gradients in enumerate(problem.gradients):
+        memory.put(memory.slot, gradients)
+        after = {
+            _advance(tile, part, number, memory.scalars[0], hyper)
+            for tile, part in zip(tiles, parts, strict=True)
+        }
+        if len(after) > 1:
+            raise ValueError("its numbers depend on how tensors are cut")
+        memory.scalars = list(after) * len(memory.scalars)
+        yield memory.read()
+
+
+def _by_tensor(
+    cls: type[torch.optim.Optimizer],
+    kernel: OwnStepKernel,
+    problem: _Problem,
+    hyper: list[Hyper],
+    entries: list[dict[str, Any]],
+) -> Iterator[_Step]:
+    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    parts = [slice(place.start, padded(place.stop)) for place in memory.places]
+    tiles = [
+        memory.bind(kernel, problem.group, part, each.shape)
+        for part, each in zip(parts, problem.start, strict=True)
+    ]
+    for number, gradients in enumerate(problem.gradients):
+        memory.put(memory.slot, gradients)
+        memory.scalars = [
+            _advance(tile, part, number, scalars, hyper)
+            for tile, part, scalars in zip(tiles, parts, memory.scalars, strict=True)
+        ]
+        yield memory.read()
+
+
+def _advance(
+    tile: Tile, part: slice, number: int, scalars: Scalars, hyper: list[Hyper]
+) -> Scalars:
+    size = part.stop - part.start
+    tile.reduce([(0, 1.0)], 0, size, False)
+    return tile.step(hyper[number], number + 1, scalars, 0, size, False, 1.0)
+
+
+def _on_rows(
+    cls: type[torch.optim.Optimizer],
+    kernel: OwnStepKernel,
+    problem: _Problem,
+    hyper: list[Hyper],
+    entries: list[dict[str, Any]],
+) -> Iterator[_Step]:
+    assert problem.rows is not None
+    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    tables = [
+        kernel.bind_rows(
+            TensorSpec("table", memory.dtype, tuple(each.shape), "rows", problem.group),
+            memory.master[place],
+            {name: state[place] for name, state in memory.states.items()},
+        )
+        for each, place in zip(problem.start, memory.places, strict=True)
+    ]
+    height = problem.start[0].shape[0]
+    for number, (gradients, rows) in enumerate(zip(problem.gradients, problem.rows, strict=True)):
+        after = []
+        for table, each, scalars in zip(tables, gradients, memory.scalars, strict=True):
+            values = np.frombuffer(bytearray(_bytes(each)), np.uint8)
+            table.reduce([(rows.numpy(), values, 1.0)])
+            parts = [TableStep(0, height, number + 1, scalars)]
+            after += table.step(hyper[number], parts, 1.0)
+        memory.scalars = after
+        yield memory.read()

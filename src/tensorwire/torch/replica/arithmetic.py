@@ -1,0 +1,192 @@
+"""What is done to the parameters of one optimizer, and where: on the servers, or in worker 0."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import WITH_GRADIENT, Hyper, TensorSpec
+
+from ..kernels import (
+    AVERAGE_ONLY,
+    Kind,
+    NotOnServersError,
+    Options,
+    OwnStepKernel,
+    TorchKernel,
+    describe,
+    ignored_options,
+    kernel_of,
+    options_of,
+)
+
+APPLIERS = ("auto", "servers", "worker")
+"""Who applies gradients: the servers where they can, else worker 0; the servers; worker 0."""
+
+
+class Arithmetic:
+    """Of one optimizer.
+
+    Args:
+        optimizer: the user's.
+        tensors: of the store, before it is known how they are treated.
+        apply: one of APPLIERS.
+        permitted: modules that servers may import; None: there is no other process.
+        several: the optimizers of several processes are one.
+
+    Attributes:
+        text: by which the optimizer travels.
+        kernel: the servers' arithmetic.
+        by_worker: worker 0 makes the optimizer's steps.
+        why: what made it so, in words; "" where it was asked for.
+        tensors: of the store, with the kinds that the optimizer needs.
+
+    Raises:
+        UnavailableError: servers were asked for, or are needed, and cannot.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[TensorSpec],
+        apply: str,
+        permitted: Collection[str] | None,
+        several: bool,
+    ) -> None:
+        self._optimizer, self._permitted = optimizer, permitted
+        self._kinds = {
+            Kind(each.group, getattr(torch, each.dtype), len(each.shape), each.kind == "rows")
+            for each in tensors
+            if each.kind in WITH_GRADIENT
+        }
+        self.why = ""
+        self.text = AVERAGE_ONLY
+        if apply != "worker":
+            try:
+                self.text = describe(optimizer, self._kinds, permitted)
+            except NotOnServersError as error:
+                self.why = str(error)
+        self.kernel: TorchKernel = self._kernel()
+        self.tensors = list(tensors)
+        if isinstance(self.kernel, OwnStepKernel) and self.kernel.spec.method == "whole":
+            self._keep_whole()
+        self.by_worker = self.text == AVERAGE_ONLY
+        cls = _name_of(optimizer)
+        if self.by_worker and apply == "servers":
+            raise UnavailableError(f"servers cannot apply {cls}: {self.why}")
+        tables = [each.name for each in tensors if each.kind == "rows"]
+        if self.by_worker and (several or tables):
+            whose = "a model that is split" if several else f"the sparse gradients of {tables[0]!r}"
+            why = f": {self.why}" if self.why else ""
+            raise UnavailableError(f"worker 0 cannot apply {cls} to {whose}, only servers{why}")
+        self._options: Options | None = None
+        self._texts: dict[Options, str] = {}
+        if isinstance(self.kernel, OwnStepKernel):
+            self._options = options_of(optimizer)[0]
+            self._texts[self._options] = self.text
+
+    def _kernel(self) -> TorchKernel:
+        if self._permitted is None and self.text.startswith("{"):
+            return OwnStepKernel.of_object(self._optimizer, self.text)
+        return kernel_of(self.text, self._permitted or ())
+
+    def _keep_whole(self) -> None:
+        """The optimizer looks at whole tensors: none is cut."""
+        for index, each in enumerate(self.tensors):
+            if each.kind == "trained":
+                self.tensors[index] = replace(each, kind="whole")
+        if odd := next((each.name for each in self.tensors if ", strides " in each.name), None):
+            self.why = f"it looks at whole tensors, and {odd!r} is not contiguous"
+            self.text = AVERAGE_ONLY
+            self.kernel = self._kernel()
+            self.tensors = [
+                replace(each, kind="trained") if each.kind == "whole" else each
+                for each in self.tensors
+            ]
+
+    @property
+    def changes_rows_alone(self) -> bool:
+        """A sparse gradient changes only the rows that it has."""
+        kernel = self.kernel
+        if isinstance(kernel, OwnStepKernel):
+            return kernel.spec.rows
+        return bool(getattr(kernel, "changes_rows_alone", False))
+
+    def hyper(self) -> tuple[Hyper, ...]:
+        """The present numbers of every group."""
+        if self.by_worker:
+            return ((),) * len(self._optimizer.param_groups)
+        return self.kernel.hyper_of(self._optimizer)
+
+    def keeps_other_state(self) -> bool:
+        """The optimizer's groups ask for another description than the servers have."""
+        if self.by_worker:
+            return False
+        if self._options is None:
+            return describe(self._optimizer, (), self._permitted) != self.text
+        try:
+            options, _ = options_of(self._optimizer)
+            if options not in self._texts:
+                kinds, permitted = self._kinds, self._permitted
+                self._texts[options] = describe(self._optimizer, kinds, permitted)
+        except NotOnServersError:
+            return True
+        return self._texts[options] != self.text
+
+    def step(self) -> None:
+        """Makes a step of the optimizer's own class, in this process."""
+        step: Any = _plain_class(self._optimizer).step
+        # Its hooks run around the step of which this is a part.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        step(self._optimizer)
+
+    def tell(self) -> None:
+        """Tells the user what is done otherwise than it was asked for; worker 0 calls it."""
+        cls = _name_of(self._optimizer)
+        if ignored := ignored_options(self._optimizer):
+            verb = "has no meaning" if len(ignored) == 1 else "have no meaning"
+            _say(f"{' and '.join(ignored)} of {cls} {verb} here and will be ignored")
+        if self.by_worker and self.why:
+            _say(
+                f"worker 0 applies {cls}, as servers cannot: {self.why}. Each step sends all "
+                "gradients to worker 0 and all parameters back, and the other workers wait; "
+                'apply="worker" says that it is meant so'
+            )
+
+
+def check_possible(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UnavailableError for an optimizer that nobody can apply in a distributed step."""
+    cls, name = _plain_class(optimizer), _name_of(optimizer)
+    closure = inspect.signature(inspect.unwrap(cls.step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnavailableError(
+            f"{name} evaluates the model several times per step (its step() needs a closure), which "
+            "a distributed step cannot: use another optimizer"
+        )
+    if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
+        raise UnavailableError(
+            f"{name} changes parameters in its train() and eval(), which other workers would not "
+            "see: use another optimizer, and DistributedOptimizer(ema=…) for an average of weights"
+        )
+
+
+def _plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The user's class, also of a distributed one."""
+    cls = type(optimizer)
+    found: type[torch.optim.Optimizer] = getattr(cls, "_plain_class", cls)
+    return found
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    cls = _plain_class(optimizer)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _say(text: str) -> None:
+    print(f"tensorwire: {text}", file=sys.stderr, flush=True)
