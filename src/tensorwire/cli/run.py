@@ -62,6 +62,14 @@ class _Run(Command):
     metavar="HOST",
     help="Where the servers listen (default 127.0.0.1: this host only).",
 )
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    help="The servers may import MODULE, so that they can apply optimizers whose classes are in it. "
+    "Without it they apply those of torch.optim, and worker 0 applies all others.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -78,6 +86,7 @@ def run(
     slices: int | None,
     transports: str | None,
     listen: str,
+    imports: tuple[str, ...],
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -114,7 +123,9 @@ def run(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = JobSpec(command, workers, servers, slices, names, listen, full_tracebacks)
+        job = JobSpec(
+            command, workers, servers, slices, names, listen, full_tracebacks, imports=imports
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

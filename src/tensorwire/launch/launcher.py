@@ -19,6 +19,7 @@ def run(
     prefix: bool = True,
     full_tracebacks: bool = False,
     server_command: Sequence[str] | None = None,
+    imports: Sequence[str] = (),
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -53,6 +54,7 @@ def run(
             with the value "full".
         server_command: the program of a server, to which its options are added; default this
             Python with `-m tensorwire.torch.server`.
+        imports: modules that the servers may import for the optimizers of the script.
         patience: other times than the usual ones.
 
     Returns:
@@ -73,5 +75,6 @@ def run(
         listen,
         full_tracebacks,
         *([] if server_command is None else [tuple(server_command)]),
+        imports=tuple(imports),
     )
     return Supervisor(job, prefix=prefix, patience=patience).run()

@@ -59,6 +59,7 @@ class JobSpec:
     listen: str = "127.0.0.1"
     full_tracebacks: bool = False
     server_command: tuple[str, ...] = _SERVER_COMMAND
+    imports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -74,6 +75,9 @@ class JobSpec:
             _check_transports(self.transports)
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
+        for name in self.imports:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(f"--import {name!r}: the name of a module is needed")
         _check_command(self.command)
         if self.server_command == _SERVER_COMMAND and importlib.util.find_spec("torch") is None:
             raise ValueError("the servers need torch: pip install 'tensorwire[torch]'")
@@ -102,6 +106,8 @@ class JobSpec:
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:
             environment["TENSORWIRE_TRANSPORTS"] = ",".join(self.transports)
+        if self.imports:
+            environment["TENSORWIRE_IMPORT"] = ",".join(self.imports)
         return environment
 
     def worker_environment(
@@ -166,6 +172,9 @@ class JobSpec:
         command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
         command += ["--count", str(self.servers)]
         command += [f"--command={shown_command(self.command)}"]
+        script = Path(os.getcwd() if self.command[0] == "-m" else self.command[0])
+        folder = script if script.is_dir() else script.parent
+        command += [f"--import-from={folder.resolve()}"]
         if addresses:
             command += ["--servers", ",".join(addresses)]
         return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]

@@ -83,7 +83,7 @@ class TableStep(NamedTuple):
 
     first: int
     stop: int
-    count: int
+    step: int  # which of these tensors it is, from 1
     scalars: Scalars
 
 

@@ -390,8 +390,8 @@ def _segments(
 def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
     """Returns what is equal for tensors of one kind, group and dtype that may share cells.
 
-    Of tables it is equal where they are one table: rows are equally long, and the next tensor begins
-    where the last row ends. What must not be cut shares cells with nothing.
+    Of tables it is equal where they are one table: rows are equally long, and the next tensor
+    begins where the last row ends. What must not be cut shares cells with nothing.
     """
     tensor = tensors[index]
     if tensor.kind == "whole":

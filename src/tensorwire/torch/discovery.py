@@ -129,6 +129,7 @@ def start_server(
     command += [f"--workers={workers}", f"--count={count}", f"--servers={','.join(before)}"]
     command += [f"--listen={listen}:0", f"--command={shown_command(sys.argv)}"]
     command += [f"--address-fd={writer}", f"--parent={os.getpid()}"]
+    command += [f"--import-from={os.path.abspath(sys.path[0])}"]  # the folder of the script
     with open(reader) as channel:
         try:
             process = subprocess.Popen(

@@ -55,6 +55,9 @@ def DistributedOptimizer(
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
             "broadcast" (slice 0's win, as in DDP), "average" (mean of the slices; integers as
             broadcast), or "local" (each worker keeps its own).
+        apply: "auto": the servers make the optimizer's steps where they can; else worker 0 does,
+            with a line on stderr that says why. "servers": an error instead. "worker": worker 0 in
+            any case.
         placement: "plan": backward produces gradients where the servers on this host read them (in
             the first step those from 64 KiB up), or in registered memory from which they are sent
             to other hosts; "copy": the worker copies each one. The same bits.
@@ -95,7 +98,14 @@ def DistributedOptimizer(
         )
     own = model if index is None else model.module
     core = Replica(
-        job.session, job.local_replicas, optimizer, own, max_norm, buffers, placement, apply,
+        job.session,
+        job.local_replicas,
+        optimizer,
+        own,
+        max_norm,
+        buffers,
+        placement,
+        apply,
         index,
     )
     if index is not None:

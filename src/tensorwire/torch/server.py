@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--address-fd", type=int, required=True, help="where to write the address")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
     parser.add_argument("--command", default="", help="what the workers run, for people")
+    parser.add_argument("--import-from", metavar="FOLDER", help="where modules may be, too")
     parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
     options = parser.parse_args(arguments)
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
@@ -58,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     server: Server | None = None
     job_file: JobFile | None = None
     try:
-        import_all(imports := permitted_imports())
+        imports = permitted_imports()
+        if imports and options.import_from:
+            sys.path.append(options.import_from)
+        import_all(imports)
         with Node(name, listen=options.listen, advertise=options.advertise) as node:
             member = ServerMember(options.index, options.workers, node, options.count)
             member.connect(tuple(filter(None, options.servers.split(","))))

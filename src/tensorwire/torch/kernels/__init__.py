@@ -11,7 +11,7 @@ from collections.abc import Collection
 from .description import Options, describe, ignored_options, options_of
 from .fused import FusedKernel
 from .optimizer_spec import OptimizerSpec, class_of, import_all, permitted_imports
-from .own_step import OwnStepKernel, scalar_of, state_shapes
+from .own_step import OwnStepKernel, scalar_of
 from .reduction import AVERAGE_ONLY, ReductionKernel
 from .trial import Kind, NotOnServersError
 
@@ -32,7 +32,6 @@ __all__ = [
     "options_of",
     "permitted_imports",
     "scalar_of",
-    "state_shapes",
 ]
 
 TorchKernel = FusedKernel | OwnStepKernel | ReductionKernel

@@ -132,9 +132,7 @@ def describe(
         if key not in _OF_ALL and not key.startswith("_optimizer_") and isinstance(value, _PLAIN)
     }
     groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
-    spec = OptimizerSpec(
-        name, "elementwise", dict(options.numbers), (), {}, groups, attributes
-    )
+    spec = OptimizerSpec(name, "elementwise", dict(options.numbers), (), {}, groups, attributes)
     # Groups with equal options differ in nothing that a trial could find.
     alike: dict[tuple[object, ...], int] = {}
     stands_for = [

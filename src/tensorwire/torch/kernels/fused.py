@@ -32,7 +32,7 @@ _KNOWN: dict[type[torch.optim.Optimizer], str] = {
 }
 
 
-def fused_path_of(optimizer: torch.optim.Optimizer, cls: type) -> str:
+def fused_path_of(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> str:
     """How SGD, Adam or AdamW travels: its class path and the state it keeps; "" if it is another.
 
     Raises:
@@ -61,7 +61,7 @@ def fused_path_of(optimizer: torch.optim.Optimizer, cls: type) -> str:
     return f"torch.optim.{kind}:{','.join(states)}"
 
 
-def _is_unchanged(cls: type, known: type) -> bool:
+def _is_unchanged(cls: type, known: Any) -> bool:
     """A class steps as a known one does: it, and no class between, has arithmetic of its own."""
     for each in cls.__mro__[: cls.__mro__.index(known)]:
         # torch puts a wrapped step into each class of which it makes an optimizer.

@@ -86,8 +86,10 @@ class OptimizerSpec:
             states = _names(raw.pop("states"))
             spec = OptimizerSpec(groups=groups, states=states, **raw)
             kinds = {"float", "int", "bool"}
-            if spec.method not in METHODS or not groups or not kinds.issuperset(
-                spec.numbers.values()
+            if (
+                spec.method not in METHODS
+                or not groups
+                or not kinds.issuperset(spec.numbers.values())
             ):
                 raise ValueError("unknown values")
             _names([spec.optimizer, *spec.numbers, *spec.scalars, *spec.attributes])
@@ -170,7 +172,7 @@ def class_of(name: str, permitted: Collection[str]) -> type[torch.optim.Optimize
 
 
 def is_permitted(module: str, permitted: Collection[str]) -> bool:
-    """A module may be imported by a server: it is torch.optim's, or one of `permitted`, or below."""
+    """A server may import a module: it is torch.optim's, or one of `permitted`, or below one."""
     return any(
         module == each or module.startswith(f"{each}.") for each in ("torch.optim", *permitted)
     )
@@ -201,6 +203,6 @@ def import_all(modules: Collection[str]) -> None:
             importlib.import_module(name)
         except Exception as error:  # whatever a module does
             raise UnavailableError(
-                f"--import {name}: {type(error).__name__}: {error}; servers look where Python looks "
-                "for modules and in the folder of the script"
+                f"--import {name}: {type(error).__name__}: {error}; servers look where Python "
+                "looks for modules, and in the folder of the script"
             ) from error

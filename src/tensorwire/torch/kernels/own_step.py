@@ -36,14 +36,19 @@ class OwnOptimizer:
     """
 
     def __init__(
-        self, cls: type[torch.optim.Optimizer], spec: OptimizerSpec, group: int, master: torch.Tensor
+        self,
+        cls: type[torch.optim.Optimizer],
+        spec: OptimizerSpec,
+        group: int,
+        master: torch.Tensor,
     ) -> None:
         self._spec, self._master = spec, master
         options = spec.options_of(group)
         self._parameter = nn.Parameter(master)
         self._address = self._parameter.data_ptr()
         self._hyper: Hyper | None = None
-        self._made = made = cls.__new__(cls)
+        made: Any = object.__new__(cls)
+        self._made = made
         constants = dict(options.constants)
         made.__setstate__(
             {
@@ -111,7 +116,8 @@ class OwnOptimizer:
         self._parameter.grad = gradient
         with torch.no_grad():
             self._made.step()
-        return self._made.state.pop(self._parameter)
+        entry: dict[str, Any] = self._made.state.pop(self._parameter)
+        return entry
 
     def _set(self, hyper: Hyper) -> None:
         if hyper != self._hyper:
@@ -130,7 +136,7 @@ class OwnOptimizer:
 
 
 def scalar_of(kind: str, value: float) -> Any:
-    """A number as an optimizer keeps it: `kind` is a dtype of a tensor, "int", "float" or "bool"."""
+    """A number as an optimizer keeps it: a tensor of a dtype, or "int", "float" or "bool"."""
     if kind in ("int", "bool", "float"):
         return {"int": int, "bool": bool, "float": float}[kind](value)
     return torch.tensor(value, dtype=getattr(torch, kind))
@@ -150,7 +156,8 @@ class OwnTile(CellTile):
         states: Mapping[str, Bytes],
     ) -> None:
         super().__init__(cell.dtype, master, slots, states)
-        self._cls, self._spec, self._group, self._shape = cls, spec, cell.group, shape
+        self._cls: Any = cls
+        self._spec, self._group, self._shape = spec, cell.group, shape
         self._parts: dict[tuple[int, int], tuple[OwnOptimizer, Views]] = {}
 
     def step(
@@ -199,7 +206,7 @@ class OwnTile(CellTile):
 
 @lru_cache(maxsize=1024)
 def state_shapes(
-    cls: type[torch.optim.Optimizer],
+    cls: Any,
     spec: OptimizerSpec,
     group: int,
     hyper: Hyper,
@@ -225,7 +232,8 @@ class OwnStepKernel:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
-        self._cls, self.spec = cls, spec
+        self._cls: Any = cls
+        self.spec = spec
         self.hyper = tuple(spec.numbers)
         self.states = spec.states
         self.scalars = tuple(spec.scalars)
@@ -280,5 +288,5 @@ class OwnStepKernel:
         sparse = torch.sparse_coo_tensor(
             each, gradient, rows.shape, is_coalesced=True, check_invariants=False
         )
-        begins = self.spec.lazy and part.count == 1
+        begins = self.spec.lazy and part.step == 1
         return own.step(hyper, sparse, states, None if begins else part.scalars)

@@ -1,4 +1,4 @@
-"""Tables whose gradients are sparse: the rows that a step has, and what an optimizer does to them."""
+"""Tables with sparse gradients: the rows that a step has, and what an optimizer does to them."""
 
 from __future__ import annotations
 
@@ -119,9 +119,12 @@ def _union(every: Sequence[Rows], height: int) -> Rows:
 
 
 def _items(target: torch.Tensor) -> NDArray[np.void]:
-    """The rows of a contiguous tensor as items; torch's own indexing takes several times as long."""
+    """The rows of a contiguous tensor as items; torch's indexing takes several times as long."""
     whole = target.view(-1).view(torch.uint8).numpy()
-    return whole.view(np.dtype((np.void, target.shape[1] * target.element_size())))
+    items: NDArray[np.void] = whole.view(
+        np.dtype((np.void, target.shape[1] * target.element_size()))
+    )
+    return items
 
 
 def take_rows(source: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -106,7 +106,6 @@ class CellTile:
         return torch.mul(gradient, scale, out=scratch(self._master)[: gradient.numel()])
 
 
-
 @lru_cache(maxsize=64)
 def constant(value: float) -> torch.Tensor:
     """A float32 scalar, as kernels want step counts and divisors."""

@@ -29,7 +29,7 @@ from tensorwire.parameters import (
 )
 
 from .optimizer_spec import GroupOptions, OptimizerSpec
-from .own_step import OwnStepKernel, state_shapes
+from .own_step import OwnStepKernel
 
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1031,), 2: (37, 29), 3: (7, 11, 5)}
 _OF_MORE = 4, 3, 5, 2  # repeated
@@ -194,7 +194,10 @@ class Trial:
             outcome.values.append([_bytes(each) for each in parameters])
             outcome.states.append([arrays for arrays, _ in entries])
             outcome.scalars.append([scalars for _, scalars in entries])
-            if any(a.keys() != b.keys() for a, b in zip(outcome.states[0], outcome.states[-1])):
+            if any(
+                a.keys() != b.keys()
+                for a, b in zip(outcome.states[0], outcome.states[-1], strict=True)
+            ):
                 raise NotOnServersError("its state has other entries after some steps")
         return outcome
 
@@ -207,11 +210,11 @@ class Trial:
         known = {key: options[key] for key in options if key in self._optimizer.defaults}
         if not lazy:
             return self._cls(parameters, **known)
-        made = self._cls.__new__(self._cls)
+        made: torch.optim.Optimizer = object.__new__(self._cls)
         vars(made).update(vars(self._optimizer))
         for key in [key for key in vars(made) if key in ("step", "_tensorwire")]:
             del vars(made)[key]
-        for key, value in vars(made).items():
+        for key in vars(made):
             if key.startswith("_optimizer_"):
                 vars(made)[key] = OrderedDict()
         made.state = defaultdict(dict)
@@ -238,8 +241,10 @@ class Trial:
             elif isinstance(value, torch.Tensor) and value.dim() == 0 and parameter.dim():
                 kinds[name] = str(value.dtype).removeprefix("torch.")
                 scalars.append(float(value))
-            elif isinstance(value, torch.Tensor) and value.dtype == parameter.dtype and (
-                value.numel() <= parameter.numel() and value.layout == torch.strided
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.dtype == parameter.dtype
+                and (value.numel() <= parameter.numel() and value.layout == torch.strided)
             ):
                 arrays[name] = _bytes(value)
                 if value.shape != parameter.shape:
@@ -271,7 +276,7 @@ class Trial:
             made = self._object_for(problem.group, parameters, lazy=False)
             entries = [made.state[each] for each in parameters]
         try:
-            for number, found in enumerate(run(self._cls, kernel, problem, hyper, entries)):
+            for number, found in enumerate(run(kernel, problem, hyper, entries)):
                 wanted = tuple(each[number] for each in expected)
                 for what, mine, its in zip(_Outcome._fields, found, wanted, strict=True):
                     if mine != its:
@@ -302,12 +307,13 @@ def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[in
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return data
 
 
 _Step = tuple[list[bytes], list[dict[str, bytes]], list[Scalars]]
 _Run = Callable[
-    [type[torch.optim.Optimizer], OwnStepKernel, _Problem, list[Hyper], list[dict[str, Any]]],
+    [OwnStepKernel, _Problem, list[Hyper], list[dict[str, Any]]],
     Iterator[_Step],
 ]
 
@@ -317,13 +323,11 @@ class _Memory:
 
     def __init__(
         self,
-        cls: type[torch.optim.Optimizer],
         kernel: OwnStepKernel,
         problem: _Problem,
         hyper: Hyper,
         entries: list[dict[str, Any]],
     ) -> None:
-        spec = kernel.spec
         self.dtype = str(problem.dtype).removeprefix("torch.")
         self.places, stop = [], 0
         for each in problem.start:
@@ -334,9 +338,7 @@ class _Memory:
         self.states = {name: np.zeros(stop, np.uint8) for name in kernel.states}
         self.arrays = []  # where each tensor's state lies
         for each, place in zip(problem.start, self.places, strict=True):
-            shapes = state_shapes(
-                cls, spec, problem.group, hyper, tuple(each.shape), problem.dtype
-            )
+            shapes = kernel.state_shapes(problem.group, hyper, tuple(each.shape), problem.dtype)
             self.arrays.append(
                 {
                     name: slice(place.start, place.start + size.numel() * each.element_size())
@@ -374,13 +376,12 @@ class _Memory:
 
 
 def _in_cells(
-    cls: type[torch.optim.Optimizer],
     kernel: OwnStepKernel,
     problem: _Problem,
     hyper: list[Hyper],
     entries: list[dict[str, Any]],
 ) -> Iterator[_Step]:
-    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    memory = _Memory(kernel, problem, hyper[0], entries)
     cuts = range(0, memory.size, _CUT_BYTES)
     parts = [slice(start, min(start + _CUT_BYTES, memory.size)) for start in cuts]
     tiles = [memory.bind(kernel, problem.group, part, None) for part in parts]
@@ -397,13 +398,12 @@ def _in_cells(
 
 
 def _by_tensor(
-    cls: type[torch.optim.Optimizer],
     kernel: OwnStepKernel,
     problem: _Problem,
     hyper: list[Hyper],
     entries: list[dict[str, Any]],
 ) -> Iterator[_Step]:
-    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    memory = _Memory(kernel, problem, hyper[0], entries)
     parts = [slice(place.start, padded(place.stop)) for place in memory.places]
     tiles = [
         memory.bind(kernel, problem.group, part, each.shape)
@@ -418,23 +418,20 @@ def _by_tensor(
         yield memory.read()
 
 
-def _advance(
-    tile: Tile, part: slice, number: int, scalars: Scalars, hyper: list[Hyper]
-) -> Scalars:
+def _advance(tile: Tile, part: slice, number: int, scalars: Scalars, hyper: list[Hyper]) -> Scalars:
     size = part.stop - part.start
     tile.reduce([(0, 1.0)], 0, size, False)
     return tile.step(hyper[number], number + 1, scalars, 0, size, False, 1.0)
 
 
 def _on_rows(
-    cls: type[torch.optim.Optimizer],
     kernel: OwnStepKernel,
     problem: _Problem,
     hyper: list[Hyper],
     entries: list[dict[str, Any]],
 ) -> Iterator[_Step]:
     assert problem.rows is not None
-    memory = _Memory(cls, kernel, problem, hyper[0], entries)
+    memory = _Memory(kernel, problem, hyper[0], entries)
     tables = [
         kernel.bind_rows(
             TensorSpec("table", memory.dtype, tuple(each.shape), "rows", problem.group),

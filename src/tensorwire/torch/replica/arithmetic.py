@@ -166,7 +166,7 @@ def check_possible(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(inspect.unwrap(cls.step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnavailableError(
-            f"{name} evaluates the model several times per step (its step() needs a closure), which "
+            f"{name} evaluates the model several times per step, as its step() needs a closure; "
             "a distributed step cannot: use another optimizer"
         )
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
