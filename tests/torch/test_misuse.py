@@ -196,19 +196,10 @@ def sparse_gradient_changed(job: tw.Job) -> None:
     opt.step()
 
 
-@case("UnavailableError", "RMSprop")
-def rmsprop(job: tw.Job) -> None:
+@case("UnavailableError", "LBFGS evaluates the model several times per step")
+def lbfgs(job: tw.Job) -> None:
     model = net()
-    tw.DistributedOptimizer(torch.optim.RMSprop(model.parameters()), model)
-
-
-@case("UnavailableError", "Own")
-def subclass(job: tw.Job) -> None:
-    class Own(torch.optim.SGD):
-        pass
-
-    model = net()
-    tw.DistributedOptimizer(Own(model.parameters()), model)
+    tw.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model)
 
 
 @case("TypeError", "Sequential")

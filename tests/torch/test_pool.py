@@ -37,7 +37,7 @@ from tensorwire.parameters import (
 )
 from tensorwire.parameters.contributions import Contribution
 from tensorwire.parameters.shard import Shard, ShardMemory
-from tensorwire.torch.kernels import TorchKernels
+from tensorwire.torch.kernels import FusedKernel
 
 STEPS = 6
 SGD = "torch.optim.SGD:momentum_buffer"
@@ -49,7 +49,7 @@ HYPER = (0.1, 0.9, 0.0, 0.0, 0.0, 0.0)
 
 def spec_of(sizes: list[int], slices: int) -> Spec:
     tensors = tuple(TensorSpec(f"t{i}", "float32", (size,)) for i, size in enumerate(sizes))
-    return Spec(SGD, TorchKernels(SGD).hyper, 1, slices, tensors)
+    return Spec(SGD, FusedKernel(SGD).hyper, 1, slices, tensors)
 
 
 def values_of(store: LocalStore) -> np.ndarray[Any, Any]:
@@ -62,7 +62,7 @@ def train(
     spec: Spec, ways: list[list[int]], order: list[int], clipped: bool
 ) -> tuple[list[float], np.ndarray[Any, Any]]:
     """Two steps; how each slice's gradients come, and in whose blocks those of the pool lie."""
-    store = LocalStore(spec, TorchKernels(SGD))
+    store = LocalStore(spec, FusedKernel(SGD))
     generator = np.random.default_rng(1)
     norms = []
     for version in (2, 3):
@@ -127,7 +127,7 @@ def test_a_reduced_gradient_of_the_pool_is_applied() -> None:
     """As synchronize() and then step() do it."""
     views = []
     for way in (PUSHED, POOLED):
-        store = LocalStore(spec_of([40, 40], 1), TorchKernels(SGD))
+        store = LocalStore(spec_of([40, 40], 1), FusedKernel(SGD))
         places = store.places(0)
         for tensor in range(2):
             data = np.arange(40, dtype=np.float32).view(np.uint8)
@@ -164,7 +164,7 @@ def test_blocks_that_cannot_be_are_refused(block: int, says: str | None) -> None
         arrays[0], [Contribution(*arrays[1:4])], {"momentum_buffer": arrays[4]},
         np.zeros(3, np.int64),
     )  # fmt: skip
-    shard = Shard(share, TorchKernels(SGD), memory)
+    shard = Shard(share, FusedKernel(SGD), memory)
     present = bytes([POOLED, PRODUCED, ABSENT])
     commit = Commit(2, APPLY, 0, 1.0, 1.0, 1.0, (HYPER,), present, (block, 0, 0))
     if says is None:
@@ -185,7 +185,7 @@ def test_blocks_of_another_server_are_refused() -> None:
         arrays[0], [Contribution(*arrays[1:4])], {"momentum_buffer": arrays[4]},
         np.zeros(4, np.int64),
     )  # fmt: skip
-    shard = Shard(share, TorchKernels(SGD), memory)
+    shard = Shard(share, FusedKernel(SGD), memory)
     commit = Commit(2, APPLY, 0, 1.0, 1.0, 1.0, (HYPER,), bytes([POOLED] * 4), (6, 4, 2, 0))
     with pytest.raises(ValueError, match="cannot be in the place of"):
         shard.check(commit, True)

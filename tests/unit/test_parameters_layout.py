@@ -17,6 +17,7 @@ from tensorwire.parameters.layout import (
     Spec,
     TensorSpec,
     checked_wants,
+    padded,
 )
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"]
@@ -45,10 +46,12 @@ cell_sizes = st.sampled_from([64, 128, 192, 4096, 256 << 10])
 
 
 def most(spec: Spec, tensor: int, cell_bytes: int) -> int:
-    """A table's cell has whole rows, however long they are."""
-    table = spec.tensors[tensor]
-    is_table = table.kind == "rows"
-    return max(cell_bytes, math.lcm(table.row_bytes, ALIGN_BYTES)) if is_table else cell_bytes
+    """A table's cell has whole rows, however long they are; what must not be cut is one cell."""
+    found = spec.tensors[tensor]
+    if found.kind == "whole":
+        return max(cell_bytes, padded(found.size_bytes))
+    is_table = found.kind == "rows"
+    return max(cell_bytes, math.lcm(found.row_bytes, ALIGN_BYTES)) if is_table else cell_bytes
 
 
 @given(specs(), cell_sizes)
@@ -75,6 +78,7 @@ def test_places_do_not_overlap_and_cells_cover_everything(spec: Spec, cell_bytes
             assert place.start <= piece.start < piece.stop <= place.stop
             assert (tensor.kind, tensor.group, tensor.dtype) == (cell.kind, cell.group, cell.dtype)
         assert inside == cell.stop
+        assert cell.kind != "whole" or len(cell.pieces) == 1
         at = cell.stop
     assert at == end
 

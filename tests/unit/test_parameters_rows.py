@@ -197,8 +197,9 @@ class Sum:
     def square_sums(self) -> Any:
         return (self._total[self._rows].astype(np.float64) ** 2).sum(1)
 
-    def step(self, hyper: Any, scale: float) -> None:
+    def step(self, hyper: Any, parts: Any, scale: float) -> list[tuple[float, ...]]:
         self._master[self._rows] += np.float32(scale) * self._total[self._rows]
+        return [() for _ in parts]
 
 
 class Only:
@@ -206,13 +207,12 @@ class Only:
 
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
 
-    def bind_rows(self, dtype: str, columns: int, master: Bytes) -> Lookup:
-        return Sum(columns, master)
+    def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
+        return Sum(table.shape[1], master)
 
-    def bind(
-        self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
-    ) -> Any:
+    def bind(self, *_: Any) -> Any:
         raise AssertionError("there is nothing else")
 
 

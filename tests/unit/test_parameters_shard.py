@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from tensorwire.parameters.contributions import Contribution
 from tensorwire.parameters.layout import CELL_BYTES, Layout, Spec, TensorSpec
-from tensorwire.parameters.messages import APPLY, PUSHED, Bytes, Commit
+from tensorwire.parameters.messages import APPLY, PUSHED, Commit
 from tensorwire.parameters.shard import Shard, ShardMemory
 
 CELLS = 12
@@ -26,8 +26,8 @@ class Tile:
     def square_sum(self, start: int, stop: int) -> float:
         return 0.0
 
-    def step(self, *_: Any) -> None:
-        pass
+    def step(self, *_: Any) -> tuple[float, ...]:
+        return ()
 
 
 class Recorder:
@@ -35,13 +35,12 @@ class Recorder:
 
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act, self._bound = act, 0
 
-    def bind(
-        self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
-    ) -> Tile:
+    def bind(self, *_: Any) -> Tile:
         self._bound += 1
         return Tile(self._bound - 1, self._act)
 
