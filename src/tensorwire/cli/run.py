@@ -67,7 +67,7 @@ class _Run(Command):
     "imports",
     multiple=True,
     metavar="MODULE",
-    help="The servers may import MODULE, so that they can apply optimizers whose classes are in it. "
+    help="Lets the servers import MODULE and apply optimizers whose classes are in it. "
     "Without it they apply those of torch.optim, and worker 0 applies all others.",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")

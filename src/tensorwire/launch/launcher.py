@@ -74,7 +74,7 @@ def run(
         None if transports is None else tuple(transports),
         listen,
         full_tracebacks,
+        tuple(imports),
         *([] if server_command is None else [tuple(server_command)]),
-        imports=tuple(imports),
     )
     return Supervisor(job, prefix=prefix, patience=patience).run()

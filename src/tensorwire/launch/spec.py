@@ -58,8 +58,8 @@ class JobSpec:
     transports: tuple[str, ...] | None = None
     listen: str = "127.0.0.1"
     full_tracebacks: bool = False
-    server_command: tuple[str, ...] = _SERVER_COMMAND
     imports: tuple[str, ...] = ()
+    server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
         if self.workers < 1:

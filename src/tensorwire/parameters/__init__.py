@@ -33,6 +33,7 @@ from .messages import (
     Hyper,
     Result,
 )
+from .regions import AVERAGE
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.local import LocalStore
@@ -41,6 +42,7 @@ from .worker.store import Part, Place, RemoteStore, Store
 __all__ = [
     "ABSENT",
     "APPLY",
+    "AVERAGE",
     "CELL_BYTES",
     "CHECK_FINITE",
     "ITEM_BYTES",

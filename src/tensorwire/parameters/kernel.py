@@ -149,6 +149,9 @@ class Kernel(Protocol):
         The `shape` is that of the one tensor in it, where a tensor must not be cut; else None.
         """
 
+    def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
+        """Moves `target` towards `source`, by `weight` of the way; 1 copies it."""
+
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
         """Prepares rows of a table, of which `table` is a tensor: the bytes of their parameters.
 

@@ -92,6 +92,7 @@ class Spec:
         tensors: in the order of the model.
         pipeline: workers that compute a slice together, each the gradients of other tensors.
         scalars: names of the numbers that the optimizer keeps of each tensor.
+        ema: decay of the average of all values that each trained tensor had; 0: there is none.
     """
 
     optimizer: str
@@ -101,6 +102,7 @@ class Spec:
     tensors: tuple[TensorSpec, ...]
     pipeline: int = 1
     scalars: tuple[str, ...] = ()
+    ema: float = 0.0
 
     def to_json(self) -> bytes:
         """As it travels."""
@@ -141,6 +143,10 @@ class Spec:
         for what, number in numbers.items():
             if not isinstance(number, int) or not 1 <= number <= 1 << 16:
                 raise ValueError(f"a store has 1 to 65536 {what}, not {number!r}")
+        if not (isinstance(self.ema, float) and 0.0 <= self.ema < 1.0):
+            raise ValueError(f"the decay of an average is from 0 up to 1, not {self.ema!r}")
+        if self.ema and any(tensor.kind == "rows" for tensor in self.tensors):
+            raise ValueError("tables with sparse gradients have no average")
         if not isinstance(self.optimizer, str):
             raise ValueError(f"an optimizer is named by text, not {self.optimizer!r}")
         names = set()
@@ -168,7 +174,7 @@ class Spec:
             longer = max(self.tensors, other.tensors, key=len)
             extra = longer[min(len(self.tensors), len(other.tensors))]
             return f"{extra} is on one side only"
-        for field in ("optimizer", "hyper", "groups", "slices", "pipeline", "scalars"):
+        for field in ("optimizer", "hyper", "groups", "slices", "pipeline", "scalars", "ema"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return f"{field} {mine!r} here, {theirs!r} there"

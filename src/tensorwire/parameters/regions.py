@@ -28,7 +28,12 @@ class RegionKind(StrEnum):
     SLOT, PRODUCED, POOL, BLOCKS, ROWS = "slot", "produced", "pool", "blocks", "rows"
     # At a server: of each commit of a version, of each state of the optimizer, and once.
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
-    COUNTS, SCALARS, NORMS, MASTER = "counts", "scalars", "norms", "master"
+    COUNTS, SCALARS, AVERAGED = "counts", "scalars", "averaged"
+    NORMS, MASTER = "norms", "master"
+
+
+AVERAGE = "average of weights"
+"""The name of the array of state that has the averages of the values of trained tensors."""
 
 
 UNIT_BYTES = 1 << 20
@@ -110,6 +115,7 @@ class ServerRegions:
             RegionKind.BLOCKS: BLOCK_BYTES * count,
             RegionKind.ROWS: heads_bytes(share),
             RegionKind.COUNTS: 8 * count,
+            RegionKind.AVERAGED: 8 * count,
             RegionKind.SCALARS: 8 * count * len(spec.scalars),
             RegionKind.COMMIT: mailbox_bytes(commit + stamps),
             RegionKind.ARRIVED: stamps,

@@ -61,6 +61,8 @@ class ShardMemory:
         states: optimizer state by name.
         counts: int64, one per tensor of the whole store: steps that were applied to it.
         scalars: float64, a row per tensor of the whole store: numbers that the optimizer keeps.
+        average: the averages of the values that trained tensors had; None: nobody wants them.
+        averaged: int64, one per tensor of the whole store: of how many values that is.
     """
 
     master: Bytes
@@ -68,6 +70,8 @@ class ShardMemory:
     states: Mapping[str, Bytes] = field(default_factory=dict)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     scalars: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    average: Bytes | None = None
+    averaged: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def threads_for(cells: int, most: int) -> int:
@@ -91,6 +95,7 @@ class Shard:
     def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
         self.share = share
         self.memory = memory
+        self._kernel = kernel
         self._tiles = {
             i: self._bind(kernel, cell) for i, cell in enumerate(share.cells) if cell.kind != "rows"
         }
@@ -253,16 +258,28 @@ class Shard:
                     begin, end = cell.start + run.start, cell.start + run.stop
                     tensors = [p.tensor for p in cell.pieces if begin <= p.start < end]
                     after.append((tensors, scalars))
+            if self.memory.average is not None:
+                self._average(cell, self.memory.average)
             if publisher:
                 publisher(cell.start, cell.stop)
             return ()
 
         self._map(work, arrivals)
+        if self.memory.average is not None:
+            self.memory.averaged[self._here] += 1
         self._copy_buffers(commits, publisher, arrivals)
         for tensor in self._counted:
             counts[tensor] += given.all_present or bool(given.weights(tensor))
         for tensors, scalars in after:
             self.memory.scalars[tensors] = scalars
+
+    def _average(self, cell: Cell, average: Bytes) -> None:
+        """The first values of a tensor are their own average, as in torch's AveragedModel."""
+        base, averaged = self.share.start, self.memory.averaged.data
+        for start, stop, begins in cell.runs(lambda piece: averaged[piece.tensor] == 0):
+            part = slice(start - base, stop - base)
+            weight = 1.0 if begins else 1.0 - self.share.layout.spec.ema
+            self._kernel.average(cell.dtype, average[part], self.memory.master[part], weight)
 
     def _step_rows(
         self, index: int, given: Contributions, hyper: Hyper, scale: float

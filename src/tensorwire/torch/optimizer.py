@@ -35,6 +35,7 @@ def DistributedOptimizer(
     buffers: str = "broadcast",
     placement: str = "plan",
     apply: str = "auto",
+    ema: float | None = None,
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -58,12 +59,16 @@ def DistributedOptimizer(
         apply: "auto": the servers make the optimizer's steps where they can; else worker 0 does,
             with a line on stderr that says why. "servers": an error instead. "worker": worker 0 in
             any case.
+        ema: the servers keep an exponential moving average of all values that each parameter has
+            had, ema * average + (1 - ema) * value after every step, as torch's AveragedModel does
+            with get_ema_multi_avg_fn(ema); see `ema_weights()`. None: there is none.
         placement: "plan": backward produces gradients where the servers on this host read them (in
             the first step those from 64 KiB up), or in registered memory from which they are sent
             to other hosts; "copy": the worker copies each one. The same bits.
 
     Returns:
-        `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`, `close()`.
+        `optimizer`, with these additions: `accumulate()`, `synchronize()`, `last_norm`,
+        `ema_weights()`, `ema_state_dict()`, `close()`.
         It cannot be copied or pickled; its `state_dict()` can.
 
     Raises:
@@ -87,10 +92,14 @@ def DistributedOptimizer(
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     if apply not in APPLIERS:
         raise ValueError(f"apply is {', '.join(map(repr, APPLIERS))}, not {apply!r}")
+    if ema is not None and not (isinstance(ema, float) and 0.0 < ema < 1.0):
+        raise ValueError(f"ema is a decay between 0 and 1, as 0.999, not {ema!r}")
     check_possible(optimizer)
     index = model_index_of(model)
     if index is not None:
         _check_split(job, model, buffers)
+        if ema is not None:
+            raise ValueError("a split model has no average of weights; leave out ema=")
     elif job.pipeline > 1:
         raise ValueError(
             f"in this job {job.pipeline} workers share a model: give the Split that tw.split() "
@@ -106,6 +115,7 @@ def DistributedOptimizer(
         buffers,
         placement,
         apply,
+        ema or 0.0,
         index,
     )
     if index is not None:
@@ -181,6 +191,25 @@ class DistributedMixin:
         """
         self._tensorwire.synchronize()
 
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Parameters have their averages inside, in this process alone; needs `ema=`.
+
+        To evaluate: no gradient is recorded inside, and what others train with stays as it is.
+        Buffers stay as they are. No other worker takes part. Call it between steps.
+
+        Raises:
+            RuntimeError: there is no average, or this is between the slices of a step.
+        """
+        with self._tensorwire.averaged():
+            yield
+
+    def ema_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's `state_dict()` with the averages; copies. As `ema_weights()`."""
+        core = self._tensorwire
+        with core.averaged():
+            return {key: value.clone() for key, value in core.model.state_dict().items()}
+
     @property
     def last_norm(self) -> float:
         """The norm of the last averaged gradient before clipping; nan where nobody asked."""
@@ -194,7 +223,7 @@ class DistributedMixin:
             return
         core.between_steps("add_param_group()")
         core.ownership.check_movable("add_param_group()")
-        state = core.saved_state()
+        state = core.state.saved()
         super().add_param_group(param_group)  # type: ignore[misc]
         core.replan(state)
 
@@ -203,7 +232,7 @@ class DistributedMixin:
 
         No other worker takes part. Call it between steps.
         """
-        return self._tensorwire.state_dict(super().state_dict)  # type: ignore[misc]
+        return self._tensorwire.state.state_dict(super().state_dict)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, on all workers; worker 0's state wins."""
@@ -212,11 +241,11 @@ class DistributedMixin:
         core.withdraw()
         super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]
         if core.ownership.split:
-            core.load_whole_state(state_dict)
-        elif core.keeps_other_state():
+            core.state.load_whole(state_dict)
+        elif core.arithmetic.keeps_other_state():
             core.replan(state_dict)
         else:
-            core.load_state()
+            core.state.load(state_dict.get("ema"))
 
     def close(self) -> None:
         """The optimizer is not used any more: servers and workers free its memory. Idempotent.

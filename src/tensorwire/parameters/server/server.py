@@ -15,6 +15,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
 from tensorwire.memory import wait_all
@@ -22,7 +24,7 @@ from tensorwire.memory import wait_all
 from ..kernel import Kernel
 from ..layout import Share
 from ..messages import APPLY, PUSHED, REDUCED, RELEASE, Commit, DisagreementError, Result
-from ..regions import RegionKind
+from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
 from .gather import Calls, EverySlice, Gatherer
 from .opening import Opening
@@ -251,9 +253,14 @@ class Versions:
         self._norms = Norms(opening)
         shape = len(spec.tensors), len(spec.scalars)
         scalars = opening.allocate(RegionKind.SCALARS).array("float64")[: shape[0] * shape[1]]
+        average, averaged = None, np.zeros(0, np.int64)
+        if spec.ema:
+            average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
+            averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
         memory = ShardMemory(
-            self._publication.master, contributions, states, counts, scalars.reshape(shape)
-        )
+            self._publication.master, contributions, states, counts, scalars.reshape(shape),
+            average, averaged,
+        )  # fmt: skip
         self._shard = Shard(opening.regions.share, kernel, memory, threads)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
         # Where a NIC has slots registered, it would go on with the old pages.

@@ -15,6 +15,7 @@ from ..contributions import Contribution
 from ..kernel import Kernel, Rows
 from ..layout import Layout, Selection, Spec
 from ..messages import Bytes, Commit, Result
+from ..regions import AVERAGE
 from ..rows import Gradient, heads_bytes, part_of, tables_of, take_meant
 from ..shard import Shard, ShardMemory
 from .store import Place
@@ -41,10 +42,17 @@ class LocalStore:
         self._memory = [
             Contribution(_zeros(size), _zeros(size), _zeros(size), _zeros(heads)) for _ in slices
         ]
-        self._states = {name: _zeros(size) for name in kernel.states}
+        states = {name: _zeros(size) for name in kernel.states}
+        self._states = dict(states)
         self._counts = np.zeros(len(spec.tensors), np.int64)
         self._scalars = np.zeros((len(spec.tensors), len(spec.scalars)))
-        memory = ShardMemory(view, self._memory, self._states, self._counts, self._scalars)
+        self._averaged = np.zeros(len(spec.tensors), np.int64)
+        if spec.ema:
+            self._states[AVERAGE] = _zeros(size)
+        memory = ShardMemory(
+            view, self._memory, states, self._counts, self._scalars, self._states.get(AVERAGE),
+            self._averaged,
+        )  # fmt: skip
         self._shard = Shard(share, kernel, memory)
         self._tables = tables_of(share)
         self._gradients: list[dict[int, Gradient]] = [{} for _ in slices]
@@ -109,11 +117,11 @@ class LocalStore:
     def write_state(self, name: str, source: Bytes) -> None:
         self._states[name][:] = source
 
-    def counts(self) -> NDArray[np.int64]:
-        return self._counts.copy()
+    def counts(self, averaged: bool = False) -> NDArray[np.int64]:
+        return (self._averaged if averaged else self._counts).copy()
 
-    def set_counts(self, counts: NDArray[np.int64]) -> None:
-        self._counts[:] = counts
+    def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
+        (self._averaged if averaged else self._counts)[:] = counts
 
     def scalars(self) -> NDArray[np.float64]:
         return self._scalars.copy()

@@ -158,10 +158,10 @@ class Store(Protocol):
     def write_state(self, name: str, source: Bytes) -> None:
         """Overwrites a state; between versions, by one worker."""
 
-    def counts(self) -> NDArray[np.int64]:
-        """Steps that were applied to each tensor."""
+    def counts(self, averaged: bool = False) -> NDArray[np.int64]:
+        """Steps that were applied to each tensor, or values that are `averaged`."""
 
-    def set_counts(self, counts: NDArray[np.int64]) -> None:
+    def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
         """Overwrites them; between versions, by one worker."""
 
     def scalars(self) -> NDArray[np.float64]:
@@ -316,17 +316,19 @@ class RemoteStore:
                 part = whole[link.share.start : link.share.stop]
                 (link.write if write else link.read)(link.region(kind, which)[:size], part)
 
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         total = np.zeros(len(self.layout.places), np.int64)
+        kind = RegionKind.AVERAGED if averaged else RegionKind.COUNTS
         for link in self._links:
             part = np.zeros_like(total)
-            link.read(link.region(RegionKind.COUNTS)[: part.nbytes], part)
+            link.read(link.region(kind)[: part.nbytes], part)
             np.maximum(total, part, out=total)
         return total
 
-    def set_counts(self, counts: NDArray[np.int64]) -> None:
+    def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
+        kind = RegionKind.AVERAGED if averaged else RegionKind.COUNTS
         for link in self._links:
-            link.write(link.region(RegionKind.COUNTS)[: counts.nbytes], counts)
+            link.write(link.region(kind)[: counts.nbytes], counts)
 
     def scalars(self) -> NDArray[np.float64]:
         spec, places = self.layout.spec, self.layout.places

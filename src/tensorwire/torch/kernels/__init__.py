@@ -13,16 +13,16 @@ from .fused import FusedKernel
 from .optimizer_spec import OptimizerSpec, class_of, import_all, permitted_imports
 from .own_step import OwnStepKernel, scalar_of
 from .reduction import AVERAGE_ONLY, ReductionKernel
-from .trial import Kind, NotOnServersError
+from .trial import NotOnServersError, ParameterKind
 
 __all__ = [
     "AVERAGE_ONLY",
     "FusedKernel",
-    "Kind",
     "NotOnServersError",
     "OptimizerSpec",
     "Options",
     "OwnStepKernel",
+    "ParameterKind",
     "ReductionKernel",
     "TorchKernel",
     "describe",

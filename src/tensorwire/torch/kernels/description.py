@@ -17,7 +17,7 @@ from tensorwire.parameters import Hyper
 
 from .fused import fused_path_of
 from .optimizer_spec import GroupOptions, OptimizerSpec, class_of, is_permitted
-from .trial import Kind, NotOnServersError, Trial
+from .trial import NotOnServersError, ParameterKind, Trial
 
 # What says how torch computes, and not what: the servers' answer is no for all of them.
 _IGNORED = ("foreach", "fused", "capturable", "differentiable")
@@ -106,7 +106,9 @@ def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def describe(
-    optimizer: torch.optim.Optimizer, kinds: Iterable[Kind], permitted: Collection[str] | None
+    optimizer: torch.optim.Optimizer,
+    kinds: Iterable[ParameterKind],
+    permitted: Collection[str] | None,
 ) -> str:
     """The text by which an optimizer travels; `kernel_of` makes its arithmetic.
 

@@ -17,7 +17,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
 
 from .rows import PlainRows
-from .tile import CellTile, constant
+from .tile import Averaging, CellTile, constant
 
 _HYPER = {
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -72,7 +72,7 @@ def _is_unchanged(cls: type, known: Any) -> bool:
     return True
 
 
-class FusedKernel:
+class FusedKernel(Averaging):
     """`parameters.Kernel` for a path that `fused_path_of` made.
 
     Attributes:

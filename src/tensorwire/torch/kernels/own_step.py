@@ -19,7 +19,7 @@ from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TableStep
 
 from .optimizer_spec import OptimizerSpec
 from .rows import TableRows
-from .tile import CellTile, scratch
+from .tile import Averaging, CellTile, scratch
 
 _KEPT_PARTS = 4  # of a cell, whose instances are kept; mostly it is one, the whole cell
 Views = Mapping[str, torch.Tensor]
@@ -224,7 +224,7 @@ def state_shapes(
     return {name: entry[name].shape for name in spec.states if name in entry}
 
 
-class OwnStepKernel:
+class OwnStepKernel(Averaging):
     """`parameters.Kernel` for a class of optimizers that is described by an `OptimizerSpec`.
 
     Attributes:

@@ -8,7 +8,7 @@ import torch
 
 from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
 
-from .tile import CellTile
+from .tile import Averaging, CellTile
 
 AVERAGE_ONLY = "average only"
 
@@ -34,7 +34,7 @@ class AveragedTile(CellTile):
         return scalars
 
 
-class ReductionKernel:
+class ReductionKernel(Averaging):
     """`parameters.Kernel` without an optimizer."""
 
     hyper: tuple[str, ...] = ()

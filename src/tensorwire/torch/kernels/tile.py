@@ -18,6 +18,19 @@ def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(array, dtype=dtype)
 
 
+class Averaging:
+    """What all kernels have in common."""
+
+    def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
+        """As `parameters.Kernel.average`; the bits are those of torch's `lerp`."""
+        kind = getattr(torch, dtype)
+        average, values = tensor_over(target, kind), tensor_over(source, kind)
+        if weight == 1.0:
+            average.copy_(values)
+        else:
+            average.lerp_(values, weight)
+
+
 class CellTile:
     """See `parameters.Tile`; `step` is a subclass's.
 

@@ -43,7 +43,7 @@ class NotOnServersError(Exception):
     """Servers cannot run an optimizer; the message says why."""
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """What matters of a parameter for the way in which an optimizer treats it."""
 
     group: int
@@ -98,7 +98,7 @@ class Trial:
         cls: type[torch.optim.Optimizer],
         spec: OptimizerSpec,
         hyper: Sequence[Hyper],
-        kinds: Iterable[Kind],
+        kinds: Iterable[ParameterKind],
     ) -> None:
         self._optimizer, self._cls, self._spec, self._hyper = optimizer, cls, spec, hyper
         self._rate = list(spec.numbers).index("lr") if "lr" in spec.numbers else None

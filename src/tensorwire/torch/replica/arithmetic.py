@@ -15,10 +15,10 @@ from tensorwire.parameters import WITH_GRADIENT, Hyper, TensorSpec
 
 from ..kernels import (
     AVERAGE_ONLY,
-    Kind,
     NotOnServersError,
     Options,
     OwnStepKernel,
+    ParameterKind,
     TorchKernel,
     describe,
     ignored_options,
@@ -37,10 +37,12 @@ class Arithmetic:
         optimizer: the user's.
         tensors: of the store, before it is known how they are treated.
         apply: one of APPLIERS.
+        ema: decay of an average of weights that servers keep; 0: none.
         permitted: modules that servers may import; None: there is no other process.
         several: the optimizers of several processes are one.
 
     Attributes:
+        ema: as given.
         text: by which the optimizer travels.
         kernel: the servers' arithmetic.
         by_worker: worker 0 makes the optimizer's steps.
@@ -56,12 +58,15 @@ class Arithmetic:
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[TensorSpec],
         apply: str,
+        ema: float,
         permitted: Collection[str] | None,
         several: bool,
     ) -> None:
-        self._optimizer, self._permitted = optimizer, permitted
+        self._optimizer, self._permitted, self.ema = optimizer, permitted, ema
         self._kinds = {
-            Kind(each.group, getattr(torch, each.dtype), len(each.shape), each.kind == "rows")
+            ParameterKind(
+                each.group, getattr(torch, each.dtype), len(each.shape), each.kind == "rows"
+            )
             for each in tensors
             if each.kind in WITH_GRADIENT
         }
@@ -80,6 +85,11 @@ class Arithmetic:
         cls = _name_of(optimizer)
         if self.by_worker and apply == "servers":
             raise UnavailableError(f"servers cannot apply {cls}: {self.why}")
+        if ema and self.by_worker:
+            raise UnavailableError(
+                f"ema= needs an optimizer that servers apply, and {cls} is applied by worker 0"
+                + (f": {self.why}" if self.why else "")
+            )
         tables = [each.name for each in tensors if each.kind == "rows"]
         if self.by_worker and (several or tables):
             whose = "a model that is split" if several else f"the sparse gradients of {tables[0]!r}"

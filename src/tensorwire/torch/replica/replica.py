@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +37,11 @@ from tensorwire.parameters import (
 from ..model_index import ModelIndex
 from ..session import Session
 from ..views import flat_bytes, tensor_at
-from . import optimizer_state
 from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
+from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
 from .reducer import GradientState, Reducer
 from .residency import Residency
@@ -77,7 +76,8 @@ class Replica:
         others: the replicas of this job's optimizers, this one too once it is made.
         optimizer: the user's.
         model: of which it has parameters; this process's part of a split one.
-        max_norm, buffers, placement: as of `DistributedOptimizer`.
+        max_norm, buffers, placement, apply: as of `DistributedOptimizer`.
+        ema: as there; 0: there is no average.
         index: of a split model.
 
     Attributes:
@@ -85,6 +85,7 @@ class Replica:
         ownership: who has the model.
         reducer: has the gradients.
         store: has the parameters.
+        state: the optimizer's.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
         buffers: the model's.
@@ -106,6 +107,7 @@ class Replica:
         buffers: str,
         placement: str,
         apply: str,
+        ema: float,
         index: ModelIndex | None = None,
     ) -> None:
         self.session = session
@@ -118,7 +120,7 @@ class Replica:
         self.finite = True
         self._others = others
         self._placement = placement
-        self._apply = apply
+        self._apply, self._ema = apply, ema
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
         self.ownership = Replicated(model, optimizer)
@@ -131,7 +133,7 @@ class Replica:
         if session.rank == 0:
             self.arithmetic.tell()
         self._publish()
-        self.load_state()
+        self.state.load()
 
     # ---- planning
 
@@ -142,7 +144,7 @@ class Replica:
         others = [each for each in self._others if each is not self]
         declared, self.parameters = ownership.declare(others)
         self.arithmetic = arithmetic = Arithmetic(
-            self.optimizer, declared, self._apply, session.imports, ownership.split
+            self.optimizer, declared, self._apply, self._ema, session.imports, ownership.split
         )
         tensors = arithmetic.tensors
         self._check_tables(tensors)
@@ -166,6 +168,7 @@ class Replica:
             tuple(tensors),
             session.pipeline,
             arithmetic.kernel.scalars,
+            self._ema,
         )
         spec.check()
         self.store: Store = session.open_store(spec, arithmetic.kernel, part)
@@ -185,6 +188,9 @@ class Replica:
             session, self.store, self.parameters, states, sent, guard, self._placement,
             ownership.split,
         )  # fmt: skip
+        self.state = OptimizerState(
+            session, self.store, self.optimizer, arithmetic, ownership, self.parameters
+        )
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
 
@@ -232,7 +238,7 @@ class Replica:
         self.session.release_store(old)
         for index, entry in saved["state"].items():
             self.optimizer.state[self._own[index]] = entry
-        self.load_state()
+        self.state.load(saved.get("ema"))
 
     def _name(self, index: int) -> str:
         return repr(self._names[id(self.parameters[index])])
@@ -320,11 +326,13 @@ class Replica:
         same then), and whether nothing is applied if they are not finite, which `finite` tells.
         """
         self._check_open()
+        if self._editing:
+            raise RuntimeError("step() inside edit() or ema_weights(): leave it first")
         (scale, check_finite), self.scaling = self.scaling, (None, False)
         reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
         self._residency.guard.check()
-        if self.keeps_other_state():
+        if self.arithmetic.keeps_other_state():
             raise RuntimeError(
                 "momentum or amsgrad was switched on after DistributedOptimizer was made, and the "
                 "servers have no state for it; set it (or make the scheduler) before"
@@ -515,9 +523,32 @@ class Replica:
             self._adopt()
             raise
         if frozen:
-            self._move(self.saved_state())
+            self._move(self.state.saved())
         else:
             self._publish(edited=True)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Parameters are copies inside, with the averages of weights; nothing leaves."""
+        self._check_open()
+        if not self._ema:
+            raise RuntimeError("there is no average of weights: DistributedOptimizer(ema=0.999)")
+        self.between_steps("ema_weights()")
+        if self._editing:
+            raise RuntimeError("ema_weights() inside edit() or ema_weights(): leave it first")
+        self._residency.guard.check()
+        self._residency.begin_edit(self._edit_memory)
+        self._editing = True
+        try:
+            with torch.no_grad():
+                for i, average in self.state.averages().items():
+                    if i in self._residency.parameters:
+                        self.parameters[i].copy_(average)
+                yield
+        finally:
+            self._editing = False
+            self._residency.adopt()
+            self._residency.guard.remember()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -531,69 +562,10 @@ class Replica:
         if not self.closed and not self._editing:
             self._residency.guard.check()
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The optimizer's own dictionary, filled with the store's state."""
-        if self.arithmetic.by_worker:
-            if self.session.rank != 0:
-                raise RuntimeError(
-                    "worker 0 makes this optimizer's steps and has its state: call state_dict() "
-                    "and job.save() there"
-                )
-            return plain()
-        found = optimizer_state.read(
-            self.store, self.arithmetic.kernel, self.arithmetic.hyper(), self._trained_parameters()
-        )
-        entries = {self.parameters[i]: entry for i, entry in found.items()}
-        state = {**entries, **self._frozen_state}
-        return self.ownership.state_dict(plain, state, found)
-
-    def saved_state(self) -> dict[str, Any]:
-        """The state that goes to a new store; what worker 0 keeps stays with it."""
-        return {"state": {}} if self.arithmetic.by_worker else self.optimizer.state_dict()
-
-    def load_whole_state(self, given: dict[str, Any]) -> None:
-        """A shared model's state becomes everybody's, from worker 0."""
-        assert isinstance(self.ownership, Pipelined)
-        if self.session.rank == 0:
-            entries = self.ownership.entries(given)
-            self._write_state(entries)
-        self.session.barrier()
-
     def model_state(self) -> dict[str, torch.Tensor]:
         """The `state_dict()` of a shared model, all of it; no other worker takes part."""
         assert isinstance(self.ownership, Pipelined)
         return self.ownership.model_state(self.store, self.buffers.indices)
-
-    def keeps_other_state(self) -> bool:
-        """The optimizer's groups ask for other state than the store has, momentum for example."""
-        return self.arithmetic.keeps_other_state()
-
-    def load_state(self) -> None:
-        """What `optimizer.state` holds now becomes everybody's, from worker 0."""
-        if self.arithmetic.by_worker:
-            self._frozen_state = {}
-            if self.session.rank != 0:
-                self.optimizer.state = defaultdict(dict)
-            return  # it stays where it is
-        entries, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if self.ownership.split and entries:
-            raise ValueError("of a split model, load the optimizer's state when it is distributed")
-        trained = self._trained_parameters()
-        ids = {id(parameter) for parameter in trained.values()}
-        # Kept for when they are trained again.
-        self._frozen_state = {p: entry for p, entry in entries.items() if id(p) not in ids}
-        if self.session.rank == 0 and (entries or self.store.counts().any()):
-            mine = {i: entries[p] for i, p in trained.items() if p in entries}
-            self._write_state(mine)
-        self.session.barrier()
-
-    def _write_state(self, entries: dict[int, Any]) -> None:
-        kernel, hyper = self.arithmetic.kernel, self.arithmetic.hyper()
-        optimizer_state.write(self.store, kernel, hyper, self._trained_parameters(), entries)
-
-    def _trained_parameters(self) -> dict[int, torch.Tensor]:
-        """Returns all trained parameters by index, those of other processes too."""
-        return {i: self.parameters[i] for i in self.store.layout.trained}
 
     def tensors(self) -> Iterator[Found]:
         """Where the tensors of this process are now, by the addresses at which they arrived."""
