@@ -172,9 +172,10 @@ class JobSpec:
         command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
         command += ["--count", str(self.servers)]
         command += [f"--command={shown_command(self.command)}"]
-        script = Path(os.getcwd() if self.command[0] == "-m" else self.command[0])
-        folder = script if script.is_dir() else script.parent
-        command += [f"--import-from={folder.resolve()}"]
+        if self.imports or os.environ.get("TENSORWIRE_IMPORT"):
+            script = Path(os.getcwd() if self.command[0] == "-m" else self.command[0])
+            folder = script if script.is_dir() else script.parent
+            command += [f"--import-from={folder.resolve()}"]
         if addresses:
             command += ["--servers", ",".join(addresses)]
         return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]

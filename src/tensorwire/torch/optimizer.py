@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MODES = ("sync",)
 PLACEMENTS = ("plan", "copy")
+SPARSE = ("exact", "lazy")
 
 
 def DistributedOptimizer(
@@ -36,6 +37,7 @@ def DistributedOptimizer(
     placement: str = "plan",
     apply: str = "auto",
     ema: float | None = None,
+    sparse: str = "exact",
 ) -> Any:
     """Makes a torch optimizer train together with all other workers of the job.
 
@@ -62,6 +64,10 @@ def DistributedOptimizer(
         ema: the servers keep an exponential moving average of all values that each parameter has
             had, ema * average + (1 - ema) * value after every step, as torch's AveragedModel does
             with get_ema_multi_avg_fn(ema); see `ema_weights()`. None: there is none.
+        sparse: what SGD with momentum or weight decay does to tables with sparse gradients.
+            "exact": an error, as it changes all rows in every step. "lazy": a step treats the rows
+            that it has a gradient for as if there were no others: the momentum of a row decays, and
+            its values decay, only in steps that have the row; its momentum begins at 0.
         placement: "plan": backward produces gradients where the servers on this host read them (in
             the first step those from 64 KiB up), or in registered memory from which they are sent
             to other hosts; "copy": the worker copies each one. The same bits.
@@ -94,6 +100,8 @@ def DistributedOptimizer(
         raise ValueError(f"apply is {', '.join(map(repr, APPLIERS))}, not {apply!r}")
     if ema is not None and not (isinstance(ema, float) and 0.0 < ema < 1.0):
         raise ValueError(f"ema is a decay between 0 and 1, as 0.999, not {ema!r}")
+    if sparse not in SPARSE:
+        raise ValueError(f"sparse is {' or '.join(map(repr, SPARSE))}, not {sparse!r}")
     check_possible(optimizer)
     index = model_index_of(model)
     if index is not None:
@@ -116,6 +124,7 @@ def DistributedOptimizer(
         placement,
         apply,
         ema or 0.0,
+        sparse == "lazy",
         index,
     )
     if index is not None:

@@ -109,6 +109,7 @@ def describe(
     optimizer: torch.optim.Optimizer,
     kinds: Iterable[ParameterKind],
     permitted: Collection[str] | None,
+    lazy_rows: bool = False,
 ) -> str:
     """The text by which an optimizer travels; `kernel_of` makes its arithmetic.
 
@@ -117,6 +118,7 @@ def describe(
         kinds: of its trained parameters.
         permitted: modules that servers may import besides torch.optim; None: the optimizer runs in
             this process, where its class is already.
+        lazy_rows: as of `fused_path_of`.
 
     Raises:
         NotOnServersError: servers cannot run it.
@@ -124,7 +126,7 @@ def describe(
     """
     cls = type(optimizer)
     cls = getattr(cls, "_plain_class", cls)  # of a distributed one: the user's class
-    if path := fused_path_of(optimizer, cls):
+    if path := fused_path_of(optimizer, cls, lazy_rows):
         return path
     name = _importable_name(cls, permitted)
     options, hyper = options_of(optimizer)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorwire.errors import UnavailableError
-from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
+from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TableStep, TensorSpec, Tile
 
-from .rows import PlainRows
+from .rows import PlainRows, TableRows
 from .tile import Averaging, CellTile, constant
 
 _HYPER = {
@@ -24,6 +24,7 @@ _HYPER = {
     "Adam": ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"),
 }
 _HYPER["AdamW"] = _HYPER["Adam"]
+_LAZY = ";lazy rows"
 
 _KNOWN: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "SGD",
@@ -32,8 +33,12 @@ _KNOWN: dict[type[torch.optim.Optimizer], str] = {
 }
 
 
-def fused_path_of(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> str:
+def fused_path_of(
+    optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer], lazy_rows: bool = False
+) -> str:
     """How SGD, Adam or AdamW travels: its class path and the state it keeps; "" if it is another.
+
+    With `lazy_rows`, SGD's momentum and decay change only the rows of tables that a step has.
 
     Raises:
         UnavailableError: its groups are such that one kernel cannot do it.
@@ -58,7 +63,8 @@ def fused_path_of(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimi
             )
         if kind == "Adam" and decoupled == {True}:
             kind = "AdamW"
-    return f"torch.optim.{kind}:{','.join(states)}"
+    lazy = _LAZY * (lazy_rows and kind == "SGD")
+    return f"torch.optim.{kind}:{','.join(states)}{lazy}"
 
 
 def _is_unchanged(cls: type, known: Any) -> bool:
@@ -88,7 +94,8 @@ class FusedKernel(Averaging):
     scalars: tuple[str, ...] = ()
 
     def __init__(self, path: str) -> None:
-        name, _, states = path.partition(":")
+        self._lazy_rows = path.endswith(_LAZY)
+        name, _, states = path.removesuffix(_LAZY).partition(":")
         self._kind = name.removeprefix("torch.optim.")
         if self._kind not in _HYPER or not name.startswith("torch.optim."):
             raise ValueError(f"unknown optimizer {path!r}")
@@ -98,7 +105,7 @@ class FusedKernel(Averaging):
         if self.states not in (*known, known[2][:2]):
             raise ValueError(f"unknown state in {path!r}")
         self.keeps_count = self._kind != "SGD"
-        self.changes_rows_alone = not self.keeps_count and not self.states
+        self.changes_rows_alone = not self.keeps_count and (not self.states or self._lazy_rows)
 
     def hyper_of(self, optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
         """The present hyper-parameters of every group as numbers."""
@@ -127,6 +134,8 @@ class FusedKernel(Averaging):
         """As `parameters.Kernel.bind_rows`."""
         if not self.changes_rows_alone:
             raise ValueError(f"{self._kind} with {self.states} changes all rows of a table")
+        if self._lazy_rows:
+            return TableRows(_sgd_on_rows, table.dtype, table.shape[1], master, states)
         return PlainRows(table.dtype, table.shape[1], master)
 
 
@@ -191,6 +200,18 @@ def _sgd(on: _Operands, hyper: Hyper) -> None:
         is_first_step=on.step == 1,
         grad_scale=on.divisor,
     )
+
+
+def _sgd_on_rows(
+    hyper: Hyper,
+    rows: torch.Tensor,
+    gradient: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    part: TableStep,
+) -> Scalars:
+    """To SGD these rows are all there are; the momentum of a row begins at 0."""
+    _sgd(_Operands(rows, gradient, list(states.values()), None, max(part.step, 2)), hyper)
+    return ()
 
 
 def _sgd_by_parts(on: _Operands, hyper: Hyper) -> None:

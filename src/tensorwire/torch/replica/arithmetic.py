@@ -38,11 +38,12 @@ class Arithmetic:
         tensors: of the store, before it is known how they are treated.
         apply: one of APPLIERS.
         ema: decay of an average of weights that servers keep; 0: none.
+        lazy_rows: of tables, SGD's momentum and weight decay change the rows of a step alone.
         permitted: modules that servers may import; None: there is no other process.
         several: the optimizers of several processes are one.
 
     Attributes:
-        ema: as given.
+        ema, lazy_rows: as given.
         text: by which the optimizer travels.
         kernel: the servers' arithmetic.
         by_worker: worker 0 makes the optimizer's steps.
@@ -59,6 +60,7 @@ class Arithmetic:
         tensors: Sequence[TensorSpec],
         apply: str,
         ema: float,
+        lazy_rows: bool,
         permitted: Collection[str] | None,
         several: bool,
     ) -> None:
@@ -70,11 +72,12 @@ class Arithmetic:
             for each in tensors
             if each.kind in WITH_GRADIENT
         }
+        self.lazy_rows = lazy_rows
         self.why = ""
         self.text = AVERAGE_ONLY
         if apply != "worker":
             try:
-                self.text = describe(optimizer, self._kinds, permitted)
+                self.text = describe(optimizer, self._kinds, permitted, lazy_rows)
             except NotOnServersError as error:
                 self.why = str(error)
         self.kernel: TorchKernel = self._kernel()
@@ -85,16 +88,30 @@ class Arithmetic:
         cls = _name_of(optimizer)
         if self.by_worker and apply == "servers":
             raise UnavailableError(f"servers cannot apply {cls}: {self.why}")
+        self._tables = [each for each in tensors if each.kind == "rows"]
+        tables = [each.name for each in self._tables]
+        if lazy_rows and not (tables and self.text.startswith("torch.optim.SGD:")):
+            raise ValueError(
+                f'sparse="lazy" is for SGD and tables with sparse gradients, not for {cls} '
+                + ("" if tables else "without such tables")
+            )
         if ema and self.by_worker:
             raise UnavailableError(
                 f"ema= needs an optimizer that servers apply, and {cls} is applied by worker 0"
                 + (f": {self.why}" if self.why else "")
             )
-        tables = [each.name for each in tensors if each.kind == "rows"]
         if self.by_worker and (several or tables):
             whose = "a model that is split" if several else f"the sparse gradients of {tables[0]!r}"
             why = f": {self.why}" if self.why else ""
             raise UnavailableError(f"worker 0 cannot apply {cls} to {whose}, only servers{why}")
+        decaying = self._decaying_table()
+        if tables and (decaying is not None or not self.changes_rows_alone):
+            raise ValueError(
+                f"parameter {decaying or tables[0]!r} is a table with sparse gradients, and "
+                "momentum, weight decay and most optimizers change all of its rows in every step: "
+                'use torch.optim.SGD without them or with sparse="lazy", Adagrad or SparseAdam, or '
+                "a table with sparse=False"
+            )
         self._options: Options | None = None
         self._texts: dict[Options, str] = {}
         if isinstance(self.kernel, OwnStepKernel):
@@ -120,6 +137,19 @@ class Arithmetic:
                 for each in self.tensors
             ]
 
+    def check_tables(self) -> None:
+        """Raises RuntimeError if the optimizer has begun to change all rows of a table."""
+        if (decaying := self._decaying_table()) is not None:
+            raise RuntimeError(
+                f"weight_decay was set for {decaying!r}, a table with sparse gradients; it changes "
+                "all rows in every step: use a table with sparse=False"
+            )
+
+    def _decaying_table(self) -> str | None:
+        groups = self._optimizer.param_groups
+        tables = () if self.lazy_rows else self._tables
+        return next((t.name for t in tables if groups[t.group].get("weight_decay")), None)
+
     @property
     def changes_rows_alone(self) -> bool:
         """A sparse gradient changes only the rows that it has."""
@@ -139,7 +169,7 @@ class Arithmetic:
         if self.by_worker:
             return False
         if self._options is None:
-            return describe(self._optimizer, (), self._permitted) != self.text
+            return describe(self._optimizer, (), self._permitted, self.lazy_rows) != self.text
         try:
             options, _ = options_of(self._optimizer)
             if options not in self._texts:

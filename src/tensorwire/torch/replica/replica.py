@@ -31,7 +31,6 @@ from tensorwire.parameters import (
     Part,
     Spec,
     Store,
-    TensorSpec,
 )
 
 from ..model_index import ModelIndex
@@ -78,6 +77,7 @@ class Replica:
         model: of which it has parameters; this process's part of a split one.
         max_norm, buffers, placement, apply: as of `DistributedOptimizer`.
         ema: as there; 0: there is no average.
+        lazy_rows: sparse="lazy".
         index: of a split model.
 
     Attributes:
@@ -108,6 +108,7 @@ class Replica:
         placement: str,
         apply: str,
         ema: float,
+        lazy_rows: bool,
         index: ModelIndex | None = None,
     ) -> None:
         self.session = session
@@ -120,7 +121,7 @@ class Replica:
         self.finite = True
         self._others = others
         self._placement = placement
-        self._apply, self._ema = apply, ema
+        self._apply, self._ema, self._lazy_rows = apply, ema, lazy_rows
         self._buffers_kind = buffers
         self._max_norm = math.inf if max_norm is None else float(max_norm)
         self.ownership = Replicated(model, optimizer)
@@ -144,10 +145,15 @@ class Replica:
         others = [each for each in self._others if each is not self]
         declared, self.parameters = ownership.declare(others)
         self.arithmetic = arithmetic = Arithmetic(
-            self.optimizer, declared, self._apply, self._ema, session.imports, ownership.split
+            self.optimizer,
+            declared,
+            self._apply,
+            self._ema,
+            self._lazy_rows,
+            session.imports,
+            ownership.split,
         )
         tensors = arithmetic.tensors
-        self._check_tables(tensors)
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
         if not any(tensor.kind in WITH_GRADIENT for tensor in tensors):
             raise ValueError("no parameter of the optimizer requires a gradient")
@@ -385,32 +391,9 @@ class Replica:
         reducer.stepped()
         self.session.stepped(result)
 
-    def _check_tables(self, tensors: Sequence[TensorSpec]) -> None:
-        """Raises ValueError if the optimizer changes all rows of a table with sparse gradients."""
-        table = next((each for each in tensors if each.kind == "rows"), None)
-        if table is not None and not self.arithmetic.changes_rows_alone:
-            raise ValueError(
-                f"parameter {table.name!r} is a table with sparse gradients, and momentum, weight "
-                "decay and most optimizers change all of its rows in every step: use "
-                "torch.optim.SGD without them, Adagrad or SparseAdam, or a table with sparse=False"
-            )
-        for each in tensors:
-            group = self.optimizer.param_groups[each.group]
-            if each.kind == "rows" and group.get("weight_decay"):
-                raise ValueError(
-                    f"weight_decay is set for {each.name!r}, a table with sparse gradients; it "
-                    "changes all rows in every step: use a table with sparse=False"
-                )
-
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
-        for i in self._tables:
-            group = self.store.layout.spec.tensors[i].group
-            if self.optimizer.param_groups[group].get("weight_decay"):
-                raise RuntimeError(
-                    f"weight_decay was set for {self._name(i)}, a table with sparse gradients; it "
-                    "changes all rows in every step: use a table with sparse=False"
-                )
+        self.arithmetic.check_tables()
         if len(self.session.my_slices) == 1:
             return
         hyper = self.arithmetic.hyper()
