@@ -1,17 +1,27 @@
-"""The two benches of training steps: models, wires, systems, bars, each as a table.
+"""The benches of training steps: models, wires, systems, bars, each as a table.
 
 `training` asks what a step costs beside the limit and other libraries, `placement` what it gains on
 real models that gradients are produced where they are needed: `plan` does that, `copy` is the same
 transport without that analysis, `computation` the same workers with no exchange. After all its
-turns `copy` must have the very bits of `plan`.
+turns `copy` must have the very bits of `plan`. `parameters` has sparse tables with Adagrad; what
+servers do for other optimizers is measured in `optimizers`.
 """
 
 from __future__ import annotations
 
 from tensorwire_benchmarks import alone, verdicts
 from tensorwire_benchmarks.bench import ALONE, Bench
-from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN, SYSTEMS
-from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, workload
+from tensorwire_benchmarks.systems import (
+    COMPUTATION,
+    COPY,
+    GRPC,
+    LIMIT,
+    OWN,
+    PLAIN,
+    PLAN,
+    SYSTEMS,
+)
+from tensorwire_benchmarks.workloads.catalog import DLRM_ADAGRAD, MODELS, WORKLOADS, workload
 
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -52,4 +62,21 @@ PLACEMENT = Bench(
     judge_ends=verdicts.judge_ends,
     parts=True,
     links={"1gbit": 1000},
+)
+
+PARAMETERS = Bench(
+    name="parameters",
+    called="models",
+    models=(DLRM_ADAGRAD,),
+    quick=(DLRM_ADAGRAD.reduced(),),
+    wires=("shm", "tcp"),
+    usual=("shm", "tcp"),
+    systems=(*SYSTEMS[:2], PLAIN),
+    names=(*(system.name for system in SYSTEMS[:2]), PLAIN.name),
+    own=OWN,
+    stem="{wire}.{model}",
+    joint=".",
+    whole="",
+    alone=lambda bench, model, settings: ([], []),
+    judge=verdicts.judge_parameters,
 )

@@ -6,6 +6,7 @@ one of them runs, not before.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +16,15 @@ from typing import Any
 import click
 
 from tensorwire.bench.commands import Decorator, carry_out, chosen, json_option, names, outputs
-from tensorwire.command import Command, check_file, terminal
+from tensorwire.bench.rows import Report
+from tensorwire.command import Command, Told, check_file, terminal
 from tensorwire_benchmarks import engine, report
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.benches import OPTIMIZERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
+from tensorwire_benchmarks.optimizers import judge as judge_optimizers
+from tensorwire_benchmarks.optimizers import measure as measure_optimizers
 from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
 
 _MODELS = tuple(each.name for each in MODELS)
@@ -216,5 +221,58 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
         click.echo(f"tensors written to {json_path}")
 
 
-COMMANDS = (training, placement, show_workloads)
+@click.command(cls=Command)
+@outputs
+@click.option("--quick", is_flag=True, help="Few steps and a small model: a look.")
+@names("--optimizers", known=CASES, help=f"Only these, and no tables: {', '.join(CASES)}.")
+@names("--wires", known=PARAMETERS.wires, help="Only the tables, on these: shm, tcp.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of each system with tables (30).")
+def parameters(
+    quick: bool, optimizers: tuple[str, ...] | None, wires: tuple[str, ...] | None,
+    steps: int | None, json_path: Path | None, figure_path: Path | None, strict: bool,
+) -> None:  # fmt: skip
+    """What does the work of a parameter server cost, optimizer by optimizer?
+
+    Of each optimizer of torch.optim: what a server does per MiB, beside torch's own step on the
+    same bytes, in turns, with one thread. And a model with sparse tables and Adagrad: whole steps
+    of two workers beside torch's DistributedDataParallel over gloo, and beside workers that train
+    by themselves.
+
+    \b
+    A first look:
+        tensorwire bench parameters --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench parameters --json parameters.json --figure parameters.svg
+
+    \b
+    One question only:
+        tensorwire bench parameters --optimizers NAdam,Muon
+    """  # noqa: D301 (\b is what click reads)
+    settings = _settings(PARAMETERS, quick, None, wires=wires, steps=steps)
+    if optimizers is not None and (wires or steps):
+        raise click.UsageError(
+            "--wires and --steps are of the tables, which --optimizers leaves out"
+        )
+    own = OptimizerSettings(() if wires or steps else optimizers or CASES)
+    if quick:
+        own = dataclasses.replace(own, tensors=4, pairs=8)
+    if optimizers is not None:
+        settings.models = ()
+
+    def run(tell: Told) -> Report:
+        found = engine.run(PARAMETERS, settings, tell)
+        if not found.settings["interrupted"]:
+            measure_optimizers(found, own, lambda name: tell(0, 1, name))
+        found.verdicts += judge_optimizers(found, own.cases)
+        return found
+
+    carry_out(
+        run, report.print_training, report.draw_parameters,
+        json_path=json_path, figure_path=figure_path, strict=strict,
+    )  # fmt: skip
+
+
+COMMANDS = (training, placement, parameters, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

@@ -150,6 +150,32 @@ def _draw_steps(axes: Any, report: Report, prefix: str) -> None:
     show_seconds(axes)
 
 
+def draw_parameters(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draws what a step of each optimizer takes per MiB, a server's work beside torch's own step.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: the report has no measured optimizer.
+    """
+    rows = [row for row in report.rows if row.measured and "." not in row.case]
+    cases = list(dict.fromkeys(row.case for row in rows))
+    if not cases:
+        raise ValueError("the report has no measured optimizer to draw")
+    with figure(report, path, 1, 1, (9, 3.2), ", one thread; medians per MiB", 2) as grid:
+        axes = grid[0][0]
+        for place, (system, color) in enumerate(((OWN, _COLORS[OWN]), ("torch", _COMPUTATION))):
+            times = [
+                (row.seconds_median or 0.0) / row.bytes * (1 << 20)
+                for row in rows
+                if row.system == system
+            ]
+            places = [at + 0.4 * place - 0.2 for at in range(len(times))]
+            axes.bar(places, times, 0.4, color=color, label=system)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
+        show_seconds(axes)
+
+
 def draw_placement(report: Report, path: str | os.PathLike[str]) -> None:
     """Draws what steps are made of: a panel per workload, a stacked bar per wire and system.
 

@@ -36,6 +36,7 @@ PLACEMENT_BARS = (
     ("{}/tcp", "grpc", 4.0, False),
 )
 """The same, and whether the bar is one of those models alone."""
+TABLES_BAR = 2.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
 ALONE_BAR_US = 200.0
@@ -54,6 +55,15 @@ def judge_training(report: Report, models: Sequence[str]) -> list[Verdict]:
         _beside(report, case.format(name), OWN, beside, bar)
         for name in models
         for case, beside, bar in TRAINING_BARS
+    ]
+
+
+def judge_parameters(report: Report, models: Sequence[str]) -> list[Verdict]:
+    """Whole steps beside those of DistributedDataParallel."""
+    return [
+        _beside(report, f"{wire}.{name}.step", OWN, "ddp-gloo", TABLES_BAR)
+        for name in models
+        for wire in ("shm", "tcp")
     ]
 
 

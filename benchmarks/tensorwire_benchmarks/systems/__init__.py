@@ -95,6 +95,8 @@ COMPUTATION = System(
     "computation", f"{_PACKAGE}.base:Computation", (_TORCH,), None, {}, 5, False, False
 )
 """Forward and backward of the workers, beside each other and with no exchange."""
+PLAIN = System("plain", f"{_PACKAGE}.base:Plain", (_TORCH,), None, {}, 5, False, False)
+"""The workers beside each other, each with an optimizer and a model of its own."""
 
 SYSTEMS: tuple[System, ...] = (
     _own(OWN),

@@ -15,6 +15,7 @@ from typing import Any
 LEARNING_RATE = 1e-3
 MOMENTUM = 0.9
 PLAIN_SGD = "plain-sgd"
+ADAGRAD = "adagrad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class TrainerPlace:
     Attributes:
         torch: the module.
         rank, workers: this worker and how many there are.
-        optimizer: "sgd" (with momentum), "plain-sgd" (without) or "adamw".
+        optimizer: "sgd" (with momentum), "plain-sgd" (without), "adamw" or "adagrad".
         folder: a directory of this team, for sockets and rendezvous.
         server: the address that the system's server gave; "" without one.
         barrier: returns when all workers have called it.
@@ -101,17 +102,31 @@ class Computation(Trainer):
         pass
 
 
+class Plain(Computation):
+    """A worker that trains by itself: the optimizer of torch, and no exchange."""
+
+    def __init__(self, place: TrainerPlace, module: Any) -> None:
+        super().__init__(place, module)
+        parameters = module.parameters()
+        self._optimizer = make_optimizer(place.torch, place.optimizer, parameters, fused=False)
+
+    def exchange(self) -> None:
+        self._optimizer.step()
+
+
 def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
     """The optimizer of torch itself, with the same constants for every system.
 
-    Of these "plain-sgd" alone takes sparse gradients, and not where it is fused.
+    Of these "plain-sgd", where it is not fused, and "adagrad" take sparse gradients.
 
     Raises:
         ValueError: there is none of that name.
     """
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+    if name == ADAGRAD:  # the fused one takes no sparse gradients
+        return torch.optim.Adagrad(parameters, lr=LEARNING_RATE, foreach=False)
     momentum = {"sgd": MOMENTUM, PLAIN_SGD: 0.0}.get(name)
     if momentum is None:
-        raise ValueError(f"no optimizer {name!r}; known: sgd, {PLAIN_SGD}, adamw")
+        raise ValueError(f"no optimizer {name!r}; known: sgd, {PLAIN_SGD}, adamw, {ADAGRAD}")
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, fused=fused)

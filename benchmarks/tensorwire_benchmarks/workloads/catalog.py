@@ -244,6 +244,13 @@ WORKLOADS = (
 )
 """Those of the paper first, in its order."""
 
+DLRM_ADAGRAD = replace(
+    next(each for each in WORKLOADS if each.name == "dlrm"),
+    name="dlrm-adagrad",
+    about="26 embedding tables with sparse gradients, 2 perceptrons; Adagrad",
+    optimizer="adagrad",
+)
+
 
 MODELS = (
     Workload(

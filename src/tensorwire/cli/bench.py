@@ -20,6 +20,7 @@ from tensorwire.errors import UnavailableError
 _IN_REPOSITORY = {
     "training": "What does a synchronous training step cost?",
     "placement": "What does placing gradients gain, on real models?",
+    "parameters": "What does the work of a parameter server cost, optimizer by optimizer?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""
