@@ -21,7 +21,7 @@ MARK = "tensorwire_consequence"
 """Attribute of an exception, true where it says only that another process has failed."""
 
 # Frames of these packages say nothing of the user's program.
-_LIBRARIES = ("torch", "tensorwire", "click")
+_LIBRARIES = ("torch", "tensorwire", "click", "lightning", "accelerate", "transformers")
 _LONGEST_TEXT = 100_000
 _LONGEST_MESSAGE = 400
 _FOLD = "<folded>"

@@ -215,6 +215,21 @@ def test_errors_kept_elsewhere_are_kept_there_too(place: Place) -> None:
     assert HEADER in lines_of(done.stderr, "worker 0")
 
 
+def test_a_process_group_makes_no_second_traceback(place: Place) -> None:
+    """It sets a hook of its own, which prints what the former hook does, for each rank."""
+    pytest.importorskip("torch")
+    group = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    done = place.run(group + "raise KeyError('mine')")
+    assert done.stderr.count(HEADER) == 1
+    assert done.stderr.count("KeyError: 'mine'") == 2  # and a line for the other worker
+    log = place.folder / "log"
+    done = place.run(
+        f"sys.stderr = open(sys.argv[1], 'w')\n{group}raise KeyError('mine')", str(log), workers=1
+    )
+    assert f"[rank0]: {HEADER}" in log.read_text()
+    assert done.stderr.count(HEADER) == 1
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_report_that_fails_loses_nothing(place: Place, told: bool) -> None:
     """The worker prints its error itself, and why the launcher has not, unless that is gone."""

@@ -124,6 +124,32 @@ def test_clipping_equals_torch(team: Team, transports: list[str] | None, way: st
     assert len(set(bits)) == 1
 
 
+def measuring(job: tw.Job, measure: bool) -> tuple[str, list[float]]:
+    model = net()
+    opt = tw.DistributedOptimizer(adamw(model), model)
+    norms = []
+    for step in range(STEPS):
+        loss(model, batch(step, job.rank)).backward()
+        if measure:
+            norms.append(tw.clip_grad_norm_(model, float("inf")).item())
+            twin = net()
+            twin.load_state_dict(model.state_dict())
+            mean_gradients(twin, step)
+            theirs = nn.utils.clip_grad_norm_(twin.parameters(), float("inf")).item()
+            assert norms[-1] == pytest.approx(theirs, rel=1e-6)
+        opt.step()
+        opt.zero_grad()
+    return digest(model), norms
+
+
+def test_an_infinite_norm_is_told_and_changes_nothing(
+    team: Team, transports: list[str] | None
+) -> None:
+    first, second = team.run(measuring, True, transports=transports)
+    assert first == second
+    assert first[0] == team.run(measuring, False, transports=transports)[0][0]
+
+
 def averaged(job: tw.Job) -> list[torch.Tensor]:
     model, twin = net(), net()
     opt = tw.DistributedOptimizer(sgd(model), model)

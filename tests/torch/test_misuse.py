@@ -96,10 +96,24 @@ def parameters_moved(job: tw.Job) -> None:
     opt.step()
 
 
-@case("ValueError", "step(closure)")
-def closure(job: tw.Job) -> None:
+@case("RuntimeError", "a scaler takes no closure")
+def closure_of_a_scaler(job: tw.Job) -> None:
     model, opt = ready(job)
-    opt.step(lambda: backward(model))
+    tw.GradScaler().step(opt, lambda: backward(model))
+
+
+@case("ValueError", "max_norm is a positive number, not nan")
+def clipped_to_nan(job: tw.Job) -> None:
+    model, _ = ready(job)
+    backward(model)
+    tw.clip_grad_norm_(model, float("nan"))
+
+
+@case("ValueError", "max_norm is a positive number, not -1.0")
+def clipped_to_a_negative_norm(job: tw.Job) -> None:
+    model, _ = ready(job)
+    backward(model)
+    tw.clip_grad_norm_(model, -1.0)
 
 
 @case("RuntimeError", "leave it before the last backward")

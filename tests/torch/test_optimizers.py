@@ -59,6 +59,58 @@ def test_groups_and_schedulers(team: Team, before: bool, cycle: bool) -> None:
     team.run(scheduling, before, cycle)
 
 
+# ---- closures
+
+
+def adam(model: Model) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def stepping(job: tw.Job, make: Callable[..., Any], way: str) -> tuple[str, list[float]]:
+    """Trains; a failing closure and what is said of gradients leave nothing behind."""
+    model = net()
+    opt = tw.DistributedOptimizer(make(model), model)
+    losses: list[float] = []
+
+    def closure(step: int, index: int, fails: bool = False) -> torch.Tensor:
+        opt.zero_grad()
+        found = loss(model, batch(step, index))
+        found.backward()
+        if way == "clipping":
+            tw.clip_grad_norm_(model, 0.05)
+        if fails:
+            raise ArithmeticError("of the closure")
+        return found
+
+    for step in range(STEPS):
+        for index in job.my_slices:
+            if way == "without":
+                found = closure(step, index)
+                assert opt.step() is None
+            else:
+                before = digest(model)
+                with pytest.raises(ArithmeticError, match="of the closure"):
+                    opt.step(lambda: closure(step + 1, index, fails=True))  # noqa: B023
+                assert digest(model) == before
+                with torch.set_grad_enabled(way != "no_grad"):
+                    found = opt.step(lambda: closure(step, index))  # noqa: B023
+            losses.append(found.item())
+    return digest(model), losses
+
+
+@pytest.mark.parametrize("make", [sgd, adam, adamw], ids=["SGD", "Adam", "AdamW"])
+def test_a_closure_leaves_the_bits_of_the_same_calls(
+    team: Team, transports: list[str] | None, make: Callable[..., Any]
+) -> None:
+    plain = team.run(stepping, make, "without", transports=transports)
+    for way in ("with", "no_grad"):
+        assert team.run(stepping, make, way, transports=transports) == plain
+    bits = plain[0][0]
+    assert team.alone(stepping, make, "with", slices=2)[0] == bits
+    clipped = team.run(stepping, make, "clipping", transports=transports)
+    assert clipped[0][0] == clipped[1][0] != bits
+
+
 def scheduling_by_batch(job: tw.Job) -> str:
     model = net()
     opt = tw.DistributedOptimizer(sgd(model), model)

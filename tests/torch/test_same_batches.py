@@ -16,7 +16,7 @@ from tensorwire.torch.replica.same_batches import STEPS, SameBatches
 POINTS = torch.arange(80.0).view(40, 2).sin()
 
 
-def train(job: tw.Job, batches: str) -> list[str]:
+def train(job: tw.Job, batches: str, average: bool = False) -> list[str]:
     """The warnings of a training whose batches come from somewhere."""
     data, seen = TensorDataset(POINTS), 0
     loaders: dict[str, Any] = {
@@ -40,6 +40,8 @@ def train(job: tw.Job, batches: str) -> list[str]:
             if batches == "rows":
                 x = torch.arange(4)[None] + 10 * job.rank
             model(x).sum().backward()
+            if average:
+                opt.synchronize()
             opt.step()
             opt.zero_grad()
             seen += 1
@@ -72,6 +74,12 @@ def test_some_workers_with_equal_batches(team: Team) -> None:
 def test_no_false_alarm(team: Team, batches: str) -> None:
     """Of the loader's equal samples, of dealt data, of two equal steps, of gradients of zero."""
     assert team.run(train, batches) == [[], []]
+
+
+def test_averaged_gradients_are_equal_anyway(team: Team) -> None:
+    """After synchronize() every worker has the average; what it computed itself is compared."""
+    assert team.run(train, "shard", True) == [[], []]
+    assert "workers 0 and 1" in team.run(train, "plain", True)[0][0]
 
 
 def test_one_worker_compares_nothing(team: Team) -> None:

@@ -166,22 +166,28 @@ class DistributedMixin:
     _tensorwire: Replica  # until `close`
     param_groups: list[dict[str, Any]]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commits this slice's gradients and returns with the next version in place.
+
+        Args:
+            closure: called once before, with gradients enabled, as torch's SGD, Adam and AdamW do:
+                it computes the loss and its gradients. If it raises, nothing is committed.
+
+        Returns:
+            What the closure returns; None without one.
 
         Raises:
             RuntimeError: a gradient was changed after it had left, a parameter was changed outside
                 `tw.edit`, or the job has failed; in the first two cases nothing was committed.
             PeerLostError: a server is gone.
-            ValueError: with a closure.
         """
+        loss = None
         if closure is not None:
-            raise ValueError(
-                "step(closure) would evaluate the model several times per step, which a "
-                "distributed step cannot; call backward() yourself, then step()"
-            )
+            with torch.enable_grad():
+                loss = closure()
         self._opt_called = True  # what schedulers look for
         self._tensorwire.step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that left since the last step are withdrawn."""
@@ -324,10 +330,14 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 
     Args:
         parameters: the distributed optimizer, the model, or all parameters of the optimizer.
-        max_norm: a positive number.
+        max_norm: a positive number. Infinity changes nothing: only the norm is computed.
 
     Returns:
         The norm before clipping, the same on all workers.
+
+    Raises:
+        ValueError: `max_norm` is 0, negative or NaN; or these are not all parameters of one
+            distributed optimizer.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")

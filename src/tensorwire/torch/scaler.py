@@ -28,11 +28,16 @@ class GradScaler(torch.amp.GradScaler):
         """Steps unless the averaged gradient is not finite.
 
         Raises:
-            RuntimeError: called twice between `update()`s.
+            RuntimeError: called twice between `update()`s, or with a closure.
         """
         if not self._enabled or not isinstance(optimizer, DistributedMixin):
             super().step(optimizer, *args, **kwargs)
             return
+        if any(closure is not None for closure in (*args, kwargs.get("closure"))):
+            raise RuntimeError(
+                "a scaler takes no closure, as in torch: call scaler.scale(loss).backward() "
+                "yourself, then scaler.step(optimizer)"
+            )
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

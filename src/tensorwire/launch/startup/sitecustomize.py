@@ -56,10 +56,18 @@ def _watch(descriptor: int) -> None:
         moved = (now is None) != (original is None) or (
             now is not None and original is not None and not os.path.samestat(now, original)
         )
-        if moved or sys.stderr is not sys.__stderr__:
+        if moved or _stderr() is not sys.__stderr__:
             sys.__excepthook__(kind, error, trace)  # the script keeps its errors elsewhere, too
 
     sys.excepthook = report
+
+
+def _stderr() -> object:
+    """The script's. A process group of torch.distributed puts a buffer there for its own hook."""
+    caller = sys._getframe(1).f_back  # of the hook above; Python itself is no frame
+    if caller is None or caller.f_code.co_name != "_distributed_excepthook":
+        return sys.stderr
+    return caller.f_locals.get("old_stderr")
 
 
 def _is_open(descriptor: int) -> bool:

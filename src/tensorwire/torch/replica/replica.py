@@ -359,11 +359,8 @@ class Replica:
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
-            reducer.take()
-            present = reducer.present()
+            present = self._take()
         self._check_hyper()
-        if self._same_batches.looks:
-            self._same_batches.slice_comes(reducer.gradients())
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
         complete = reducer.slice_committed()
@@ -390,6 +387,13 @@ class Replica:
             self._same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result)
+
+    def _take(self) -> tuple[bytes, tuple[int, ...]]:
+        """This slice's own gradients, before they are averaged; returns what a commit says."""
+        self.reducer.take()
+        if self._same_batches.looks:
+            self._same_batches.slice_comes(self.reducer.gradients())
+        return self.reducer.present()
 
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
@@ -420,8 +424,7 @@ class Replica:
             return self.last_norm
         self._residency.guard.check()
         self._scaled = scale
-        reducer.take()
-        present = reducer.present()
+        present = self._take()
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
