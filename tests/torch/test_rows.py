@@ -416,3 +416,46 @@ def saved(job: tw.Job, folder: str) -> str:
 def test_saved_edited_and_loaded(team: Team, transports: list[str] | None, tmp_path: Any) -> None:
     found = team.run(saved, str(tmp_path), transports=transports)
     assert set(found) == set(team.run(training, "step"))
+
+
+def lazily(job: tw.Job) -> None:
+    """SGD with momentum and decay by name: rows of a step are all that there is to it."""
+    model, twin = tables(), tables(sparse=False)
+    options = {"lr": LR, "momentum": 0.9, "weight_decay": 0.01}
+    with pytest.raises(ValueError, match='sparse="lazy"'):
+        tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), **options), model)
+    plain = torch.optim.SGD(model.parameters(), **options)
+    opt = tw.DistributedOptimizer(plain, model, sparse="lazy")
+    names = [name for name, _ in twin.named_parameters()]
+    buffers = [torch.zeros_like(p) for p in twin.parameters()]
+    for step in range(STEPS):
+        opt.zero_grad()
+        loss(model, batch(step, job.rank)).backward()
+        opt.step()
+        twin.zero_grad()
+        for rank in range(job.size):
+            (loss(twin, batch(step, rank)) / job.size).backward()
+        with torch.no_grad():
+            for name, p, buffer in zip(names, twin.parameters(), buffers, strict=True):
+                rows = p.grad.abs().sum(1) > 0 if not name.startswith("last") else slice(None)
+                update = p.grad[rows] + 0.01 * p[rows]
+                buffer[rows] = 0.9 * buffer[rows] + update
+                p[rows] -= LR * buffer[rows]
+    same(model, twin)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_momentum_by_name(team: Team, servers: int) -> None:
+    team.run(lazily, servers=servers)
+
+
+def lazily_wrong(job: tw.Job) -> None:
+    for model, make in ((nn.Linear(2, 2), torch.optim.SGD), (tables(), torch.optim.Adagrad)):
+        with pytest.raises(ValueError, match='sparse="lazy" is for SGD'):
+            tw.DistributedOptimizer(make(model.parameters(), lr=0.1), model, sparse="lazy")
+    with pytest.raises(ValueError, match="sparse is 'exact' or 'lazy'"):
+        tw.DistributedOptimizer(sgd(tables()), tables(), sparse="maybe")
+
+
+def test_what_lazy_is_for(team: Team) -> None:
+    team.alone(lazily_wrong)
