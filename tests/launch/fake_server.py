@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--command")
     parser.add_argument("--listen")
     parser.add_argument("--address-fd", type=int)
+    parser.add_argument("--import-from", default="")
     options = parser.parse_args()
     wrong, _, index = os.environ.get("FAKE_SERVER", "").partition(" ")
     if index and int(index) != options.index:
@@ -27,6 +28,7 @@ def main() -> None:
     print(f"started with servers={options.servers!r} listen={options.listen}")
     ranks = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
     print(f"ranks in the environment: {ranks}")
+    print(f"imports {os.environ.get('TENSORWIRE_IMPORT')} from {options.import_from!r}")
     if wrong == "fails":
         print("no such luck", file=sys.stderr)
         sys.exit(7)

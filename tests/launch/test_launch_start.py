@@ -125,6 +125,28 @@ def test_a_server_listens_where_it_is_told(place: Place) -> None:
     assert "listen=[::1]:0" in done.stdout
 
 
+def test_servers_are_told_what_they_may_import(place: Place) -> None:
+    """From the folder of the script, too, or where a module is run."""
+    options = place.environment()
+    script = place.script("print(os.environ['TENSORWIRE_IMPORT'])", "some_module.py")
+    for command in (["-m", "some_module"], [str(script)]):
+        done = subprocess.run(
+            place.command(*command, workers=1, imports=["one.two", "three"]),
+            env=options,
+            cwd=place.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"imports one.two,three from {str(place.folder)!r}" in done.stdout
+        assert "[worker 0] one.two,three" in done.stdout
+
+
+def test_nothing_is_imported_unless_it_is_asked_for(place: Place) -> None:
+    assert "imports None from ''" in place.run("", workers=1).stdout
+
+
 def test_arguments_and_modules(place: Place) -> None:
     place.script("print(__name__, sys.argv[1:])", "some_module.py")
     for command in (["-m", "some_module"], ["some_module.py"]):
@@ -226,6 +248,7 @@ WRONG = [
     (["--workers", "2", "--transports", "shm,ftp", "SCRIPT"], "unknown transport 'ftp'"),
     (["--workers", "2", "--transports", "shm,shm", "SCRIPT"], "at most once"),
     (["--workers", "2", "--listen", "a,b", "SCRIPT"], "listen is 'a,b'"),
+    (["--workers", "2", "--import", "a-b", "SCRIPT"], "--import 'a-b': the name of a module"),
     (["--workers", "2", "no/such/script.py"], "'no/such/script.py' does not exist"),
     (["--workers", "2", "/"], "folder without __main__.py"),
     (["--workers", "2", "-m", "no_such_module.at_all"], "no module 'no_such_module.at_all'"),
