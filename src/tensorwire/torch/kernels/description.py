@@ -17,16 +17,8 @@ from tensorwire.parameters import Hyper
 
 from .fused import fused_path_of
 from .optimizer_spec import GroupOptions, OptimizerSpec, class_of, is_permitted
-from .trial import Kind, NotOnServersError, Trial
+from .trial import IGNORED, OF_ALL, Kind, NotOnServersError, Trial
 
-# What says how torch computes, and not what: the servers' answer is no for all of them.
-_IGNORED = ("foreach", "fused", "capturable", "differentiable")
-# Of every optimizer, and of those that torch wraps.
-_OF_ALL = {
-    "defaults", "state", "param_groups", "step", "_tensorwire", "_opt_called",
-    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
-    "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
-}  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -53,20 +45,20 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, 
     types: dict[str, str] = {}
     rows: list[dict[str, float]] = []
     constants = []
-    keys = [key for key in optimizer.defaults if key not in _IGNORED]
+    keys = [key for key in optimizer.defaults if key not in IGNORED]
     for group in optimizer.param_groups:
         row: dict[str, float] = {}
         others: dict[str, Any] = {}
         for key in keys:
             numbers = _numbers(key, group[key])
             if numbers is None:
-                others[key] = _constant(key, group[key])
+                others[key] = _plain(f"option {key!r}", group[key])
             for name, value, kind in numbers or ():
                 row[name] = value
                 # A number that is whole in one group and not in another is not whole.
                 types[name] = kind if types.get(name, kind) == kind else "float"
         rows.append(row)
-        others |= dict.fromkeys((key for key in _IGNORED if key in group), False)
+        others |= dict.fromkeys((key for key in IGNORED if key in group), False)
         constants.append(json.dumps(others, sort_keys=True))
     names = sorted(types)
     if any(row.keys() != types.keys() for row in rows):
@@ -90,12 +82,13 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
     return None
 
 
-def _constant(key: str, value: Any) -> Any:
+def _plain(what: str, value: Any) -> Any:
+    """An option or attribute that can travel."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list) and all(isinstance(each, _PLAIN) for each in value):
         return list(value)
-    raise NotOnServersError(f"its option {key!r} is a {type(value).__name__}")
+    raise NotOnServersError(f"its {what} is a {type(value).__name__}")
 
 
 def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -127,9 +120,9 @@ def describe(
     name = _importable_name(cls, permitted)
     options, hyper = options_of(optimizer)
     attributes = {
-        key: value
+        key: _plain(f"attribute {key!r}", value)
         for key, value in vars(optimizer).items()
-        if key not in _OF_ALL and not key.startswith("_optimizer_") and isinstance(value, _PLAIN)
+        if key not in OF_ALL and not key.startswith("_optimizer_")
     }
     groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
     spec = OptimizerSpec(name, "elementwise", dict(options.numbers), (), {}, groups, attributes)

@@ -45,7 +45,8 @@ def read(
             entry["step"] = torch.tensor(float(count))
         for name, size in _shapes_of(kernel, group, hyper, parameter).items():
             entry[name] = _array_at(arrays[name][place.start : place.end], size, parameter)
-        found[index] = entry
+        if entry:
+            found[index] = entry
     return found
 
 
