@@ -50,7 +50,7 @@ class Team:
         Options: workers (2; 0: one process without a server), servers (1), slices, transports
         (or by rank), pipeline (1), network (True: servers are reached by tcp, and workers may share
         memory with each other), hosts (of `hosts.two_hosts()`: servers and workers take turns on
-        them).
+        them), imports (modules that servers may import; or by rank what each worker was told).
         """
         outcomes, codes = self._run(case, args, **options)
         for outcome in outcomes:
@@ -130,6 +130,7 @@ class Team:
         pipeline: int = 1,
         network: bool = False,
         hosts: Sequence[Host] = (),
+        imports: str | dict[int, str] = "",
     ) -> tuple[list[Any], list[int]]:
         with self._afresh_after_silence():
             options = {"slices": slices, "pipeline": pipeline}
@@ -143,7 +144,8 @@ class Team:
                 secret = secrets.token_hex(32)
                 for index, server in enumerate(self._servers[:servers]):
                     host = hosts[index % len(hosts)] if hosts else None
-                    server.send((index, workers, addresses, secret, network, host))
+                    may = imports if isinstance(imports, str) else imports[0]
+                    server.send((index, workers, addresses, secret, network, host, may))
                     addresses.append(server.recv(PATIENCE_S))
                 environment = {
                     "TENSORWIRE_WORKERS": str(workers),
@@ -153,6 +155,8 @@ class Team:
             for rank in range(workers or 1):
                 if workers:
                     environment = {**environment, "TENSORWIRE_RANK": str(rank)}
+                    told = imports if isinstance(imports, str) else imports[rank]
+                    environment["TENSORWIRE_IMPORT"] = told
                 host = hosts[rank % len(hosts)] if hosts else None
                 mine = transports.get(rank) if isinstance(transports, dict) else transports
                 call = (
@@ -234,10 +238,11 @@ def _serve(channel: Channel) -> None:
     ServerMember.await_ends = lambda self, timeout_s: None  # type: ignore[method-assign]
     while True:
         try:
-            index, workers, before, secret, network, host = channel.recv(None)
+            index, workers, before, secret, network, host, imports = channel.recv(None)
         except EOFError:
             return
         os.environ["TENSORWIRE_SECRET"] = secret
+        os.environ["TENSORWIRE_IMPORT"] = imports
         os.environ["TENSORWIRE_TRANSPORTS"] = "tcp" if network else "shm,tcp"
         reader, writer = os.pipe()
         with open(reader) as lines:

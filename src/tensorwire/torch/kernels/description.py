@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tensorwire.parameters import Hyper
 
 from .fused import fused_path_of
 from .optimizer_spec import GroupOptions, OptimizerSpec, class_of, is_permitted
-from .trial import NotOnServersError, ParameterKind, Trial
+from .trial import IGNORED, OF_ALL, NotOnServersError, ParameterKind, Trial
 
-# What says how torch computes, and not what: the servers' answer is no for all of them.
-_IGNORED = ("foreach", "fused", "capturable", "differentiable")
-# Of every optimizer, and of those that torch wraps.
-_OF_ALL = {
-    "defaults", "state", "param_groups", "step", "_tensorwire", "_opt_called",
-    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
-    "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
-}  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -53,20 +47,20 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, 
     types: dict[str, str] = {}
     rows: list[dict[str, float]] = []
     constants = []
-    keys = [key for key in optimizer.defaults if key not in _IGNORED]
+    keys = [key for key in optimizer.defaults if key not in IGNORED]
     for group in optimizer.param_groups:
         row: dict[str, float] = {}
         others: dict[str, Any] = {}
         for key in keys:
             numbers = _numbers(key, group[key])
             if numbers is None:
-                others[key] = _constant(key, group[key])
+                others[key] = _plain(f"option {key!r}", group[key])
             for name, value, kind in numbers or ():
                 row[name] = value
                 # A number that is whole in one group and not in another is not whole.
                 types[name] = kind if types.get(name, kind) == kind else "float"
         rows.append(row)
-        others |= dict.fromkeys((key for key in _IGNORED if key in group), False)
+        others |= dict.fromkeys((key for key in IGNORED if key in group), False)
         constants.append(json.dumps(others, sort_keys=True))
     names = sorted(types)
     if any(row.keys() != types.keys() for row in rows):
@@ -80,8 +74,12 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
     """An option as numbers with names and types; None if it is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return [(key, float(value), "float")]
-    if isinstance(value, bool | int | float):
-        kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    if isinstance(value, Real | np.bool_):
+        kind = "float"
+        if isinstance(value, bool | np.bool_):
+            kind = "bool"
+        elif isinstance(value, Integral):
+            kind = "int"
         return [(key, float(value), kind)]
     if isinstance(value, tuple | list) and value and len(value) <= 10:
         found = [_numbers(f"{key}.{i}", each) for i, each in enumerate(value)]
@@ -90,12 +88,13 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float, str]] | None:
     return None
 
 
-def _constant(key: str, value: Any) -> Any:
+def _plain(what: str, value: Any) -> Any:
+    """An option or attribute that can travel."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list) and all(isinstance(each, _PLAIN) for each in value):
         return list(value)
-    raise NotOnServersError(f"its option {key!r} is a {type(value).__name__}")
+    raise NotOnServersError(f"its {what} is a {type(value).__name__}")
 
 
 def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -131,9 +130,9 @@ def describe(
     name = _importable_name(cls, permitted)
     options, hyper = options_of(optimizer)
     attributes = {
-        key: value
+        key: _plain(f"attribute {key!r}", value)
         for key, value in vars(optimizer).items()
-        if key not in _OF_ALL and not key.startswith("_optimizer_") and isinstance(value, _PLAIN)
+        if key not in OF_ALL and not key.startswith("_optimizer_")
     }
     groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
     spec = OptimizerSpec(name, "elementwise", dict(options.numbers), (), {}, groups, attributes)

@@ -8,8 +8,9 @@ group, so no user's object is needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,24 @@ from .tile import Averaging, CellTile, scratch
 
 _KEPT_PARTS = 4  # of a cell, whose instances are kept; mostly it is one, the whole cell
 Views = Mapping[str, torch.Tensor]
+
+
+_USE_GRAD = vars(import_module("torch.optim.optimizer")).get("_use_grad_for_differentiable")
+_USE_GRAD_CODE = _USE_GRAD(lambda self: None).__code__ if _USE_GRAD else None
+
+
+def plain_step_of(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """The step of a class without what torch puts around it; gradients are off where it is called.
+
+    That is hooks for all optimizers, marks for the profiler, and `differentiable`, which imports
+    all of torch's compiler.
+    """
+    step: Any = cls.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    while _USE_GRAD_CODE is not None and getattr(step, "__code__", None) is _USE_GRAD_CODE:
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
 
 
 class OwnOptimizer:
@@ -48,7 +67,7 @@ class OwnOptimizer:
         self._address = self._parameter.data_ptr()
         self._hyper: Hyper | None = None
         made: Any = object.__new__(cls)
-        self._made = made
+        self._made, self._step = made, plain_step_of(cls)
         constants = dict(options.constants)
         made.__setstate__(
             {
@@ -91,7 +110,7 @@ class OwnOptimizer:
             self._put_scalars(entry, scalars)
         parameter.grad = gradient
         with torch.no_grad():
-            made.step()
+            self._step(made)
             parameter.grad = None
             if parameter.data_ptr() != self._address:  # it was given other memory
                 self._master.copy_(parameter)
@@ -115,7 +134,7 @@ class OwnOptimizer:
         self._set(hyper)
         self._parameter.grad = gradient
         with torch.no_grad():
-            self._made.step()
+            self._step(self._made)
         entry: dict[str, Any] = self._made.state.pop(self._parameter)
         return entry
 
@@ -173,12 +192,10 @@ class OwnTile(CellTile):
         """See `parameters.Tile.step`."""
         gradient = self._gradient(start, stop, kept, scale)
         divisor = None if kept else self._divisor
-        if divisor is not None or (self._spec.edits_gradient and scale == 1.0):
-            # The sum of several gradients is scratch memory already, as is what was scaled.
-            if divisor is not None:
-                gradient.div_(divisor)
-            else:
-                gradient = scratch(self._master)[: gradient.numel()].copy_(gradient)
+        if divisor is not None:
+            gradient.div_(divisor)  # a sum of several, in scratch memory
+        elif self._spec.edits_gradient and scale == 1.0 and (kept or not self._in_scratch):
+            gradient = scratch(self._master)[: gradient.numel()].copy_(gradient)
         own, views = self._parts.get((start, stop)) or self._make_part(hyper, start, stop)
         begins = self._spec.lazy and count == 1
         return own.step(hyper, self._shaped(gradient), views, None if begins else scalars)

@@ -52,6 +52,7 @@ class CellTile:
         self._bytes = self._master.nbytes
         self._reduced = self._slots[0]  # what the last reduce() made, of its bytes
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
+        self._in_scratch = False  # it is in no slot
 
     def _part(self, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         if (start, stop) == (0, self._bytes):
@@ -67,11 +68,12 @@ class CellTile:
             for where, _ in weights
         ]
         first, weight = weights[0]
-        self._divisor = None
+        self._divisor, self._in_scratch = None, False
         if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
             self._reduced = parts[0]
             return
         target = self._slots[0] if keep else scratch(self._master)
+        self._in_scratch = not keep
         self._reduced = target = self._part(target, start, stop)
         if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
             # The sum, divided at its end: one pass less, and the optimizer's kernel can divide.

@@ -7,8 +7,9 @@ sparse gradient alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,7 +30,16 @@ from tensorwire.parameters import (
 )
 
 from .optimizer_spec import GroupOptions, OptimizerSpec
-from .own_step import OwnStepKernel
+from .own_step import OwnStepKernel, plain_step_of
+
+IGNORED = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how torch computes, and not what: the servers' answer is no for all of them."""
+OF_ALL = frozenset({
+    "defaults", "state", "param_groups", "step", "_tensorwire", "_opt_called",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+    "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
+})  # fmt: skip
+"""Attributes of all optimizers, and of those that torch wraps."""
 
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1031,), 2: (37, 29), 3: (7, 11, 5)}
 _OF_MORE = 4, 3, 5, 2  # repeated
@@ -117,6 +127,10 @@ class Trial:
         Raises:
             NotOnServersError: no way in which servers could run it makes the optimizer's own bits.
         """
+        with torch.random.fork_rng(devices=()):
+            return self._find(stands_for)
+
+    def _find(self, stands_for: Sequence[int]) -> OptimizerSpec:
         states: dict[int, set[str]] = defaultdict(set)
         by_method: dict[str, list[tuple[_Problem, _Outcome]]] = {"dense": [], "rows": []}
         for problem in self._problems:
@@ -158,38 +172,43 @@ class Trial:
 
     def _reference(self, problem: _Problem) -> _Outcome:
         """What the optimizer itself does; tells what it keeps as state."""
-        with torch.random.fork_rng(devices=()):
-            try:
-                return self._run_reference(problem, lazy=True)
-            except NotOnServersError:
-                raise
-            except Exception as error:  # whatever a class may do
-                first = error
-            try:
-                outcome = self._run_reference(problem, lazy=False)
-            except NotOnServersError:
-                raise
-            except Exception:
-                raise NotOnServersError(
-                    f"its step() fails in a trial: {type(first).__name__}: {first}"
-                ) from first
-            self._spec = replace(self._spec, lazy=False)
-            return outcome
+        try:
+            return self._run_reference(problem, lazy=True)
+        except NotOnServersError:
+            raise
+        except Exception as error:  # whatever a class may do
+            first = error
+        try:
+            outcome = self._run_reference(problem, lazy=False)
+        except NotOnServersError:
+            raise
+        except Exception:
+            raise NotOnServersError(
+                f"its step() fails in a trial: {type(first).__name__}: {first}"
+            ) from first
+        self._spec = replace(self._spec, lazy=False)
+        return outcome
 
     def _run_reference(self, problem: _Problem, lazy: bool) -> _Outcome:
-        parameters = [nn.Parameter(each.clone()) for each in problem.start]
-        made = self._object_for(problem.group, parameters, lazy)
+        made, parameters = self._object_for(problem, lazy)
+        decoy = made.param_groups[0]["params"][0]
         outcome = _Outcome([], [], [])
+        before = _options_and_attributes(made)
         for number, gradients in enumerate(problem.gradients):
             if self._rate is not None:
-                made.param_groups[0]["lr"] = self._hyper_at(problem.group, number)[self._rate]
+                made.param_groups[1]["lr"] = self._hyper_at(problem.group, number)[self._rate]
+                before = _options_and_attributes(made)
             for index, parameter in enumerate(parameters):
                 parameter.grad = problem.gradient(number, index)
-            made.step()
+            decoy.grad = problem.gradient(number, 0)
+            with torch.no_grad():
+                plain_step_of(self._cls)(made)
             if problem.rows is None:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if parameter.grad is None or not torch.equal(parameter.grad, gradient):
                         self._spec = replace(self._spec, edits_gradient=True)
+            if changed := _difference(before, _options_and_attributes(made)):
+                raise NotOnServersError(f"its step() changes {changed}")
             entries = [self._entry(made.state[each], each) for each in parameters]
             outcome.values.append([_bytes(each) for each in parameters])
             outcome.states.append([arrays for arrays, _ in entries])
@@ -202,25 +221,41 @@ class Trial:
         return outcome
 
     def _object_for(
-        self, group: int, parameters: list[nn.Parameter], lazy: bool
-    ) -> torch.optim.Optimizer:
-        """An object like the user's, with other parameters, no state and no hooks."""
-        options = {**self._optimizer.param_groups[group], **self._spec.groups[group].constants}
-        options |= self._spec.group_of(self._hyper[group])
-        known = {key: options[key] for key in options if key in self._optimizer.defaults}
+        self, problem: _Problem, lazy: bool
+    ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        """An object like the user's, with other parameters, no state and no hooks; and those.
+
+        A group before theirs has one more parameter and another rate: a class that looks at more
+        than one group at a time does not come to the bits of servers, which have one.
+        """
+        group, optimizer = problem.group, self._optimizer
+        options = dict(optimizer.param_groups[group])
+        for key, value in self._spec.group_of(self._hyper[group]).items():
+            if not isinstance(options[key], bool | int | float):
+                options[key] = value  # of tensors
+        options |= {key: False for key in IGNORED if key in options}
+        first = {**options, "params": [nn.Parameter(problem.start[0].clone())]}
+        if self._rate is not None:
+            first["lr"] = 3.0 * self._hyper_at(group, 0)[self._rate]
+        parameters = [nn.Parameter(each.clone()) for each in problem.start]
+        groups = [first, {**options, "params": parameters}]
+        attributes = deepcopy(dict(self._spec.attributes))
         if not lazy:
-            return self._cls(parameters, **known)
-        made: torch.optim.Optimizer = object.__new__(self._cls)
-        vars(made).update(vars(self._optimizer))
-        for key in [key for key in vars(made) if key in ("step", "_tensorwire")]:
-            del vars(made)[key]
-        for key in vars(made):
-            if key.startswith("_optimizer_"):
-                vars(made)[key] = OrderedDict()
-        made.state = defaultdict(dict)
-        made.defaults = {**self._optimizer.defaults, **known}
-        made.param_groups = [{**options, "params": parameters}]
-        return made
+            known = {key: options[key] for key in options if key in optimizer.defaults}
+            built = self._cls(groups, **known)
+            vars(built).update(attributes)
+            return built, parameters
+        made: Any = object.__new__(self._cls)
+        ignored = {key: False for key in IGNORED if key in optimizer.defaults}
+        made.__setstate__(
+            {
+                "defaults": {**optimizer.defaults, **ignored},
+                "state": defaultdict(dict),
+                "param_groups": groups,
+                **attributes,
+            }
+        )
+        return made, parameters
 
     def _hyper_at(self, group: int, step: int) -> Hyper:
         """The numbers of a group in a step of the trial, which changes the learning rate."""
@@ -238,7 +273,11 @@ class Trial:
             if isinstance(value, bool | int | float):
                 kinds[name] = type(value).__name__
                 scalars.append(float(value))
-            elif isinstance(value, torch.Tensor) and value.dim() == 0 and parameter.dim():
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.dim() == 0
+                and (parameter.dim() or name in self._spec.scalars)
+            ):
                 kinds[name] = str(value.dtype).removeprefix("torch.")
                 scalars.append(float(value))
             elif (
@@ -272,8 +311,7 @@ class Trial:
         hyper = [self._hyper_at(problem.group, number) for number in range(len(_RATES))]
         entries: list[dict[str, Any]] = []
         if not spec.lazy:
-            parameters = [nn.Parameter(each.clone()) for each in problem.start]
-            made = self._object_for(problem.group, parameters, lazy=False)
+            made, parameters = self._object_for(problem, lazy=False)
             entries = [made.state[each] for each in parameters]
         try:
             for number, found in enumerate(run(kernel, problem, hyper, entries)):
@@ -292,7 +330,10 @@ def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[in
     def draw(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    shapes = [_SHAPES.get(each, (_OF_MORE * each)[:each]) for each in dimensions]
+    # One with dimensions comes first: it shows what of the state are numbers.
+    order = [*filter(None, dimensions), *(each for each in dimensions if not each)]
+    shapes = [_SHAPES.get(each, (_OF_MORE * each)[:each]) for each in order if any(dimensions)]
+    shapes = shapes or [_SHAPES[1], _SHAPES[0]]
     shapes += shapes[:1]  # two at least, as some classes look at all tensors together
     start = [draw(shape) for shape in shapes]
     gradients, rows = [], []
@@ -304,6 +345,28 @@ def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[in
         formats = shapes if here is None else [(len(here), shape[1]) for shape in shapes]
         gradients.append([draw(shape) * scale for shape in formats])
     return _Problem(group, dtype, start, gradients, rows if is_table else None)
+
+
+def _options_and_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a step must leave as it is, as the servers' objects are not the user's."""
+    found = {
+        f"its option {key!r}": value
+        for key, value in optimizer.param_groups[1].items()
+        if key != "params"
+    }
+    kept = {
+        f"its attribute {key!r}": value
+        for key, value in vars(optimizer).items()
+        if key not in OF_ALL and not key.startswith("_optimizer_")
+    }
+    return deepcopy({**found, **kept})
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first entry that is not what it was; "" if there is none."""
+    if before.keys() != after.keys():
+        return min(before.keys() ^ after.keys())
+    return next((key for key in before if repr(before[key]) != repr(after[key])), "")
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

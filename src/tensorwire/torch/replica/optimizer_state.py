@@ -135,7 +135,8 @@ class OptimizerState:
                 entry["step"] = torch.tensor(float(counts[index]))
             for name, size in self._shapes_of(index).items():
                 entry[name] = _array_at(arrays[name][place.start : place.end], size, parameter)
-            found[index] = entry
+            if entry:
+                found[index] = entry
         return found
 
     def _write(self, entries: Mapping[int, Entry]) -> None:
