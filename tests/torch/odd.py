@@ -1,4 +1,4 @@
-"""A model of parameters of all shapes, whose gradients are the same bits wherever they are computed.
+"""A model of parameters of all shapes; its gradients are the same bits wherever they are computed.
 
 Its gradients come of multiplying and adding element by element, so that nothing depends on where a
 tensor lies; and the mean over two or four slices is exact.

@@ -127,8 +127,13 @@ class Trial:
         Raises:
             NotOnServersError: no way in which servers could run it makes the optimizer's own bits.
         """
-        with torch.random.fork_rng(devices=()):
-            return self._find(stands_for)
+        threads = torch.get_num_threads()
+        with torch.random.fork_rng(devices=()):  # which the script does not miss
+            torch.set_num_threads(1)  # as on a server
+            try:
+                return self._find(stands_for)
+            finally:
+                torch.set_num_threads(threads)
 
     def _find(self, stands_for: Sequence[int]) -> OptimizerSpec:
         states: dict[int, set[str]] = defaultdict(set)
