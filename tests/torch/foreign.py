@@ -151,7 +151,9 @@ class CountingInGroup(Bare):
         super().step()
 
     def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-group["lr"] / group["k"])
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+        mean.mul_(0.5).add_(p.grad)
+        p.add_(mean, alpha=-group["lr"] / group["k"])
 
 
 class CountingItself(Bare):

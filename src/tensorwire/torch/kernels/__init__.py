@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .description import Options, describe, ignored_options, options_of
+from .description import Options, alike, describe, ignored_options, options_of
 from .fused import FusedKernel
 from .optimizer_spec import OptimizerSpec, class_of, import_all, permitted_imports
 from .own_step import OwnStepKernel, scalar_of
@@ -25,6 +25,7 @@ __all__ = [
     "ParameterKind",
     "ReductionKernel",
     "TorchKernel",
+    "alike",
     "describe",
     "ignored_options",
     "import_all",

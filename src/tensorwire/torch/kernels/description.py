@@ -146,6 +146,18 @@ def describe(
     return Trial(optimizer, cls, spec, hyper, tried).find(stands_for).to_text()
 
 
+def alike(text: str, other: str) -> bool:
+    """Tells whether a description serves for another one: a rate of 1 may become one of 0.5."""
+    if text == other or not (text.startswith("{") and other.startswith("{")):
+        return text == other
+    forms = []
+    for each in (text, other):
+        raw = json.loads(each)
+        raw["numbers"] = {name: kind == "bool" for name, kind in raw["numbers"].items()}
+        forms.append(raw)
+    return bool(forms[0] == forms[1])
+
+
 def _importable_name(cls: type, permitted: Collection[str] | None) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if permitted is None:

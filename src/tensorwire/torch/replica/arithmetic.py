@@ -20,6 +20,7 @@ from ..kernels import (
     OwnStepKernel,
     ParameterKind,
     TorchKernel,
+    alike,
     describe,
     ignored_options,
     kernel_of,
@@ -177,7 +178,7 @@ class Arithmetic:
                 self._texts[options] = describe(self._optimizer, kinds, permitted)
         except NotOnServersError:
             return True
-        return self._texts[options] != self.text
+        return not alike(self._texts[options], self.text)
 
     def step(self) -> None:
         """Makes a step of the optimizer's own class, in this process."""

@@ -340,8 +340,8 @@ class Replica:
         self._residency.guard.check()
         if self.arithmetic.keeps_other_state():
             raise RuntimeError(
-                "momentum or amsgrad was switched on after DistributedOptimizer was made, and the "
-                "servers have no state for it; set it (or make the scheduler) before"
+                "momentum, amsgrad or another option that decides what servers keep was changed "
+                "after DistributedOptimizer was made; set it (or make the scheduler) before"
             )
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
