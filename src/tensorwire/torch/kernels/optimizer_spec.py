@@ -23,7 +23,11 @@ METHODS = ("elementwise", "whole", "rows")
 """What a class can be applied to: any part of a tensor, flat; whole tensors only; only the rows of
 tables that have a gradient."""
 
-_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+_MALFORMED = (
+    AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+_KINDS = "float", "int", "bool"
+_RESERVED = frozenset({"params", "param_groups", "state", "defaults"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +84,42 @@ class OptimizerSpec:
         try:
             raw = json.loads(text)
             groups = tuple(
-                GroupOptions(dict(each["constants"]), _names(each["states"]))
+                GroupOptions(_texts_to(each["constants"]), _names(each["states"]))
                 for each in raw.pop("groups")
             )
-            states = _names(raw.pop("states"))
-            spec = OptimizerSpec(groups=groups, states=states, **raw)
-            kinds = {"float", "int", "bool"}
-            if (
-                spec.method not in METHODS
-                or not groups
-                or not kinds.issuperset(spec.numbers.values())
-            ):
-                raise ValueError("unknown values")
-            _names([spec.optimizer, *spec.numbers, *spec.scalars, *spec.attributes])
-            known = {*kinds, *_SCALAR_DTYPES}
-            if not known.issuperset(spec.scalars.values()):
-                raise ValueError(f"scalars of the types {sorted(spec.scalars.values())}")
+            spec = OptimizerSpec(groups=groups, states=_names(raw.pop("states")), **raw)
+            spec._check()
         except _MALFORMED as error:
-            raise ValueError(f"not a description of an optimizer: {error!r}") from error
+            raise ValueError(f"not a description of an optimizer: {error!r:.300}") from error
         return spec
 
+    def _check(self) -> None:
+        """Raises ValueError or TypeError if a part is not what it should be."""
+        if self.method not in METHODS or not self.groups or not isinstance(self.optimizer, str):
+            raise ValueError("unknown values")
+        for flag in (self.lazy, self.edits_gradient, self.rows, self.states_have_shape):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{flag!r:.80} is neither true nor false")
+        for each in (self.numbers, self.scalars, self.attributes):
+            _texts_to(each)
+        if not set(_KINDS).issuperset(self.numbers.values()):
+            raise ValueError("numbers of unknown types")
+        if not {*_KINDS, *_SCALAR_DTYPES}.issuperset(self.scalars.values()):
+            raise ValueError("scalars of unknown types")
+        kept = [*self.states, *self.scalars]
+        if len(set(kept)) < len(kept):
+            raise ValueError("a name is there twice in the state")
+        for group in self.groups:
+            if not set(self.states).issuperset(group.states):
+                raise ValueError("a group has other state than all together")
+        options = {name for group in self.groups for name in group.constants}
+        if not _RESERVED.isdisjoint({*self.numbers, *self.attributes, *options}):
+            raise ValueError(f"one of {sorted(_RESERVED)} is no option or attribute")
+
     def options_of(self, group: int) -> GroupOptions:
-        """Of a group by its index."""
+        """Of a group by its index; ValueError if there is none."""
+        if len(self.groups) > 1 and group >= len(self.groups):
+            raise ValueError(f"{self.name} is described with {len(self.groups)} groups")
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def group_of(self, hyper: Hyper) -> dict[str, Any]:
@@ -139,6 +157,12 @@ def _names(raw: Sequence[Any]) -> tuple[str, ...]:
     return tuple(raw)
 
 
+def _texts_to(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{raw!r:.80} has no names")
+    return raw
+
+
 def _number(kind: str, value: float) -> float | int | bool:
     if kind == "bool":
         return bool(value)
@@ -164,10 +188,12 @@ def class_of(name: str, permitted: Collection[str]) -> type[torch.optim.Optimize
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # whatever a module does
         raise ValueError(f"{name!r} cannot be imported here: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"{name!r} is no class of optimizers")
+    if not is_permitted(found.__module__, permitted):
+        raise ValueError(f"{name!r} is a class of {found.__module__}, which is not permitted")
     return found
 
 
@@ -201,7 +227,7 @@ def import_all(modules: Collection[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a module does
+        except (Exception, SystemExit) as error:  # whatever a module does
             raise UnavailableError(
                 f"--import {name}: {type(error).__name__}: {error}; servers look where Python "
                 "looks for modules, and in the folder of the script"

@@ -7,6 +7,7 @@ group, so no user's object is needed.
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -95,7 +96,7 @@ class OwnOptimizer:
             The scalars after the step.
 
         Raises:
-            ValueError: the class keeps other state than is described.
+            ValueError: the class keeps other state than is described, or its step raised an error.
         """
         made, parameter = self._made, self._parameter
         self._set(hyper)
@@ -110,7 +111,14 @@ class OwnOptimizer:
             self._put_scalars(entry, scalars)
         parameter.grad = gradient
         with torch.no_grad():
-            self._step(made)
+            try:
+                self._step(made)
+            except Exception as error:  # whatever a class may do
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                raise ValueError(
+                    f"the step() of {self._spec.name} raised {type(error).__name__}: {error} "
+                    f"({last.filename}:{last.lineno})"
+                ) from error
             parameter.grad = None
             if parameter.data_ptr() != self._address:  # it was given other memory
                 self._master.copy_(parameter)
@@ -119,7 +127,7 @@ class OwnOptimizer:
             expected = {*states, *self._spec.scalars}
             if entry.keys() != expected:
                 raise ValueError(
-                    f"{self._spec.optimizer} keeps the state {sorted(entry)}, and not the "
+                    f"{self._spec.name} keeps the state {sorted(entry)}, and not the "
                     f"{sorted(expected)} of its first steps"
                 )
             for name, view in states.items():

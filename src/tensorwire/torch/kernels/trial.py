@@ -48,7 +48,7 @@ _OF_MORE = 3, 7, 3, 1  # repeated
 _RATES = 1.0, 1.0, 0.5, 0.5, 0.5, 1.5, 1.5, 0.1, 0.1, 2.0, 1.0, 0.7
 _WITHOUT_GRADIENT = 3, 7  # steps, from 0, whose gradients are zero
 _FIRST_RATE = 0.01  # where the present one is 0, as at the start of a warm-up
-_CUT_BYTES = 7 * 64
+_CUTS = 5
 
 
 class NotOnServersError(Exception):
@@ -452,8 +452,9 @@ def _in_cells(
     entries: list[dict[str, Any]],
 ) -> Iterator[_Step]:
     memory = _Memory(kernel, problem, hyper[0], entries)
-    cuts = range(0, memory.size, _CUT_BYTES)
-    parts = [slice(start, min(start + _CUT_BYTES, memory.size)) for start in cuts]
+    step = padded(memory.size // _CUTS)
+    cuts = range(0, memory.size, step)
+    parts = [slice(start, min(start + step, memory.size)) for start in cuts]
     tiles = [memory.bind(kernel, problem.group, part, None) for part in parts]
     for number, gradients in enumerate(problem.gradients):
         memory.put(memory.slot, gradients)
