@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Rprop": {"lr": rates, "etas": st.sampled_from([(0.5, 1.2), (0.9, 2.0)]), "maximize": yes},
     "Adadelta": {**COMMON, "rho": st.sampled_from([0.5, 0.9]), "maximize": yes},
     "ASGD": {**COMMON, "lambd": small, "t0": st.sampled_from([0, 1, 3.0, 1e6]), "maximize": yes},
-    "Adafactor": {**COMMON, "d": st.sampled_from([0.5, 1.0, 2]), "maximize": yes},
+    "Adafactor": {**COMMON, "d": st.sampled_from([1, 1.5, 2.0]), "maximize": yes},
 }
 OF_GROUPS = {name: {k: v for k, v in each.items() if k != "initial_accumulator_value"}
              for name, each in OPTIONS.items()}  # fmt: skip
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "shapes": shapes,
         "groups": groups,
         "own": own,
-        "options": draw(st.fixed_dictionaries({"lr": rates}, optional=OPTIONS[name])),
+        "options": draw(st.fixed_dictionaries({}, optional=OPTIONS[name])),
         "schedule": draw(st.sampled_from(SCHEDULES)),
         "dtype": draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
         "without": draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=5)),
@@ -96,7 +96,8 @@ def one(job: tw.Job, case: dict[str, Any]) -> None:
         for each in schedules:
             each.step()
         assert bits(model) == bits(twin), (case, step)
-        if step == 1 and case["saves"]:
+        # Of other dtypes torch gives NAdam's and ASGD's numbers the parameter's when it loads them.
+        if step == 1 and case["saves"] and dtype == torch.float32:
             opt.load_state_dict(opt.state_dict())
     check_same_optimizers(opt, plain)
     opt.close()
