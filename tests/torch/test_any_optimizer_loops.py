@@ -427,3 +427,38 @@ CHANGES: list[tuple[Make, list[dict[str, Any]]]] = [
 def test_options_change_while_training(team: Team, apply: str) -> None:
     for make, changes in CHANGES:
         team.run(changing, make, changes, apply)
+
+
+def other_options(job: tw.Job, make: Make, change: dict[str, Any]) -> None:
+    """Options change after some steps that told nothing new; then a step is refused."""
+    model, twin, opt, plain = pair(make)
+    opt = tw.DistributedOptimizer(opt, model, apply="servers")
+    for step in range(3):
+        step_both(job, model, twin, opt, plain, step)
+    opt.param_groups[0].update(change)
+    model(3, 0).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(warming_up, {"momentum": 0.9}), (warming_up, {"centered": True}), (nadam, {"eps": None})],
+)
+def test_options_that_decide_what_servers_keep(
+    team: Team, make: Make, change: dict[str, Any]
+) -> None:
+    for failure in team.failures(other_options, make, change):
+        assert "another option that decides what servers keep was changed" in failure.text
+
+
+def frozen_otherwise(job: tw.Job) -> None:
+    """A frozen parameter that is not contiguous does not send whole tensors to worker 0."""
+    model = Odd(((5, 4), (3,)), torch.float32, turned=True)
+    model.all[2].requires_grad_(False)
+    opt = tw.DistributedOptimizer(adafactor(list(model.all)), model, apply="servers")
+    model(0, 0).backward()
+    opt.step()
+
+
+def test_a_frozen_parameter_that_is_not_contiguous(team: Team) -> None:
+    team.alone(frozen_otherwise)

@@ -115,6 +115,7 @@ class Arithmetic:
             )
         self._options: Options | None = None
         self._texts: dict[Options, str] = {}
+        self._looks: list[list[tuple[str, object]]] | None = None  # of groups that were described
         if isinstance(self.kernel, OwnStepKernel):
             self._options = options_of(optimizer)[0]
             self._texts[self._options] = self.text
@@ -129,7 +130,8 @@ class Arithmetic:
         for index, each in enumerate(self.tensors):
             if each.kind == "trained":
                 self.tensors[index] = replace(each, kind="whole")
-        if odd := next((each.name for each in self.tensors if ", strides " in each.name), None):
+        whole = [each.name for each in self.tensors if each.kind == "whole"]
+        if odd := next((name for name in whole if ", strides " in name), None):
             self.why = f"it looks at whole tensors, and {odd!r} is not contiguous"
             self.text = AVERAGE_ONLY
             self.kernel = self._kernel()
@@ -171,6 +173,12 @@ class Arithmetic:
             return False
         if self._options is None:
             return describe(self._optimizer, (), self._permitted, self.lazy_rows) != self.text
+        looks = [
+            [(key, _look(value)) for key, value in group.items() if key != "params"]
+            for group in self._optimizer.param_groups
+        ]
+        if looks == self._looks:
+            return False
         try:
             options, _ = options_of(self._optimizer)
             if options not in self._texts:
@@ -178,7 +186,10 @@ class Arithmetic:
                 self._texts[options] = describe(self._optimizer, kinds, permitted)
         except NotOnServersError:
             return True
-        return not alike(self._texts[options], self.text)
+        if not alike(self._texts[options], self.text):
+            return True
+        self._looks = looks
+        return False
 
     def step(self) -> None:
         """Makes a step of the optimizer's own class, in this process."""
@@ -222,6 +233,16 @@ def _plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer
     cls = type(optimizer)
     found: type[torch.optim.Optimizer] = getattr(cls, "_plain_class", cls)
     return found
+
+
+def _look(value: Any) -> object:
+    """What of an option decides on a description: equal ones do not change it."""
+    if isinstance(value, bool | int | float):
+        return type(value), bool(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_look, value))
+    # What can be changed in place, or compares in its own way, is described in every step.
+    return value if isinstance(value, str | None) else object()
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
