@@ -1,0 +1,68 @@
+"""Split models under optimizers beyond SGD and Adam: the bits of the whole model's."""
+
+from typing import Any
+
+import pytest
+import torch
+from odd import Make, check_same_state
+from pipelines import BATCH, make, samples, splitted, step
+from team import Team
+from torch import nn, optim
+
+import tensorwire.torch as tw
+
+
+def rmsprop(params: Any) -> optim.Optimizer:
+    return optim.RMSprop(params, lr=0.01, momentum=0.9)
+
+
+def adafactor(params: Any) -> optim.Optimizer:
+    return optim.Adafactor(params, lr=0.01)
+
+
+def train(job: tw.Job, optimizer: Make, apply: str = "auto", path: str = "") -> Any:
+    """Values and state of the whole model, as worker 0 sees them; or goes on from a file."""
+    split = splitted(job, "mlp")
+    opt = optimizer(list(split.module.parameters()))
+    opt = tw.DistributedOptimizer(opt, split, apply=apply)
+    job.keep(model=split, optimizer=opt)
+    for x, y in job.loader(samples("mlp"), batch_size=BATCH):
+        step(split, x, y)
+        opt.step()
+        opt.zero_grad()
+    state, values = opt.state_dict(), split.state_dict()
+    job.barrier()
+    return state, {name: value.clone() for name, value in values.items()}
+
+
+def plain(optimizer: Make) -> Any:
+    model = make("mlp")
+    opt = optimizer(list(model.parameters()))
+    loaded = samples("mlp")
+    for start in range(0, len(loaded), 2 * BATCH):
+        x, y = loaded[start : start + 2 * BATCH]
+        nn.functional.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return opt.state_dict(), model.state_dict()
+
+
+@pytest.mark.parametrize("optimizer", [rmsprop, adafactor])
+def test_as_the_whole_model(team: Team, optimizer: Make) -> None:
+    state, values = team.run(train, optimizer, workers=4, pipeline=2, servers=2)[0]
+    wanted, expected = plain(optimizer)
+    torch.testing.assert_close(values, dict(expected), rtol=1e-3, atol=1e-5)
+    assert state["param_groups"] == wanted["param_groups"]
+    assert state["state"].keys() == wanted["state"].keys()
+    for index, entry in state["state"].items():
+        assert entry.keys() == wanted["state"][index].keys()
+    for options in {"workers": 2, "slices": 2}, {"workers": 4, "transports": ["tcp"]}:
+        for mine in team.run(train, optimizer, pipeline=2, **options):
+            check_same_state(mine, (state, values))
+
+
+def test_worker_0_has_no_whole_model(team: Team) -> None:
+    for failure in team.failures(train, rmsprop, "worker", workers=2, pipeline=2):
+        assert failure.kind == "UnavailableError"
+        assert "worker 0 cannot apply" in failure.text
+        assert "a model that is split" in failure.text
