@@ -462,3 +462,38 @@ def frozen_otherwise(job: tw.Job) -> None:
 
 def test_a_frozen_parameter_that_is_not_contiguous(team: Team) -> None:
     team.alone(frozen_otherwise)
+
+
+def damaged(job: tw.Job, make: Make, damage: dict[str, Any]) -> None:
+    """A state of other entries or shapes is loaded."""
+    model, twin, opt, plain = pair(make)
+    opt = tw.DistributedOptimizer(opt, model)
+    for each, its in (model, opt), (twin, plain):
+        each(0, 0).backward()
+        its.step()
+        its.zero_grad()
+    state = plain.state_dict()
+    for key, value in damage.items():
+        if value is None:
+            del state["state"][0][key]
+        else:
+            state["state"][0][key] = torch.zeros(value)
+    opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "damage", "says"),
+    [
+        (rmsprop, {"momentum_buffer": None}, "has ['square_avg', 'step'], and"),
+        (rmsprop, {"more": (40, 50)}, "has ['momentum_buffer', 'more', 'square_avg', 'step'], and"),
+        (rmsprop, {"square_avg": (50,)}, "has the shape (50,), and not (40, 50)"),
+        (adafactor, {"row_var": (1, 1)}, "has the shape (1, 1), and not (40, 1)"),
+        (optim.AdamW, {"exp_avg": (50,)}, "has the shape (50,), and not (40, 50)"),
+    ],
+)
+def test_state_of_something_else(team: Team, make: Make, damage: Any, says: str) -> None:
+    failure = team.failure_alone(damaged, make, damage)
+    assert failure.kind == "ValueError"
+    assert "state" in failure.text
+    assert says in failure.text
+    assert says in team.failures(damaged, make, damage)[0].text

@@ -143,9 +143,12 @@ class OptimizerState:
         """Overwrites the store's state; what has no entry begins anew.
 
         Raises:
-            ValueError: the optimizer makes its state when it is made, and some parameter has none.
+            ValueError: the optimizer makes its state when it is made, and some parameter has none;
+                or a parameter has other state than this optimizer keeps.
         """
         store, kernel = self._store, self._arithmetic.kernel
+        for index in self._trained:
+            self._check(index, entries.get(index, {}))
         for index in self._trained if self._is_made_at_once else ():
             if not entries.get(index):
                 raise ValueError(
@@ -173,6 +176,25 @@ class OptimizerState:
                 scalars[index, number] = float(entry.get(name, 0.0))
         store.set_counts(counts)
         store.set_scalars(scalars)
+
+    def _check(self, index: int, entry: Entry) -> None:
+        """Raises ValueError for state of a parameter that the optimizer does not keep."""
+        kernel, sizes = self._arithmetic.kernel, self._shapes_of(index)
+        name = self._store.layout.spec.tensors[index].name
+        if isinstance(kernel, OwnStepKernel) and entry:
+            keeps = {*sizes, *kernel.scalars}
+            if entry.keys() != keeps:
+                raise ValueError(
+                    f"the state of parameter {name!r} has {sorted(entry)}, and "
+                    f"{kernel.spec.name} keeps {sorted(keeps)}"
+                )
+        for key, size in sizes.items():
+            value = entry.get(key)
+            if value is not None and value.shape != size:
+                raise ValueError(
+                    f"the state {key!r} of parameter {name!r} has the shape {tuple(value.shape)}, "
+                    f"and not {tuple(size)}"
+                )
 
     @property
     def _is_made_at_once(self) -> bool:
