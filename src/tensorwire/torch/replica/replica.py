@@ -43,7 +43,7 @@ from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
 from .reducer import GradientState, Reducer
-from .residency import Residency
+from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .worker_steps import WorkerSteps
 
@@ -252,12 +252,25 @@ class Replica:
     # ---- versions
 
     def _publish(self, edited: bool = False) -> None:
-        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed."""
-        session = self.session
-        present = bytearray(len(self.store.layout.spec.tensors))
+        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed.
+
+        The first values move part by part, so that they are never there twice.
+        """
+        if edited:
+            self._publish_part(range(len(self.store.layout.spec.tensors)), True)
+        for part in () if edited else self._residency.parts():
+            self._publish_part(part)
+            self._residency.adopt(part)
+            give_back_freed()
+        self._adopt()
+
+    def _publish_part(self, part: range, edited: bool = False) -> None:
+        session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
         if session.replica == 0:
-            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends]
-            for index, data in (*kept, *self.buffers.values()):
+            sends = [i for i in self._sends if i in part]
+            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in sends]
+            buffers = [(i, data) for i, data in self.buffers.values() if i in part]
+            for index, data in (*kept, *buffers):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
                     self.store.push(session.my_slices[0], index, data)
                     present[index] = PUSHED
@@ -266,7 +279,6 @@ class Replica:
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
         self.store.wait()
-        self._adopt()
 
     def _adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""
