@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,29 +42,10 @@ from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
-from .reducer import GradientState, Reducer
+from .reducer import Found, GradientState, Reducer
 from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .worker_steps import WorkerSteps
-
-
-class Found(NamedTuple):
-    """Where a parameter and its last gradient were found; what `explain` tells.
-
-    Attributes:
-        name, parameter: as in the model.
-        offset: in the store.
-        gradient: what became of the gradient; None if there is none.
-        inside: the parameter lies in the store's memory.
-        held: it belongs there; else another optimizer has it.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    offset: int
-    gradient: GradientState | None
-    inside: bool
-    held: bool
 
 
 class Replica:
