@@ -49,7 +49,7 @@ def test_accelerate_under_tensorwire_run(run: Run, order: str) -> None:
     train(job)
     accelerator.end_training()
     """
-    command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers=2", "--no-prefix"]
+    command = [sys.executable, "-m", "tensorwire", "run", "--workers=2", "--no-prefix"]
     check_done(run(command, text))
 
 

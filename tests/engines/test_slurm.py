@@ -28,5 +28,5 @@ def test_an_allocation_without_a_step_is_one_process(slurm: dict[str, str], run:
 
 
 def test_tensorwire_run_in_a_step_of_several_is_refused(slurm: dict[str, str], run: Run) -> None:
-    command = ["srun", "-n2", PYTHON, "-m", "tensorwire.cli", "run", "--workers=1"]
+    command = ["srun", "-n2", PYTHON, "-m", "tensorwire", "run", "--workers=1"]
     assert "say that 2 processes run this command" in run(command, INIT, code=2, **slurm)

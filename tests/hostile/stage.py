@@ -285,7 +285,7 @@ class Job:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._log = stack.enter_context((folder / "log").open("w+"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--transports",
+                [sys.executable, "-m", "tensorwire", "run", "--workers", "2", "--transports",
                  "shm,tcp", str(HERE / "training.py"), str(folder)],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
                 start_new_session=True,

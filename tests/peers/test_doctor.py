@@ -40,7 +40,7 @@ ROW_KEYS = {"bench", "case", "system", "bytes", "seconds_median", "seconds_p99",
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tensorwire.cli", "doctor", *arguments]
+    return [sys.executable, "-m", "tensorwire", "doctor", *arguments]
 
 
 def run(

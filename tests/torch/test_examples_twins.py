@@ -26,7 +26,7 @@ def run(repository: Path, tmp_path: Path) -> Callable[..., str]:
     def run(launch: str | None, script: str, *arguments: str, code: int = 0) -> str:
         command = [sys.executable, "-W", "error"]
         if launch is not None:
-            command = [sys.executable, "-m", "tensorwire.cli", "run", *launch.split()]
+            command = [sys.executable, "-m", "tensorwire", "run", *launch.split()]
         path = script if "/" in script else str(repository / "examples" / f"{script}.py")
         return output_of([*command, path, *arguments], tmp_path, code)
 

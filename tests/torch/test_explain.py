@@ -50,7 +50,7 @@ assert False
 
 
 def explain(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tensorwire.cli", "explain", *map(str, arguments)]
+    command = [sys.executable, "-m", "tensorwire", "explain", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 

@@ -410,11 +410,59 @@ def loaders(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
     return digest(model), in_place(opt)
 
 
+class TwoHeads(nn.Module):
+    """One trunk and two heads of equal shape."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Flatten(), nn.Linear(36, width), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        result: torch.Tensor = self.heads[head](self.trunk(x))
+        return result
+
+
+def in_turns(job: tw.Job, placement: str, width: int) -> tuple[str, list[bool]]:
+    """Backward allocates the same for either head."""
+    torch.manual_seed(3)
+    model = TwoHeads(width)
+    opt = wrap(model, placement)
+    for step in range(STEPS):
+        model(batch(job, step), step % 2).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        rows = tw.explain_optimizer(opt).gradients
+        head = f"heads.{step % 2}"
+        missed = [each for each in rows if each.reason and each.name.startswith(("trunk", head))]
+        if placement == "plan" and step > 1:
+            assert not missed, (step, missed)
+    return digest(model), in_place(opt)
+
+
+def two_heads(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+    return in_turns(job, placement, 20)
+
+
+def two_large_heads(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+    """Their weights are pooled where memory is shared, but have no need of it."""
+    return in_turns(job, placement, 160)
+
+
+def applied_by_worker(job: tw.Job, placement: str) -> tuple[str, list[bool]]:
+    """Worker 0 reads the average behind a step: its memory is not given back before."""
+    model = net()
+    opt = wrap(model, placement, apply="worker")
+    train(job, model, opt, 2 * STEPS)
+    return digest(model), in_place(opt)
+
+
 ALL = (
     plain, set_to_zero, accumulated, clipped, synchronized, changing_hooks, retained,
     double_backward, grad_between, kept_gradients, gan, shared_weight, unfrozen, unused,
     group_added, transposed, channels_last, raising, reentrant, not_reentrant, other_thread,
-    threads_beside, loaders,
+    threads_beside, loaders, two_heads, two_large_heads,
+    applied_by_worker,
 )  # fmt: skip
 NOT_IN_PLACE = {
     # A thread is unknown until its first gradient has arrived.

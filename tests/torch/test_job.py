@@ -209,7 +209,7 @@ print("seed", job.seed, flush=True)
 @pytest.mark.parametrize("seed", [-7, (1 << 64) - 1])
 def test_every_seed_of_torch_is_that_of_all_workers(tmp_path: Path, seed: int) -> None:
     (tmp_path / "script.py").write_text(SEEDS)
-    command = [sys.executable, "-m", "tensorwire.cli", "run", "-w", "2", "script.py", str(seed)]
+    command = [sys.executable, "-m", "tensorwire", "run", "-w", "2", "script.py", str(seed)]
     assert output_of(command, tmp_path).count(f"seed {seed}\n") == 2
 
 

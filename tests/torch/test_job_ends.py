@@ -77,7 +77,7 @@ class Run:
         self.workers = workers
         self.mark = f"TENSORWIRE_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", str(workers)]
+        command = [sys.executable, "-m", "tensorwire", "run", "--workers", str(workers)]
         command += ["--servers", str(servers)]
         command += ["--transports", transports] if transports else []
         self.process = subprocess.Popen(

@@ -180,7 +180,7 @@ train(job)
 def test_a_second_claim_to_a_rank_is_refused(tmp_path: Path, launcher: str) -> None:
     """And the first is not disturbed. Then env:// finds all it needs."""
     if launcher == "tensorwire run":
-        command = ["-m", "tensorwire.cli", "run", "--workers=2"]
+        command = ["-m", "tensorwire", "run", "--workers=2"]
         made = [run(tmp_path, SECOND_CLAIM, *command)]
     else:
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -286,7 +286,7 @@ job = tw.init()
 check_group(job.rank)
 train(job)
 """
-    made = run(tmp_path, text, "-m", "tensorwire.cli", "run", "--workers=2")
+    made = run(tmp_path, text, "-m", "tensorwire", "run", "--workers=2")
     check_done(made.communicate(timeout=100)[0])
     assert made.returncode == 0
 

@@ -709,7 +709,7 @@ def test_the_page(repository: Path, tmp_path: Path, launcher: str) -> None:
     (program,) = (each for each in programs if "pipeline=" in each)
     script.write_text(program)
     start = {
-        "tensorwire run": ["-m", "tensorwire.cli", "run", "--workers", "4", "--no-prefix"],
+        "tensorwire run": ["-m", "tensorwire", "run", "--workers", "4", "--no-prefix"],
         "python": [],
     }
     done = subprocess.run(

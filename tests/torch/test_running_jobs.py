@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def status(*arguments: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "tensorwire.cli", "status", *arguments]
+    command = [sys.executable, "-m", "tensorwire", "status", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
@@ -49,7 +49,7 @@ def jobs(*arguments: str) -> list[dict[str, Any]]:
 
 
 def started(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "tensorwire.cli", "run", *arguments, "script.py"]
+    command = [sys.executable, "-m", "tensorwire", "run", *arguments, "script.py"]
     job = subprocess.Popen(command, cwd=folder)
     deadline = time.monotonic() + 90
     while not all((folder / f"ready-{rank}").exists() for rank in range(2)):

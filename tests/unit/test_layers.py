@@ -27,6 +27,7 @@ PYTHON_LAYERS = (
     ("bench",),
     ("doctor",),
     ("cli",),
+    ("__main__",),
 )
 # Beside the layers and in no wheel: it may import what is below the command, and is imported by
 # nobody. One file knows its name.

@@ -23,7 +23,17 @@ from tensorwire.memory import wait_all
 
 from ..kernel import Kernel
 from ..layout import Share
-from ..messages import APPLY, PUSHED, REDUCED, RELEASE, Commit, DisagreementError, Result
+from ..messages import (
+    APPLY,
+    PUBLISH,
+    PUSHED,
+    REDUCED,
+    RELEASE,
+    WANT_NORM,
+    Commit,
+    DisagreementError,
+    Result,
+)
 from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
 from .gather import Calls, EverySlice, Gatherer
@@ -267,6 +277,8 @@ class Versions:
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
         self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
+        self._kept_steps = [1] * len(slots)  # the first step may push what others do not
+        self._stepped = False
 
     def advance(self, version: int, results: Results) -> bool:
         """Makes a version; False when it was the last."""
@@ -288,12 +300,19 @@ class Versions:
         self._gatherer.close()
 
     def _discard_unused(self, commits: Sequence[Commit]) -> None:
-        """Once all gradients of a slice are produced in place, its slot needs no memory."""
+        """Slots need no memory after the first values, nor where gradients are all in place."""
+        self._stepped = self._stepped or commits[0].operation == APPLY
+        if commits[0].operation == PUBLISH and not self._stepped:
+            for slot in self._slots:
+                slot.discard()
+            return
         # Not at once: who edits parameters between steps writes to it, and new pages take longer.
         for index, slot in enumerate(self._slots):
             commit = commits[index]
-            steps = commit.operation == APPLY and not commit.flags & REDUCED
+            # With WANT_NORM the average is kept, and may be read.
+            steps = commit.operation == APPLY and not commit.flags & (REDUCED | WANT_NORM)
             pushes = not steps or PUSHED in commit.present
             self._unused[index] = 0 if pushes else self._unused[index] + 1
-            if self._unused[index] == _KEPT_STEPS:
+            if self._unused[index] == self._kept_steps[index]:
                 slot.discard()
+                self._kept_steps[index] = _KEPT_STEPS

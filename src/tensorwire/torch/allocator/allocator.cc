@@ -10,13 +10,17 @@
 // a gradient arrived, `learn` looks up which allocation that was: the n-th of so many bytes in that
 // context. That is a *site*. From then on the site's allocation is the gradient's slot.
 //
+// Sites cannot tell apart what is allocated alike: the gradients of two heads of which each step
+// uses one, or anything in the first step, when there are none. Then the graph is asked: for whose
+// gradient is the operator that runs now? That takes longer than to count.
+//
 // A wrong prediction is harmless: some other tensor lies in the slot for a while, the gradient lies
 // elsewhere, and whoever looks at its address sees it.
 //
-// While a slot is *missed* (its gradient came elsewhere), allocations of its size that no site
-// claims come from a *pool*: blocks of the sizes of gradients, in memory that is as good as the
-// slots'. So a gradient whose site is not known, or whose slot is in use, needs no copy either.
-// When nothing is missed any more the pool's pages go back to the system.
+// While a slot is *missed* (its gradient was not predicted, or came elsewhere), allocations of its
+// size for which neither a site nor the graph knows a slot come from a *pool*: blocks of the sizes
+// of gradients, in memory that is as good as the slots'. So a gradient whose slot is in use needs
+// no copy either. When nothing is missed any more the pool's pages go back to the system.
 //
 // Invariants
 //   A slot or block is handed out only while no tensor has it: `held` is set by the allocation,
@@ -26,10 +30,12 @@
 //   Whatever is not allocated by a backward pass, by a thread with a context, gets memory as if
 //   this were not there; so does a forked child.
 
+#define AT_PER_OPERATOR_HEADERS  // without the declarations of all operators
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -49,11 +55,15 @@ namespace {
 struct Pool;
 
 struct Slot {
-  Slot(void* address, uint64_t bytes, Pool* pool) : address(address), bytes(bytes), pool(pool) {}
+  Slot(void* address, uint64_t bytes, Pool* pool, const void* parameter)
+      : address(address), bytes(bytes), pool(pool), parameter(parameter) {}
   void* const address;
   const uint64_t bytes;
   Pool* const pool;
+  const void* const parameter;  // its TensorImpl, only to be compared; of a block null
   std::atomic<bool> held{false};
+  bool learned = false;    // there is a site
+  bool predicted = false;  // the last one was handed out because of a site
   bool missed = false;   // its gradient may be elsewhere
   bool touched = false;  // of a block: it has pages
 };
@@ -65,7 +75,8 @@ struct Class {
 };
 
 struct Pool {
-  std::unordered_map<uint64_t, Class> classes;  // by bytes
+  std::unordered_map<uint64_t, Class> classes;   // by bytes
+  std::unordered_map<const void*, Slot*> slots;  // by parameter
   uint32_t missed = 0;
   uint32_t touched = 0;  // classes
 };
@@ -121,6 +132,25 @@ void release_slot(void* data) {
   if (Slot* slot = find(data)) slot->held.store(false, std::memory_order_release);
 }
 
+// Calls `use` with the parameters whose gradients the operator of backward that this thread runs
+// computes, or some view or conversion of them that one or two more operators make.
+template <typename Use>
+void each_parameter(Use use) {
+  constexpr int kSteps = 3;
+  const auto running = torch::autograd::get_current_node();
+  if (!running) return;
+  for (const torch::autograd::Edge& edge : running->next_edges()) {
+    const torch::autograd::Node* node = edge.function.get();
+    for (int step = 0; step < kSteps && node != nullptr; ++step) {
+      if (const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+        use(end->variable.unsafeGetTensorImpl());
+        break;
+      }
+      node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
+    }
+  }
+}
+
 class SlotAllocator final : public c10::Allocator {
  public:
   explicit SlotAllocator(c10::Allocator* before) : before_(before) {}
@@ -152,27 +182,67 @@ class SlotAllocator final : public c10::Allocator {
  private:
   static Slot* choose(Context& context, size_t bytes) {
     const std::lock_guard lock(mutex);
-    Slot* const slot = predicted(context, bytes);
-    return slot != nullptr || context.pool->missed == 0 ? slot : pooled(*context.pool, bytes);
+    Slot* const predicted = by_site(context, bytes);
+    Slot* found = predicted;
+    Class* const missing = context.pool->missed == 0 ? nullptr : class_of(*context.pool, bytes);
+    if (missing != nullptr && missing->missed != 0) {
+      Slot* const meant = by_graph(*context.pool, bytes);
+      if (meant != nullptr && (found == nullptr || is_for(*meant, *found))) found = meant;
+      if (found == nullptr) return pooled(*context.pool, *missing);
+    }
+    if (found == nullptr) return nullptr;
+    found->predicted = found == predicted;
+    found->held.store(true, std::memory_order_relaxed);
+    return found;
   }
 
-  static Slot* predicted(Context& context, size_t bytes) {
+  static Slot* by_site(Context& context, size_t bytes) {
     Slot* found = nullptr;
     for (Site& site : context.sites) {
-      if (site.slot->bytes != bytes || ++site.seen != site.ordinal || found) continue;
-      if (!site.slot->held.exchange(true, std::memory_order_acquire)) found = site.slot;
+      if (site.slot->bytes != bytes || ++site.seen != site.ordinal || !is_free(*site.slot)) continue;
+      if (found == nullptr || is_for(*site.slot, *found)) found = site.slot;
     }
     return found;
   }
 
-  static Slot* pooled(Pool& pool, size_t bytes) {
+  // A missed slot that has no site yet, as far as the graph can tell. Once there is one it knows
+  // better: not all that an operator allocates is the gradient that it computes.
+  static Slot* by_graph(const Pool& pool, size_t bytes) {
+    Slot* found = nullptr;
+    each_parameter([&](const void* parameter) {
+      const auto there = pool.slots.find(parameter);
+      if (found != nullptr || there == pool.slots.end()) return;
+      Slot* const slot = there->second;
+      if (slot->bytes == bytes && slot->missed && !slot->learned && is_free(*slot)) found = slot;
+    });
+    return found;
+  }
+
+  // Whether the graph says that what is allocated now is for one slot, and not for the other.
+  static bool is_for(const Slot& one, const Slot& other) {
+    bool for_one = false;
+    bool for_other = false;
+    each_parameter([&](const void* parameter) {
+      for_one = for_one || parameter == one.parameter;
+      for_other = for_other || parameter == other.parameter;
+    });
+    return for_one && !for_other;
+  }
+
+  static bool is_free(const Slot& slot) { return !slot.held.load(std::memory_order_acquire); }
+
+  static Class* class_of(Pool& pool, size_t bytes) {
     const auto found = pool.classes.find(bytes);
-    if (found == pool.classes.end() || found->second.missed == 0) return nullptr;
-    for (Slot* block : found->second.blocks) {
-      if (block->held.exchange(true, std::memory_order_acquire)) continue;
+    return found == pool.classes.end() ? nullptr : &found->second;
+  }
+
+  static Slot* pooled(Pool& pool, Class& missing) {
+    for (Slot* block : missing.blocks) {
+      if (!is_free(*block)) continue;
+      block->held.store(true, std::memory_order_relaxed);
       block->touched = true;
-      if (!found->second.touched) {
-        found->second.touched = true;
+      if (!missing.touched) {
+        missing.touched = true;
         ++pool.touched;
       }
       return block;
@@ -202,7 +272,8 @@ void SlotAllocator::release_any(void* data) {
   }
 }
 
-void forget(const Slot& slot) {
+void forget(Slot& slot) {
+  slot.learned = false;
   for (Context& context : contexts) {
     std::erase_if(context.sites, [&](const Site& site) { return site.slot == &slot; });
   }
@@ -290,18 +361,21 @@ EXPORT uint32_t tensorwire_allocator_add_pool() {
   return static_cast<uint32_t>(pools.size() - 1);
 }
 
-// Memory for one tensor of exactly so many bytes, 64-byte aligned. It stays valid until it is
-// retired and not held. Returns its number.
-EXPORT uint32_t tensorwire_allocator_add_slot(uint32_t pool, void* address, uint64_t bytes) {
+// Memory for one tensor of exactly so many bytes, 64-byte aligned: for the gradient of a parameter,
+// of which the address of the TensorImpl is given, or null. It stays valid until it is retired and
+// not held. Returns its number.
+EXPORT uint32_t tensorwire_allocator_add_slot(uint32_t pool, void* address, uint64_t bytes,
+                                              void* parameter) {
   const std::lock_guard lock(mutex);
-  slots.emplace_back(address, bytes, &pools[pool]);
+  slots.emplace_back(address, bytes, &pools[pool], parameter);
   by_address[address] = &slots.back();
+  if (parameter != nullptr) pools[pool].slots[parameter] = &slots.back();
   return static_cast<uint32_t>(slots.size() - 1);
 }
 
 // The same, for any tensor of these bytes while a slot of these bytes is missed.
 EXPORT uint32_t tensorwire_allocator_add_block(uint32_t pool, void* address, uint64_t bytes) {
-  const uint32_t number = tensorwire_allocator_add_slot(pool, address, bytes);
+  const uint32_t number = tensorwire_allocator_add_slot(pool, address, bytes, nullptr);
   const std::lock_guard lock(mutex);
   pools[pool].classes[bytes].blocks.push_back(&slots[number]);
   return number;
@@ -320,12 +394,19 @@ EXPORT int tensorwire_allocator_retire(uint32_t number) {
   forget(slot);
   set_missed(slot, false);
   std::erase(slot.pool->classes[slot.bytes].blocks, &slot);
+  if (slot.parameter != nullptr) slot.pool->slots.erase(slot.parameter);
   return slot.held.load();
 }
 
 EXPORT int tensorwire_allocator_held(uint32_t number) {
   const std::lock_guard lock(mutex);
   return slots[number].held.load();
+}
+
+// Whether the slot was last handed out because of a site, and not because of the graph.
+EXPORT int tensorwire_allocator_predicted(uint32_t number) {
+  const std::lock_guard lock(mutex);
+  return slots[number].predicted;
 }
 
 // A retired slot whose last tensor is gone: its address may be used for something else.
@@ -380,6 +461,7 @@ EXPORT int tensorwire_allocator_learn(uint32_t number, void* data) {
       if (site.slot == &slot && site.ordinal == ordinal) return 0;
     }
     entry.context->sites.push_back({&slot, ordinal, 0});
+    slot.learned = true;
     return 0;
   }
   return 1;

@@ -2,8 +2,9 @@
 
 Every parameter may have a slot: memory where its gradient is wanted, at a server or in a registered
 region. After the first step it is known which allocation of backward each gradient was, and from
-the second on that allocation is the slot (`allocator.cc`). Until then, and whenever the prediction
-misses, gradients are produced in blocks of a pool, which the server can read too. Where a gradient
+the second on that allocation is the slot (`allocator.cc`). Until then autograd's graph tells; where
+it does not, and whenever the prediction misses, gradients are produced in blocks of a pool, which
+the server can read too. Where a gradient
 really lies is looked up when it has arrived, so one that is elsewhere is noticed, told with a
 reason, and copied.
 """
@@ -99,7 +100,9 @@ class GradientSlots:
                 self.reasons[index] = place if isinstance(place, str) else "it has no elements"
                 continue
             address = self._addresses[index] = _address(place.memory)
-            slot = self._allocator.add_slot(pool.number, address, place.memory.nbytes)
+            identity = parameters[index]._cdata
+            size = place.memory.nbytes
+            slot = self._allocator.add_slot(pool.number, address, size, identity)
             self._slots[index] = slot
             self._held_memory.append(place.memory)
             if place.block is not None and place.block.nbytes >= LEAST_POOLED_BYTES:
@@ -129,9 +132,14 @@ class GradientSlots:
         where = self.find(index, gradient)
         self._seen[index] = self._pool.steps
         if where == SLOT:
-            if self.reasons[index]:
-                self.reasons[index], self._misses[index] = "", 0
-            self._pool.hit(index)
+            self.reasons[index] = ""
+            if self._pool.awaits(index) and not self._allocator.predicted(self._slots[index]):
+                started = time.perf_counter()
+                self._learn_again(index, gradient)
+                self.learning_s += time.perf_counter() - started
+            else:
+                self._misses[index] = 0
+                self._pool.hit(index)
         elif self._slots[index] >= 0:
             started = time.perf_counter()
             self._pooled[index] = where is not None
@@ -173,11 +181,22 @@ class GradientSlots:
         if is_slot and self._pool.steps - self._seen[owner] > _PATIENCE:
             self._allocator.forget(self._slots[owner])
 
-    def _miss(self, index: int, gradient: torch.Tensor) -> None:
+    def _learn_again(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient is in its slot because the graph told, which takes longer than a site."""
+        if self._has_patience(index):
+            self._allocator.learn(self._slots[index], gradient.data_ptr())
+        self._pool.miss(index, True)
+
+    def _has_patience(self, index: int) -> bool:
+        """Whether to look through the log, which takes long where nothing can be found."""
         self._misses[index] += 1
         count = self._misses[index]
-        if count & (count - 1):
-            return  # looking through the log takes long where nothing can be found
+        return not count & (count - 1)
+
+    def _miss(self, index: int, gradient: torch.Tensor) -> None:
+        if not self._has_patience(index):
+            return
+        count = self._misses[index]
         slot, address = self._slots[index], gradient.data_ptr()
         if address == self._addresses[index]:
             self.reasons[index] = "its elements are in another order than the parameter's"
@@ -258,8 +277,12 @@ class _Pool:
         del self._missed[index]
         self._allocator.miss(self._slots[index], False)
 
+    def awaits(self, index: int) -> bool:
+        """The pool is open for a gradient."""
+        return index in self._missed
+
     def hit(self, index: int) -> None:
-        """A gradient was in its slot."""
+        """A gradient was in its slot, as predicted."""
         if index in self._missed:
             self._missed[index] = self.steps
             self._hits[index] += 1

@@ -92,6 +92,25 @@ class GradientState:
         return did
 
 
+class Found(NamedTuple):
+    """Where a parameter and its last gradient were found; what `explain` tells.
+
+    Attributes:
+        name, parameter: as in the model.
+        offset: in the store.
+        gradient: what became of the gradient; None if there is none.
+        inside: the parameter lies in the store's memory.
+        held: it belongs there; else another optimizer has it.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    offset: int
+    gradient: GradientState | None
+    inside: bool
+    held: bool
+
+
 class Reducer:
     """The gradients of one optimizer that this process speaks for.
 

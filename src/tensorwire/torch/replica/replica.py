@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,29 +42,10 @@ from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
-from .reducer import GradientState, Reducer
-from .residency import Residency
+from .reducer import Found, GradientState, Reducer
+from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .worker_steps import WorkerSteps
-
-
-class Found(NamedTuple):
-    """Where a parameter and its last gradient were found; what `explain` tells.
-
-    Attributes:
-        name, parameter: as in the model.
-        offset: in the store.
-        gradient: what became of the gradient; None if there is none.
-        inside: the parameter lies in the store's memory.
-        held: it belongs there; else another optimizer has it.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    offset: int
-    gradient: GradientState | None
-    inside: bool
-    held: bool
 
 
 class Replica:
@@ -252,12 +233,25 @@ class Replica:
     # ---- versions
 
     def _publish(self, edited: bool = False) -> None:
-        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed."""
-        session = self.session
-        present = bytearray(len(self.store.layout.spec.tensors))
+        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed.
+
+        The first values move part by part, so that they are never there twice.
+        """
+        if edited:
+            self._publish_part(range(len(self.store.layout.spec.tensors)), True)
+        for part in () if edited else self._residency.parts():
+            self._publish_part(part)
+            self._residency.adopt(part)
+            give_back_freed()
+        self._adopt()
+
+    def _publish_part(self, part: range, edited: bool = False) -> None:
+        session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
         if session.replica == 0:
-            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in self._sends]
-            for index, data in (*kept, *self.buffers.values()):
+            sends = [i for i in self._sends if i in part]
+            kept = [(i, flat_bytes(self.parameters[i].detach())) for i in sends]
+            buffers = [(i, data) for i, data in self.buffers.values() if i in part]
+            for index, data in (*kept, *buffers):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
                     self.store.push(session.my_slices[0], index, data)
                     present[index] = PUSHED
@@ -266,7 +260,6 @@ class Replica:
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
         self.store.wait()
-        self._adopt()
 
     def _adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""

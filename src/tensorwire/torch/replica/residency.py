@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from tensorwire.parameters import Store
 from ..views import tensor_at
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
+
+_PART_BYTES = 64 << 20
 
 Formats = Mapping[int, tuple[Any, ...]]
 """The dtype, shape and strides of parameters, by their index."""
@@ -44,10 +47,22 @@ class Residency:
         self._store = store
         self._names = names
 
-    def adopt(self) -> None:
-        """Lets the parameters be the store's memory."""
+    def adopt(self, part: range | None = None) -> None:
+        """Lets the parameters be the store's memory: those of a part of the store, or all."""
         for index, parameter in self.parameters.items():
-            parameter.data = tensor_at(self._store.value(index), parameter)
+            if part is None or index in part:
+                parameter.data = tensor_at(self._store.value(index), parameter)
+
+    def parts(self) -> list[range]:
+        """All tensors of the store, in parts of some size; the same in all workers."""
+        parts, first, size = [], 0, 0
+        tensors = self._store.layout.spec.tensors
+        for index, tensor in enumerate(tensors):
+            if size and size + tensor.size_bytes > _PART_BYTES:
+                parts.append(range(first, index))
+                first, size = index, 0
+            size += tensor.size_bytes
+        return [*parts, range(first, len(tensors))]
 
     def make_private(self) -> None:
         """Lets the parameters be copies in this process's own memory."""
@@ -81,6 +96,15 @@ class Residency:
         for index, parameter in self.parameters.items():
             dtype, shape, stride = before[index]
             parameter.data = torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def give_back_freed() -> None:
+    """Memory that was freed goes back to the system, where the C library would keep it.
+
+    glibc keeps what is below 32 MiB, and so most parameters of a model, for what comes next.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -1,5 +1,0 @@
-"""`python -m tensorwire.cli`: the command without its script."""
-
-from tensorwire.cli import main
-
-main()

@@ -1,0 +1,111 @@
+"""What memory a job needs is what its steps need: no more while it begins.
+
+Measured from outside, in real processes: what each of them has for itself, and the shared memory of
+all, once.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+MOST = 1.15
+"""At most so many times the memory of later steps is needed before."""
+
+LATER = 10
+STEPS = 15
+
+# Some 33 million parameters, so that the interpreters weigh less.
+SCRIPT = f"""
+import sys
+import torch
+from torch import nn
+import tensorwire.torch as tw
+
+job = tw.init()
+model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+opt = getattr(torch.optim, sys.argv[1])(model.parameters(), lr=1e-4)
+opt = tw.DistributedOptimizer(opt, model)
+for step in range({STEPS}):
+    x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(2 * step + job.rank))
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    if job.rank == 0:
+        with open(sys.argv[2], "a") as steps:
+            steps.write(".")
+"""
+
+
+def processes(root: int) -> list[int]:
+    """A process and all that descend from it."""
+    found, parents = [root], [root]
+    while parents:
+        children: list[int] = []
+        for process in parents:
+            try:
+                tasks = os.listdir(f"/proc/{process}/task")
+                for task in tasks:
+                    text = Path(f"/proc/{process}/task/{task}/children").read_text()
+                    children += map(int, text.split())
+            except OSError:
+                continue  # it has ended
+        found += children
+        parents = children
+    return found
+
+
+def memory(root: int) -> int:
+    """Bytes that a process and its descendants have now: their own, and shared memory once."""
+    own, shared = 0, {}
+    for process in processes(root):
+        try:
+            status = Path(f"/proc/{process}/status").read_text()
+            if anonymous := re.search(r"RssAnon:\s+(\d+) kB", status):
+                own += int(anonymous[1]) << 10
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                if os.readlink(descriptor).startswith("/memfd:tensorwire"):
+                    about = descriptor.stat()
+                    shared[about.st_ino] = about.st_blocks * 512
+        except OSError:
+            continue  # it has ended, or the descriptor is closed
+    return own + sum(shared.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_job_needs_no_more_when_it_begins(tmp_path: Path, optimizer: str) -> None:
+    """Values, the first gradients and state come into being without second copies."""
+    script, steps = tmp_path / "train.py", tmp_path / "steps"
+    script.write_text(textwrap.dedent(SCRIPT))
+    steps.touch()
+    command = [sys.executable, "-m", "tensorwire.cli", "run", "-w", "2"]
+    job = subprocess.Popen(
+        [*command, str(script), optimizer, str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    begin = later = 0
+    try:
+        while True:
+            done, now = steps.stat().st_size, memory(job.pid)
+            if done < LATER:
+                begin = max(begin, now)
+            else:
+                later = max(later, now)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said, _ = job.communicate(timeout=0.01)
+                break
+    finally:
+        job.kill()
+        job.wait()
+    print(optimizer, begin >> 20, later >> 20, begin / max(later, 1))
+    assert job.returncode == 0, said
+    assert later > 400 << 20, "the later steps were not seen"
+    assert begin <= MOST * later, f"{begin >> 20} MiB, later {later >> 20} MiB"
