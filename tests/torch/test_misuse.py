@@ -326,7 +326,12 @@ def save_nothing(job: tw.Job) -> None:
 
 @case("TypeError", "state_dict")
 def keep_anything(job: tw.Job) -> None:
-    job.keep(number=3)
+    job.keep(best={}, number=3)
+
+
+@case("ValueError", "choose another name")
+def keep_under_the_name_of_the_job(job: tw.Job) -> None:
+    job.keep(tensorwire={})
 
 
 @case("ValueError", "weight")

@@ -359,14 +359,19 @@ class Job:
     # ---- keeping
 
     def keep(self, **objects: Any) -> None:
-        """Names the objects that `save` and `load` care for: model=, optimizer=, scheduler=, ….
+        """Names the objects that `save` and `load` care for: model=, optimizer=, best={…}, ….
 
-        Each has `state_dict()` and `load_state_dict()`.
+        Each has `state_dict()` and `load_state_dict()`, or is a dict or a list of tensors, numbers,
+        texts and containers of these: `load` fills that very dict or list with what was saved. A
+        name that was given before gets another object.
+
+        Raises:
+            TypeError: an object is neither; numbers, texts and tuples cannot be filled.
+            ValueError: the name "tensorwire", which files have for what the job itself saves.
         """
         for name, thing in objects.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise TypeError(f"{name} has no state_dict() and load_state_dict()")
-            self._kept[name] = thing
+            checkpoint.check_keepable(name, thing)
+        self._kept.update(objects)
 
     def kept_name(self, thing: Any) -> str:
         """The first name that `keep` was given for an object; "" for none."""
@@ -382,8 +387,8 @@ class Job:
         Raises:
             RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
                 would be this worker's alone.
-            TypeError: a state_dict() has other objects than tensors, numbers, texts and containers
-                of these, which `load` refuses.
+            TypeError: a state_dict(), dict or list has other objects than tensors, numbers, texts
+                and containers of these, which `load` refuses; or it contains itself.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
         checkpoint.save(path, self._kept, self.local_replicas, self._done, self.seed)
