@@ -496,6 +496,50 @@ def test_a_child_does_not_end_with_an_error_of_its_parent(tmp_path: Path) -> Non
     assert "ends with None" in output_of([sys.executable, "script.py"], tmp_path)
 
 
+STARTED = """
+import multiprocessing, os, sys, warnings
+
+def child(queue):
+    import tensorwire.torch as tw
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with tw.init() as job:
+                queue.put(f"{job.size} {caught[0].category.__name__} {tw.init() is job}")
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+def told(context):
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    found = queue.get(timeout=60)
+    process.join()
+    return found
+
+if __name__ == "__main__":
+    import tensorwire.torch as tw
+    context = multiprocessing.get_context(sys.argv[1])
+    with tw.init() as job:
+        print("joined:", told(context))
+    print("closed:", told(context))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_one_with_a_job_starts(tmp_path: Path, method: str) -> None:
+    """It trains alone, and a warning says so; a fork comes before the job, or after it."""
+    (tmp_path / "script.py").write_text(STARTED)
+    text = output_of([sys.executable, "script.py", method], tmp_path)
+    alone = "1 RuntimeWarning True"
+    assert f"closed: {alone}" in text
+    if method == "fork":
+        assert "joined: RuntimeError: this process is a fork of process" in text
+    else:
+        assert f"joined: {alone}" in text
+
+
 # ---- pytest
 
 FIXTURES = """
