@@ -1,19 +1,25 @@
 """The file of a checkpoint: undamaged, complete, of the right kind, or an error that says what."""
 
+import collections
 import contextlib
+import copy
 import os
 import random
 import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tensorwire.torch import archive, checkpoint
 
@@ -29,17 +35,29 @@ class Kept:
         self.state = state
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 def some(value: float = 0.5, size: int = 300) -> dict[str, Any]:
     return {"weight": torch.full((size,), value), "more": [torch.zeros(40), 3, "x"]}
 
 
 def save(path: Path, value: float = 0.5, size: int = 300) -> None:
-    checkpoint.save(path, {"model": Kept(some(value, size))}, [], 2, 7)
+    kept = {"model": Kept(some(value, size)), "best": {"accuracy": 0.25, "at": [3]}}
+    checkpoint.save(path, kept, [], 2, 7)
+
+
+def fill(path: Path, mapped: bool = False, **kept: Any) -> int:
+    return checkpoint.load(path, kept, [], contextlib.nullcontext, 7, mapped)
 
 
 def load(path: Path, mapped: bool = False) -> tuple[int, Any]:
-    into = Kept()
-    return checkpoint.load(path, {"model": into}, [], contextlib.nullcontext, 7, mapped), into.state
+    into, best = Kept(), {"other": 1}
+    done = fill(path, mapped, model=into, best=best)
+    assert best == {"accuracy": 0.25, "at": [3]}
+    return done, into.state
 
 
 def same(state: Any, value: float = 0.5) -> bool:
@@ -188,6 +206,136 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"state_dict\(\) of sampler holds .*Kept, which job.load"):
         checkpoint.save(path, {"sampler": Kept({"of": Kept()})}, [], 0, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- plain values
+
+# Not b"", which torch does not load.
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text(),
+    st.binary(min_size=1, max_size=20),
+)  # fmt: skip
+KEYS = st.one_of(st.none(), st.integers(), st.text(), st.tuples(st.integers(), st.text()))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.sets(st.integers(), max_size=1),
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4), st.lists(VALUES, max_size=4))
+def test_plain_values_come_back(best: dict[Any, Any], history: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        checkpoint.save(path, {"best": best, "history": history}, [], 0, 7)
+        into: tuple[dict[Any, Any], list[Any]] = {"old": 1}, [1, 2]
+        fill(path, best=into[0], history=into[1])
+    assert repr(into) == repr((best, history))  # of the same classes; and nan is nan
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_very_container_is_filled(tmp_path: Path, mapped: bool) -> None:
+    """Also one of a class of its own; tensors in it are this process's own."""
+    path = tmp_path / "checkpoint"
+    weight = torch.arange(6.0)
+    best = collections.defaultdict(list, {"weights": [weight[:2]], "score": 0.5})
+    checkpoint.save(path, {"best": best, "counts": collections.Counter("abb")}, [], 0, 7)
+    weight.zero_()
+    assert path.stat().st_size < 3000, "the file has more than the tensors"
+    best.update(score=0.1, later=1)  # type: ignore[arg-type]
+    counts = collections.Counter("z")
+    fill(path, mapped, best=best, counts=counts)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert list(best) == ["weights", "score"]
+    assert best["score"] == 0.5  # type: ignore[comparison-overlap]
+    assert best["weights"][0].tolist() == [0.0, 1.0]
+    assert best["new"] == []
+    assert counts == {"a": 1, "b": 2}
+
+
+def itself() -> list[Any]:
+    made: list[Any] = []
+    made.append({"more": made})
+    return made
+
+
+def deep() -> list[Any]:
+    made: list[Any] = []
+    for _ in range(100_000):
+        made = [made]
+    return made
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "numpy": ({"accuracy": np.float64(0.5)}, r"best holds numpy.*float\(x\) makes one"),
+    "array": ({"weights": np.ones(2)}, "best holds numpy"),
+    "object": ([Kept()], "best holds .*Kept, which job.load would refuse"),
+    "function": ({"of": lambda: 0}, "best holds what cannot be saved: .*lambda"),
+    "itself": (itself(), "best contains itself, or is too deep"),
+    "deep": (deep(), "best contains itself, or is too deep"),
+    "named tuple": ({"at": Point(1, 2)}, "best holds .*Point"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_plain_values_that_cannot_be_loaded_are_not_saved(tmp_path: Path, name: str) -> None:
+    value, words = REFUSED[name]
+    with pytest.raises(TypeError, match=words):
+        checkpoint.save(tmp_path / "checkpoint", {"best": value}, [], 0, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("thing", [3, 0.5, "x", None, (1, 2), {1}, torch.ones(2), np.ones(2)])
+def test_what_cannot_be_filled_cannot_be_kept(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"as in job\.keep\(best=\{'value': 0\.5\}\)"):
+        checkpoint.check_keepable("best", thing)
+
+
+MADE: dict[str, Any] = {"dict": {"w": 1}, "list": [1], "object": Kept({"w": 1})}
+
+
+@pytest.mark.parametrize("here", MADE)
+@pytest.mark.parametrize("there", MADE)
+def test_another_kind_under_a_name(tmp_path: Path, here: str, there: str) -> None:
+    """Else a scheduler, for example, would take whatever dict there is."""
+    path, first = tmp_path / "checkpoint", Kept({"old": 1})
+    checkpoint.save(path, {"first": Kept({"new": 1}), "thing": MADE[there]}, [], 0, 7)
+    mine = copy.deepcopy(MADE[here])
+    if here == there:
+        fill(path, first=first, thing=mine)
+        return
+    words = {"dict": "a dict", "list": "a list", "object": "what state_dict"}
+    with pytest.raises(ValueError, match=f"thing is {words[there]}.*and not {words[here]}"):
+        fill(path, first=first, thing=mine)
+    assert first.state == {"old": 1}, "what comes before it was loaded"
+
+
+def test_a_checkpoint_that_knows_no_plain_values(tmp_path: Path) -> None:
+    path, into = tmp_path / "checkpoint", Kept()
+    head = {"format": 1, "epochs": 2, "seed": 7}
+    torch.save({"model": some(), "tensorwire": head}, path)
+    assert fill(path, model=into) == 2
+    assert same(into.state)
+    with pytest.raises(ValueError, match=r"has \['model'\], the job keeps \['best', 'model'\]"):
+        fill(path, model=into, best={})
+
+
+@pytest.mark.parametrize("plain", [3, "best", ["nowhere"], [["best"]], ["best", "weight"], [None]])
+def test_a_file_that_does_not_tell_what_is_plain(tmp_path: Path, plain: Any) -> None:
+    path = tmp_path / "checkpoint"
+    head = {"format": 1, "epochs": 2, "seed": 7, "plain": plain}
+    torch.save({"best": {}, "weight": torch.ones(2), 3: 4, "tensorwire": head}, path)
+    with pytest.raises(ValueError, match="does not tell what is plain in it"):
+        fill(path, best={}, weight=[])
+    head["plain"] = ["best"]
+    torch.save({"best": {}, "weight": torch.ones(2), 3: 4, "tensorwire": head}, path)
+    with pytest.raises(ValueError, match=r"has \['3', 'best', 'weight'\]"):
+        fill(path, best={}, weight=[])
 
 
 @contextlib.contextmanager

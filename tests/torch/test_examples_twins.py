@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 TWINS = ["digits_cnn", "char_transformer"]
 SMALL = ["--characters=9000", "--batch-size=4", "--sample=20"]
-FENCE = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = r"^```{}\n(.*?)^```$"
 
 
 @pytest.fixture
@@ -132,6 +132,17 @@ def test_transformer_learns(run: Callable[..., str]) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+def program_of(repository: Path, page: str, folder: Path, language: str = "py") -> tuple[Path, int]:
+    """The blocks of a page in a language, which are one program; and how many there are."""
+    text = (repository / page).read_text()
+    found = list(re.finditer(FENCE.format(language), text, re.MULTILINE | re.DOTALL))
+    # Each block moved to its line, so that a traceback names the page's.
+    moved = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+    program = folder / f"page_{language}.py"
+    program.write_text("".join(f"exec(compile({block!r}, {page!r}, 'exec'))\n" for block in moved))
+    return program, len(found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "launch"),
@@ -145,16 +156,34 @@ def test_pages(
     run: Callable[..., str], repository: Path, tmp_path: Path, page: str, launch: str | None
 ) -> None:
     """The `py` blocks of a page are one program, which runs as it stands."""
-    text = (repository / page).read_text()
-    found = list(FENCE.finditer(text))
-    assert len(found) == 1 if page == "README.md" else len(found) > 5
-    # Each block moved to its line, so that a traceback names the page's.
-    moved = ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
-    program = tmp_path / "page.py"
-    program.write_text("".join(f"exec(compile({block!r}, {page!r}, 'exec'))\n" for block in moved))
+    program, count = program_of(repository, page, tmp_path)
+    assert count == 1 if page == "README.md" else count > 5
     printed = run(launch, str(program))
     epochs = 10 if page == "README.md" else 3
     assert f"epoch {epochs}/{epochs}: " in printed
     saved = torch.load(tmp_path / "checkpoint", weights_only=True)
     assert {"model", "optimizer"} <= set(saved)
     assert saved["tensorwire"]["epochs"] == epochs
+
+
+@pytest.mark.slow
+def test_from_ddp(run: Callable[..., str], repository: Path, tmp_path: Path) -> None:
+    """The script before and the script after learn the same task; each goes on where it ended."""
+    page = "docs/from-ddp.md"
+    ddp, count = program_of(repository, page, tmp_path, "python")
+    assert count == 2
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = output_of([*torchrun, str(ddp)], tmp_path)
+    before = re.findall(r"^epoch (\d): accuracy (\S+)$", printed, re.MULTILINE)
+    ours, count = program_of(repository, page, tmp_path)
+    assert count == 6
+    printed = run("--workers 2", str(ours))
+    after = re.findall(r"^.worker 0. epoch (\d)/3: accuracy (\S+) ", printed, re.MULTILINE)
+    for lines in (before, after):
+        assert [epoch for epoch, _ in lines] == ["1", "2", "3"]
+        assert float(lines[-1][1]) > 0.85
+    saved = [torch.load(tmp_path / name, weights_only=True) for name in ("ddp.pt", "checkpoint")]
+    names = [[key.removeprefix("module.") for key in each["model"]] for each in saved]
+    assert names[0] == names[1]
+    assert "epoch " not in output_of([*torchrun, str(ddp)], tmp_path)
+    assert "epoch " not in run(None, str(ours))

@@ -225,3 +225,41 @@ def test_every_seed_of_torch_is_that_of_all_workers(tmp_path: Path, seed: int) -
 def test_a_seed_that_is_none(seed: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         tw.init(seed=seed, rank=0, world_size=1)
+
+
+def keeping_plain_values(job: tw.Job, path: str) -> tuple[float, list[float], list[str]]:
+    """What only one worker knows comes from the file, to all of them."""
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    best: dict[str, Any] = {"loss": 9.0, "weights": None}
+    history: list[float] = []
+    job.keep(model=model, optimizer=opt, best=best, history=history)
+    for step in range(3):
+        loss(model, batch(step, job.rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        history.append(float(step) + job.rank)
+    best.update(loss=0.5 + job.rank, weights=model.state_dict())
+    if job.rank == 0:
+        job.save(path)
+    job.barrier()
+    bits = digest(model)
+    history.clear()
+    best.clear()
+    loss(model, batch(7, job.rank)).backward()
+    opt.step()
+    opt.zero_grad()
+    job.load(path)
+    assert digest(model) == bits
+    best["weights"]["0.weight"].zero_()  # its own memory
+    assert digest(model) == bits
+    return best["loss"], history, sorted(best["weights"])
+
+
+def test_plain_values_are_kept(team: Team, transports: list[str] | None, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    keys = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    found = team.run(keeping_plain_values, path, transports=transports)
+    assert found == [(0.5, [0.0, 1.0, 2.0], keys)] * 2
+    assert torch.load(path, weights_only=True)["history"] == [0.0, 1.0, 2.0]
+    assert team.alone(keeping_plain_values, path) == found[0]

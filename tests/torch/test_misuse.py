@@ -247,10 +247,17 @@ def twice(job: tw.Job) -> None:
     tw.DistributedOptimizer(opt, model)
 
 
-@case("ValueError", "'0.weight' is trained by another optimizer")
+@case("RuntimeError", "closed when another one was made for its parameters")
 def two_for_one(job: tw.Job) -> None:
-    model, _ = ready(job)
+    model, opt = ready(job)
     tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
+    opt.step()
+
+
+@case("ValueError", "'2.weight' is trained by another optimizer, together with others")
+def two_for_a_part(job: tw.Job) -> None:
+    model, _ = ready(job)
+    tw.DistributedOptimizer(torch.optim.SGD(model[2].parameters()), model)
 
 
 @case("ValueError", "is not the model's")
@@ -306,9 +313,9 @@ def own_sampler(job: tw.Job) -> None:
     job.loader([1, 2, 3], batch_size=1, sampler=[0, 1])  # type: ignore[arg-type]
 
 
-@case("RuntimeError", "has joined a job already")
+@case("RuntimeError", "has joined a job already, by tw.init(seed=0), and now seed is 5: close()")
 def init_twice(job: tw.Job) -> None:
-    tw.init()
+    tw.init(**{**job._given, "seed": 5})
 
 
 @case("RuntimeError", "call tw.init() first")
@@ -329,9 +336,14 @@ def save_nothing(job: tw.Job) -> None:
     job.save("nowhere")
 
 
-@case("TypeError", "state_dict")
+@case("TypeError", "and is no dict and no list, which job.load could fill")
 def keep_anything(job: tw.Job) -> None:
-    job.keep(number=3)
+    job.keep(best={}, number=3)
+
+
+@case("ValueError", "choose another name")
+def keep_under_the_name_of_the_job(job: tw.Job) -> None:
+    job.keep(tensorwire={})
 
 
 @case("ValueError", "weight")

@@ -20,7 +20,7 @@ from tensorwire import _core
 from .allocator.gradient_slots import PlacementWarning
 from .explanation import Explanation, explain_model, explain_optimizer
 from .group import Machines, connect, machine_name, machines
-from .job import Job, init
+from .job import Job, current_job, init
 from .loader import Loader
 from .optimizer import DistributedOptimizer, clip_grad_norm_, edit
 from .replica.same_batches import SameBatchesWarning
@@ -44,6 +44,7 @@ __all__ = [
     "Split",
     "clip_grad_norm_",
     "connect",
+    "current_job",
     "edit",
     "explain_model",
     "explain_optimizer",

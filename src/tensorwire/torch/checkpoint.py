@@ -19,6 +19,26 @@ from .model_index import model_index_of
 from .replica.replica import Replica
 
 _FORMAT = 1
+_HEAD = "tensorwire"  # in the file, what is the job's own
+
+
+def check_keepable(name: str, thing: Any) -> None:
+    """Raises TypeError or ValueError for what `Job.keep` cannot take."""
+    if name == _HEAD:
+        raise ValueError(f"files have {name!r} for what the job itself saves; choose another name")
+    if not _is_plain(thing) and not (
+        hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    ):
+        raise TypeError(
+            f"{name}, of the class {type(thing).__name__}, has no state_dict() and "
+            "load_state_dict(), and is no dict and no list, which job.load could fill: put plain "
+            f"values into one of these, as in job.keep({name}={{'value': 0.5}})"
+        )
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether it is saved and filled as it is, and not by way of a state_dict()."""
+    return isinstance(thing, dict | list) and not hasattr(thing, "load_state_dict")
 
 
 def save(
@@ -34,26 +54,43 @@ def save(
     for replica in trained:
         if any(_is_model_of(thing, replica) for thing in kept.values()):
             replica.check_unchanged()
-    content = {name: _copied(thing.state_dict()) for name, thing in kept.items()}
-    for name, state in content.items():
-        _check_loadable(name, state)
-    content["tensorwire"] = {"format": _FORMAT, "epochs": done, "seed": seed}
+    content = {name: _saved(name, thing) for name, thing in kept.items()}
+    plain = [name for name, thing in kept.items() if _is_plain(thing)]
+    content[_HEAD] = {"format": _FORMAT, "epochs": done, "seed": seed, "plain": plain}
     archive.replace(path, lambda file: _write(content, file))
 
 
-def _check_loadable(name: str, state: Any) -> None:
+def _saved(name: str, thing: Any) -> Any:
+    """What the file has of an object that is kept; raises for what `load` would refuse."""
+    try:
+        if _is_plain(thing):
+            # Of a class of its own only what is in it.
+            state = _copied(dict(thing) if isinstance(thing, dict) else list(thing))
+            _check_loadable(name, state)
+        else:
+            state = _copied(thing.state_dict())
+            _check_loadable(f"the state_dict() of {name}", state)
+    except RecursionError:
+        raise TypeError(f"{name} contains itself, or is too deep to be saved") from None
+    return state
+
+
+def _check_loadable(what: str, state: Any) -> None:
     """Raises, before anything is written, for objects that `load` would refuse."""
     outline = io.BytesIO()
-    torch.save(_copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), outline)
+    try:
+        torch.save(_copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), outline)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(f"{what} holds what cannot be saved: {error}") from error
     outline.seek(0)
     try:
         torch.load(outline, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
         raise TypeError(
-            f"the state_dict() of {name} holds {found[1] if found else 'Python objects'}, which "
-            "job.load would refuse: it may hold tensors, numbers, texts and containers of these, "
-            "and what torch.serialization.add_safe_globals was told"
+            f"{what} holds {found[1] if found else 'Python objects'}, which job.load would "
+            "refuse: it may hold tensors, numbers (not numpy's: float(x) makes one), texts and "
+            "containers of these, and what torch.serialization.add_safe_globals was told"
         ) from error
 
 
@@ -100,20 +137,42 @@ def load(
     """
     name = os.fspath(path)
     content = archive.read(path, lambda there: _content(there, name, mapped))
-    head = content["tensorwire"]
+    head = content.pop(_HEAD)
     if head["seed"] != seed:
         raise ValueError(
             f"{name} was made by a job with seed {head['seed']}, this one has {seed}: "
             f"samples and random numbers would not go on; call tw.init(seed={head['seed']})"
         )
-    names = set(content) - {"tensorwire"}
-    if names != set(kept):
-        raise ValueError(f"{name} has {sorted(names)}, the job keeps {sorted(kept)}; keep the same")
+    if set(content) != set(kept):
+        raise ValueError(
+            f"{name} has {sorted(map(str, content))}, the job keeps {sorted(kept)}; keep the same"
+        )
     for key, thing in kept.items():
+        there = _kind(content[key], key in head["plain"])
+        if there != _kind(thing, _is_plain(thing)):
+            raise ValueError(
+                f"{key} is {there} in {name}, and not {_kind(thing, _is_plain(thing))} as here; "
+                "keep the same"
+            )
+    plain = {key: thing for key, thing in kept.items() if _is_plain(thing)}
+    for key, thing in kept.items():
+        if key in plain:
+            continue
         is_trained = any(_is_model_of(thing, replica) for replica in trained)
         with editing(thing) if is_trained else nullcontext():
             thing.load_state_dict(content[key])
+    for key, thing in plain.items():
+        value = _copied(content[key])  # with `mapped` it lies in the file
+        thing.clear()
+        (thing.update if isinstance(thing, dict) else thing.extend)(value)
     return int(head["epochs"])
+
+
+def _kind(thing: Any, plain: bool) -> str:
+    """What messages call an object that is kept, or what a file has of one."""
+    if not plain:
+        return "what state_dict() returns"
+    return "a dict" if isinstance(thing, dict) else "a list"
 
 
 def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
@@ -130,13 +189,13 @@ def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
         if isinstance(error, MemoryError):
             raise
         raise ValueError(f"{name} is damaged or no checkpoint: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("tensorwire"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get(_HEAD), dict):
         has = f"with {_some(content)}" if isinstance(content, dict) else type(content).__name__
         raise ValueError(
             f"{name} is no checkpoint but something else that torch.save wrote: {has}; a "
             "checkpoint is a file that job.save wrote"
         )
-    head = content["tensorwire"]
+    head = content[_HEAD]
     if head.get("format") != _FORMAT:
         raise ValueError(
             f"{name} is no checkpoint of this version of tensorwire: it has the format "
@@ -144,6 +203,10 @@ def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
         )
     if not all(isinstance(head.get(key), int) for key in ("epochs", "seed")):
         raise ValueError(f"{name} is no checkpoint: it tells no epochs or no seed")
+    plain = head.setdefault("plain", [])  # older files have none
+    for key in plain if isinstance(plain, list) else [None]:
+        if not isinstance(key, str) or not isinstance(content.get(key), dict | list):
+            raise ValueError(f"{name} is no checkpoint: it does not tell what is plain in it")
     return content
 
 
@@ -171,5 +234,6 @@ def _copied(value: Any, of: Callable[[torch.Tensor], torch.Tensor] = _own) -> An
             result[key] = _copied(item, of)
         return result
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item, of) for item in value)
+        items = [_copied(item, of) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

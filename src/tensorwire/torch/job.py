@@ -53,6 +53,9 @@ def init(
     docs/launch.md has the engines one by one. Seeds torch's default generator with `seed`. All
     workers call it, and it returns when all have.
 
+    Called again with the same arguments it returns the job that is there, and seeds again; no other
+    worker takes part.
+
     Args:
         slices: parts of a step, each with its own samples, random numbers and gradients; a
             multiple of the number of replicas, which is the default. The result of a job depends
@@ -67,19 +70,16 @@ def init(
         world_size: number of workers; given with `rank`. 1: alone, whatever the environment says.
 
     Raises:
-        RuntimeError: there is a job already, `job.close()` it first; or another process is this
-            worker, as where this process has inherited the environment of a worker.
+        RuntimeError: there is a job that was made with other arguments, `job.close()` it first; or
+            this process is a fork of one that has a job; or another process is this worker, as
+            where this process has inherited the environment of a worker.
         ValueError: the environment or an argument makes no sense, or a variable says that there
             are other workers and not enough to find them.
         UnavailableError: a server cannot be reached, or a worker did not come.
     """
     global _current
-    if _current is not None and not _current.closed:
-        raise RuntimeError(_current._why_not_another())
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size are given together, or neither")
-    if transports is not None:
-        os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
     try:
         seed = operator.index(seed)
     except TypeError:
@@ -88,6 +88,20 @@ def init(
         raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
+    given = {
+        "slices": slices,
+        "seed": seed,
+        "transports": None if transports is None else tuple(transports),
+        "pipeline": pipeline,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    if _current is not None and not _current.closed:
+        _current._check_same(given)
+        torch.manual_seed(_current.seed)
+        return _current
+    if transports is not None:
+        os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
     try:
         place = discovery.find_place(rank, world_size)
         place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
@@ -96,7 +110,7 @@ def init(
         elif place.workers > 1 and SLICES not in os.environ:
             place = replace(place, slices=place.replicas)
         place.check()
-        _current = Job(place, seed)
+        _current = Job(place, seed, given)
     except BaseException:
         discovery.leave(orderly=False)
         raise
@@ -104,10 +118,10 @@ def init(
 
 
 def current_job() -> Job:
-    """The job of this process.
+    """The job that `tw.init()` has made in this process; for code that has no other way to it.
 
     Raises:
-        RuntimeError: `tw.init()` was not called.
+        RuntimeError: `tw.init()` was not called, or the job was closed.
     """
     if _current is None or _current.closed:
         raise RuntimeError("call tw.init() first")
@@ -144,7 +158,7 @@ class Job:
             end with the job.
     """
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, given: Mapping[str, Any]) -> None:
         self.session = session = Session(world, seed)
         self.rank = session.rank
         self.size = session.size
@@ -159,6 +173,7 @@ class Job:
         self.local_replicas: list[Replica] = []
         self.closed = False
         self._pid = os.getpid()
+        self._given = given
         self._kept: dict[str, Any] = {}
         self._first_epoch = 0
         self._done = 0  # epochs that a checkpoint of now has behind it
@@ -326,22 +341,25 @@ class Job:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
-        self._progress = ProgressLine(count) if self.rank == 0 else None
+        if self._progress:
+            self._progress.close()  # of a loop that an error has left, and whose traceback is kept
+        progress = self._progress = ProgressLine(count) if self.rank == 0 else None
         try:
             first, self._first_epoch = self._first_epoch, 0
             for epoch in range(first, count):
                 self.session.epoch = epoch
                 self._done = epoch + 1
-                if self._progress:
-                    self._progress.begin(epoch)
+                if progress:
+                    progress.begin(epoch)
                 yield epoch
                 self.statistics.end_epoch(epoch)
-                if self._progress:
-                    self._progress.end(epoch, self.statistics.values)
+                if progress:
+                    progress.end(epoch, self.statistics.values)
         finally:
-            if self._progress:
-                self._progress.close()
-            self._progress = None
+            if progress:
+                progress.close()
+            if self._progress is progress:
+                self._progress = None
 
     def log(self, **values: float) -> None:
         """Figures of now (loss=…, accuracy=…): shown by worker 0, kept in the report per epoch."""
@@ -352,6 +370,8 @@ class Job:
 
     def _begin_pass(self, steps: int) -> None:
         """A loader begins: so many steps make this epoch."""
+        for replica in self.local_replicas:
+            replica.between_steps("a new pass of a loader")
         self.statistics.begin_pass()
         if self._progress:
             self._progress.expect(steps)
@@ -359,14 +379,19 @@ class Job:
     # ---- keeping
 
     def keep(self, **objects: Any) -> None:
-        """Names the objects that `save` and `load` care for: model=, optimizer=, scheduler=, ….
+        """Names the objects that `save` and `load` care for: model=, optimizer=, best={…}, ….
 
-        Each has `state_dict()` and `load_state_dict()`.
+        Each has `state_dict()` and `load_state_dict()`, or is a dict or a list of tensors, numbers,
+        texts and containers of these: `load` fills that very dict or list with what was saved. A
+        name that was given before gets another object.
+
+        Raises:
+            TypeError: an object is neither; numbers, texts and tuples cannot be filled.
+            ValueError: the name "tensorwire", which files have for what the job itself saves.
         """
         for name, thing in objects.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise TypeError(f"{name} has no state_dict() and load_state_dict()")
-            self._kept[name] = thing
+            checkpoint.check_keepable(name, thing)
+        self._kept.update(objects)
 
     def kept_name(self, thing: Any) -> str:
         """The first name that `keep` was given for an object; "" for none."""
@@ -382,8 +407,8 @@ class Job:
         Raises:
             RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
                 would be this worker's alone.
-            TypeError: a state_dict() has other objects than tensors, numbers, texts and containers
-                of these, which `load` refuses.
+            TypeError: a state_dict(), dict or list has other objects than tensors, numbers, texts
+                and containers of these, which `load` refuses; or it contains itself.
             OSError: the disk is full or the path cannot be written; an older file stays.
         """
         checkpoint.save(path, self._kept, self.local_replicas, self._done, self.seed)
@@ -423,7 +448,11 @@ class Job:
         self._leave(goodbye=True)
 
     def _leave(
-        self, goodbye: bool, private: bool = True, error: BaseException | None = None
+        self,
+        goodbye: bool,
+        private: bool = True,
+        error: BaseException | None = None,
+        tell: bool = True,
     ) -> None:
         if self.closed:
             return
@@ -431,27 +460,35 @@ class Job:
         atexit.unregister(self._at_exit)
         try:
             for replica in self.local_replicas:
-                if goodbye and self.rank == 0 and replica.never_stepped:
+                if tell and goodbye and self.rank == 0 and replica.never_stepped:
                     _tell_of_no_step(replica)
                 replica.close(private)
         finally:
             self.session.close(goodbye)
             discovery.leave(goodbye, error)
 
-    def _why_not_another(self) -> str:
-        if os.getpid() == self._pid:
-            return "this process has joined a job already; close() it first"
-        return (
-            f"this process is a fork of process {self._pid}, which is worker {self.rank} of a job "
-            "already; start a process of its own instead (the start method spawn)"
-        )
+    def _check_same(self, given: Mapping[str, Any]) -> None:
+        """Raises RuntimeError if `init` is called again for another job than this one."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this process is a fork of process {self._pid}, which is worker {self.rank} of a "
+                "job already; start a process of its own instead (the start method spawn), or "
+                "close() the job there before the fork"
+            )
+        for name, value in given.items():
+            if value != self._given[name]:
+                raise RuntimeError(
+                    f"this process has joined a job already, by tw.init({name}="
+                    f"{self._given[name]!r}), and now {name} is {value!r}: close() that job first, "
+                    "or go on with it, which tw.current_job() returns"
+                )
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
         error = _ending_error()
-        self._leave(goodbye=error is None, private=False, error=error)
+        self._leave(error is None, private=False, error=error, tell=not _is_interactive())
 
     def __enter__(self) -> Job:
         return self
@@ -460,10 +497,18 @@ class Job:
         self._leave(goodbye=kind is None, error=error)
 
 
+def _is_interactive() -> bool:
+    """Whether a person types the program, in a notebook for example; not so in its children."""
+    return hasattr(sys, "ps1") and multiprocessing.parent_process() is None
+
+
 def _ending_error() -> BaseException | None:
     """The exception that ends this process, which is about to end; None if it ends well."""
-    last: BaseException | None = getattr(sys, "last_value", None)
-    if last is not None:
-        return last  # set by the interpreter when an exception has ended the program
+    if _is_interactive():
+        return None  # the last one has ended a cell or a line, and the person went on
+    if multiprocessing.parent_process() is None:
+        last: BaseException | None = getattr(sys, "last_value", None)
+        if last is not None:
+            return last  # set by the interpreter when an exception has ended the program
     error = sys.exception()  # multiprocessing ends its children while one is on its way
     return None if isinstance(error, SystemExit) and error.code in (None, 0) else error

@@ -45,6 +45,9 @@ def DistributedOptimizer(
     buffers and frozen parameters move into the job's memory; `model` and `optimizer` stay the
     objects they are. `docs/training.md` tells what differs from DistributedDataParallel.
 
+    An optimizer that has all parameters which an earlier one trains takes its place: that one is
+    closed, and its state is gone. So a notebook's cell can be run again.
+
     Args:
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
             schedulers, hooks and `isinstance` go on working.
@@ -79,15 +82,19 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: a parameter is not the model's, twice there, sparse, or of a dtype that is not
-            supported; the optimizer changes all rows of a table with sparse gradients; an argument
-            makes no sense.
+            supported; another optimizer trains it together with others that this one leaves out;
+            the optimizer changes all rows of a table with sparse gradients; an argument makes no
+            sense.
         UnavailableError: another optimizer, or parameters on a device.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).
     """
     job = current_job()
     if isinstance(optimizer, DistributedMixin):
-        raise RuntimeError("this optimizer is distributed already; wrap it once")
+        raise RuntimeError(
+            "this optimizer is distributed already, or was: go on with it, or make a new one and "
+            "give that"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"a torch optimizer is distributed, not {type(optimizer).__name__}")
     if mode not in MODES:
@@ -114,6 +121,7 @@ def DistributedOptimizer(
             "made of it"
         )
     own = model if index is None else model.module
+    _close_replaced(job, optimizer)
     core = Replica(
         job.session,
         job.local_replicas,
@@ -135,6 +143,22 @@ def DistributedOptimizer(
     optimizer.__dict__.pop("step", None)
     job.local_replicas.append(core)
     return optimizer
+
+
+def _close_replaced(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Closes those optimizers of which this one trains all that they still could."""
+    groups = optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    for core in list(job.local_replicas):
+        theirs = {id(core.parameters[i]) for i in core.trained}
+        left = {id(p) for p in core.model.parameters() if p.requires_grad} & theirs
+        if trained & theirs and left <= trained:
+            replaced: Any = core.optimizer
+            replaced.close()
+            replaced._tensorwire = _Closed(
+                "this optimizer was closed when another one was made for its parameters; use that "
+                "one"
+            )
 
 
 def _check_split(job: Job, split: Any, buffers: str) -> None:
@@ -278,9 +302,13 @@ class DistributedMixin:
         if isinstance(core, _Closed):  # type: ignore[unreachable]
             return
         if not core.session.closed:
-            core.drop()
-            current_job().local_replicas.remove(core)
-        self._tensorwire = _Closed()  # type: ignore[assignment]
+            replicas = current_job().local_replicas
+            if core in replicas:  # else an earlier call was interrupted at its end
+                core.drop()
+                replicas.remove(core)
+        self._tensorwire = _Closed(  # type: ignore[assignment]
+            "this optimizer was closed; make a new one for further steps"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -292,8 +320,11 @@ class DistributedMixin:
 class _Closed:
     """Stands for the Replica of an optimizer that was closed."""
 
+    def __init__(self, text: str) -> None:
+        self._text = text
+
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError("this optimizer was closed; make a new one for further steps")
+        raise RuntimeError(self._text)
 
 
 def _change_class(optimizer: torch.optim.Optimizer) -> None:

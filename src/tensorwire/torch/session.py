@@ -112,9 +112,12 @@ class Session:
         return store
 
     def release_store(self, store: Store) -> None:
-        """The servers free it too; all workers call it."""
-        store.release()
-        self._stores.remove(store)
+        """The servers free it too; all workers call it. Not a second time after an interrupt."""
+        if store in self._stores:
+            try:
+                store.release()
+            finally:
+                self._stores.remove(store)
 
     def stepped(self, result: Result) -> None:
         """A version of a store is in place."""

@@ -437,11 +437,8 @@ class Reducer:
         self._store.settle()
         self.forget()
         self.samples.stepped()
-        self.turn += 1
-        if self.turn < len(self._session.my_slices):
-            return False
-        self.turn = 0
-        return True
+        self.turn = (self.turn + 1) % len(self._session.my_slices)
+        return self.turn == 0
 
     def stepped(self) -> None:
         """A version is in place."""

@@ -189,7 +189,10 @@ class Replica:
         """Another optimizer of the same model takes a parameter that does not change here."""
         index = self._index.get(id(parameter))
         if index is not None and index in set(self.trained):
-            raise ValueError(f"parameter {self._name(index)} is trained by another optimizer")
+            raise ValueError(
+                f"parameter {self._name(index)} is trained by another optimizer, together with "
+                "others that this one leaves out; close() that one first (job.optimizers has it)"
+            )
         if index is not None:
             self._residency.parameters.pop(index, None)
 
@@ -205,7 +208,8 @@ class Replica:
         if self.reducer.turn:
             raise RuntimeError(
                 f"{what} after slice {self.reducer.turn} of {len(self.session.my_slices)} that "
-                "this worker computes in turn; only complete steps have a version"
+                "this worker computes in turn; only complete steps have a version. After an error "
+                "between slices close the job and begin anew"
             )
 
     def replan(self, saved: dict[str, Any]) -> None:
@@ -486,9 +490,10 @@ class Replica:
         self._residency.guard.check()
         self.withdraw()
         residency = self._residency
-        before = residency.begin_edit(self._edit_memory)
-        self._editing = True
+        before = residency.formats()
         try:
+            residency.begin_edit(self._edit_memory)
+            self._editing = True
             try:
                 yield
             finally:
@@ -497,14 +502,14 @@ class Replica:
             frozen = residency.guard.frozen_or_not() is not None
             if frozen:
                 self.ownership.check_movable("freezing inside edit()")
+            else:
+                self._publish(edited=True)
         except BaseException:
             residency.take_format(before)
             self._adopt()
             raise
         if frozen:
             self._move(self.state.saved())
-        else:
-            self._publish(edited=True)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -532,7 +537,7 @@ class Replica:
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError(
-                "the job of this optimizer was closed, and the model keeps its last values: to go "
+                "this optimizer or its job was closed, and the model keeps its last values: to go "
                 "on, call tw.init() and make the optimizer anew"
             )
 

@@ -76,10 +76,13 @@ class Residency:
         value = self._store.value(index)
         return not value.nbytes or self.parameters[index].data_ptr() == value.ctypes.data
 
-    def begin_edit(self, memory: EditMemory) -> Formats:
-        """Parameters are copies in `memory` until the next `adopt`; returns their formats."""
-        memory.lend(self._store, self.parameters)
+    def formats(self) -> Formats:
+        """Returns the formats that the parameters have now."""
         return {index: _format_of(parameter) for index, parameter in self.parameters.items()}
+
+    def begin_edit(self, memory: EditMemory) -> None:
+        """Parameters are copies in `memory` until the next `adopt`."""
+        memory.lend(self._store, self.parameters)
 
     def check_formats(self, before: Formats) -> None:
         """Raises RuntimeError if dtype, shape or memory format of a parameter was changed."""
