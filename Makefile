@@ -35,7 +35,7 @@ CMAKE := cmake -S . -G Ninja -DTENSORWIRE_PYTHON=OFF -DTENSORWIRE_WERROR=$(WERRO
 # ThreadSanitizer of older compilers fails where the kernel randomizes many address bits.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help deps build train test test-rest test-all test-torch test-engines test-rdma test-hostile mutants bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
+.PHONY: help deps build train test test-rest test-all test-torch test-engines test-integrations test-rdma test-hostile mutants bench-rdma rig-shell test-cpp fuzz model bench lint format types stubs docs wheel clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
@@ -70,6 +70,9 @@ test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place w
 test-engines: build $(VENV)/.with-torch $(VENV)/.with-engines ## test jobs that Slurm, MPI, Ray and other engines start
 	@$(NEED) ?slurm ?openmpi ?mpich
 	pytest tests/engines $(ARGS)
+
+test-integrations: build $(VENV)/.with-torch $(VENV)/.with-integrations ## test training through Lightning, Accelerate and transformers
+	pytest tests/integrations $(ARGS)
 
 test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig
