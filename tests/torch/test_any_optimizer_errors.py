@@ -190,7 +190,7 @@ def unknown(job: tw.Job, apply: Any) -> None:
 
 
 def test_wrong_arguments(team: Team) -> None:
-    assert "wrap it once" in team.failure_alone(twice).text
+    assert "distributed already" in team.failure_alone(twice).text
     for apply in ("server", None, 3):
         failure = team.failure_alone(unknown, apply)
         assert failure.kind == "ValueError"

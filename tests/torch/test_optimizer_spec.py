@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,25 @@ assert data[0].any()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class Warns(torch.optim.Adagrad):
+    """Warns in the first step that the process makes, as torch does about sparse tensors."""
+
+    warned = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not Warns.warned:
+            Warns.warned = True
+            warnings.warn("once in a process", UserWarning, stacklevel=2)
+        return super().step(closure)
+
+
+def test_a_warning_changes_no_description() -> None:
+    """Named for a bug: where warnings are errors, workers of one job came to different ones."""
+    kinds = [ParameterKind(0, torch.float32, 2, True)]
+    Warns.warned = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [describe(Warns([nn.Parameter(torch.zeros(3, 2))]), kinds, None) for _ in range(2)]
+    assert found[0] == found[1]

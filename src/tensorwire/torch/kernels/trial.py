@@ -7,6 +7,7 @@ sparse gradient alone.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -130,7 +131,9 @@ class Trial:
             NotOnServersError: no way in which servers could run it makes the optimizer's own bits.
         """
         threads = torch.get_num_threads()
-        with torch.random.fork_rng(devices=()):  # which the script does not miss
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+            # What warns in one worker alone, as it has done so in another, must change nothing.
+            warnings.simplefilter("ignore")
             torch.set_num_threads(1)  # as on a server
             try:
                 return self._find(stands_for)
