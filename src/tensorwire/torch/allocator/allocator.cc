@@ -2,7 +2,8 @@
 // them; the rest comes from the allocator that was there before.
 //
 // Not part of the core: it is compiled against the torch that it is loaded into, at first use
-// (src/tensorwire/torch/allocator/library.py), and is called through ctypes. It knows bytes and no plan.
+// (src/tensorwire/torch/allocator/library.py), and is called through ctypes. It knows bytes and no
+// plan.
 //
 // The idea is tracing: a step of training allocates as the step before it did. While a thread is
 // in a *context* (between one mark and the next: after forward, after the gradient of a certain
@@ -64,8 +65,8 @@ struct Slot {
   std::atomic<bool> held{false};
   bool learned = false;    // there is a site
   bool predicted = false;  // the last one was handed out because of a site
-  bool missed = false;   // its gradient may be elsewhere
-  bool touched = false;  // of a block: it has pages
+  bool missed = false;     // its gradient may be elsewhere
+  bool touched = false;    // of a block: it has pages
 };
 
 struct Class {
@@ -199,7 +200,8 @@ class SlotAllocator final : public c10::Allocator {
   static Slot* by_site(Context& context, size_t bytes) {
     Slot* found = nullptr;
     for (Site& site : context.sites) {
-      if (site.slot->bytes != bytes || ++site.seen != site.ordinal || !is_free(*site.slot)) continue;
+      if (site.slot->bytes != bytes || ++site.seen != site.ordinal || !is_free(*site.slot))
+        continue;
       if (found == nullptr || is_for(*site.slot, *found)) found = site.slot;
     }
     return found;

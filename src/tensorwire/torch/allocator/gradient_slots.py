@@ -4,9 +4,8 @@ Every parameter may have a slot: memory where its gradient is wanted, at a serve
 region. After the first step it is known which allocation of backward each gradient was, and from
 the second on that allocation is the slot (`allocator.cc`). Until then autograd's graph tells; where
 it does not, and whenever the prediction misses, gradients are produced in blocks of a pool, which
-the server can read too. Where a gradient
-really lies is looked up when it has arrived, so one that is elsewhere is noticed, told with a
-reason, and copied.
+the server can read too. Where a gradient really lies is looked up when it has arrived, so one that
+is elsewhere is noticed, told with a reason, and copied.
 """
 
 from __future__ import annotations
@@ -185,6 +184,7 @@ class GradientSlots:
         """A gradient is in its slot because the graph told, which takes longer than a site."""
         if self._has_patience(index):
             self._allocator.learn(self._slots[index], gradient.data_ptr())
+        self._pool.seen(index)
         self._pool.miss(index, True)
 
     def _has_patience(self, index: int) -> bool:
@@ -290,7 +290,7 @@ class _Pool:
                 self._close(index)
 
     def seen(self, index: int) -> None:
-        """A gradient was not in its slot."""
+        """A gradient came, and not as predicted."""
         if index in self._missed:
             self._missed[index] = self.steps
 

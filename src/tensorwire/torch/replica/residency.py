@@ -15,6 +15,7 @@ from ..views import tensor_at
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
 
+# Small beside a large model, and few parts: each is a version that all workers wait for.
 _PART_BYTES = 64 << 20
 
 Formats = Mapping[int, tuple[Any, ...]]
