@@ -15,7 +15,7 @@ import torch
 from programs import output_of
 
 FOLDER = Path(__file__).parent
-TENSORWIRE = [sys.executable, "-m", "tensorwire.cli", "run", "--workers=2", "--no-prefix"]
+TENSORWIRE = [sys.executable, "-m", "tensorwire", "run", "--workers=2", "--no-prefix"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 # Variables of a launcher that the tests themselves may run under.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")

@@ -94,7 +94,7 @@ def test_a_job_needs_no_more_when_it_begins(tmp_path: Path, optimizer: str) -> N
     # A worker that has to compile the allocator needs memory for the compiler.
     load = "from tensorwire.torch.allocator.library import load; load()"
     subprocess.run([sys.executable, "-c", load], check=True)
-    command = [sys.executable, "-m", "tensorwire.cli", "run", "-w", "2"]
+    command = [sys.executable, "-m", "tensorwire", "run", "-w", "2"]
     job = subprocess.Popen(
         [*command, str(script), optimizer, str(steps)],
         stdout=subprocess.PIPE,

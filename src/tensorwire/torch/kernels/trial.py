@@ -149,6 +149,9 @@ class Trial:
             states[problem.group].update(*(entry for step in outcome.states for entry in step))
         everything = sorted(set().union(*states.values()))
         options = self._spec.groups
+        if not self._spec.states_have_shape:
+            # Which arrays a tensor has depends on its shape: they are looked up for each.
+            states = defaultdict(lambda: set(everything))
         spec = replace(
             self._spec,
             states=tuple(everything),
