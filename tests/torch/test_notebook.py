@@ -103,6 +103,20 @@ def test_all_cells_again_give_the_same_bits(team: Team) -> None:
     assert team.run(twice) == [True, True]
 
 
+def explained(job: tw.Job) -> None:
+    model = net()
+    opt = tw.DistributedOptimizer(sgd(model), model)
+    with pytest.raises(RuntimeError, match="explain_model trains in a job of its own"):
+        tw.explain_model(model, lambda model: loss(model, batch(0, 0)))
+    train(model, opt, job.rank, 0)
+    tw.explain_optimizer(opt)
+
+
+def test_what_makes_a_job_of_its_own_does_not_take_the_one_that_is_there(team: Team) -> None:
+    """It would close it at its end, and the optimizer before."""
+    team.alone(explained)
+
+
 def other_jobs_afterwards(rank: int) -> list[str]:
     bits = []
     for seed in (3, 3, 4):

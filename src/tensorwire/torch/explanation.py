@@ -285,6 +285,11 @@ def explain_model(
     Raises:
         RuntimeError: this process is in a job already.
     """
+    if (job := jobs.latest_job()) is not None and not job.closed:
+        raise RuntimeError(
+            "explain_model trains in a job of its own, and this process is in one: close() that "
+            "first, or let explain_optimizer(opt) tell of an optimizer that trains in it"
+        )
     with jobs.init():
         optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         optimizer = DistributedOptimizer(optimizer, model)

@@ -54,7 +54,7 @@ def init(
     workers call it, and it returns when all have.
 
     Called again with the same arguments it returns the job that is there, and seeds again; no other
-    worker takes part.
+    worker takes part. A `with` block of it closes that job too.
 
     Args:
         slices: parts of a step, each with its own samples, random numbers and gradients; a
