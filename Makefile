@@ -129,8 +129,9 @@ fuzz-build: $(VENV)/.with-dev
 	$(CMAKE) -B build/fuzz -DTENSORWIRE_FUZZ=ON >/dev/null
 	MAKEFLAGS= cmake --build build/fuzz --target $(FUZZERS:%=%_fuzz) -- --quiet
 
-model: ## check the models of our protocols exhaustively with spin
+model: $(VENV)/.with-dev ## check the models of our protocols exhaustively, with spin and by an explorer
 	@$(NEED) cc spin
+	python models/takeover.py
 	models/check.sh
 
 bench: build $(VENV)/.with-bench ## measure the memory API beside its limits and rivals

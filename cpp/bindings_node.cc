@@ -7,11 +7,15 @@
 namespace tensorwire {
 
 void bind_node(nb::module_& m) {
+  m.def(
+      "listening_host",
+      [](int socket) { return SocketAddress::of(listen_on(socket).get()).text(); }, "socket"_a);
   nb::class_<Node>(m, "Node")
       .def(nb::new_([](const std::string& name, const std::string& host, uint16_t port,
                        nb::bytes secret, const std::vector<std::string>& transports, bool try_rdma,
                        const std::string& rdma_device, uint64_t quota_bytes, uint64_t max_peers,
-                       double handshake_timeout_s, double peer_timeout_s) {
+                       double handshake_timeout_s, double peer_timeout_s, uint64_t incarnation,
+                       int listener) {
              NodeOptions options;
              options.name = name;
              options.host = host;
@@ -25,11 +29,14 @@ void bind_node(nb::module_& m) {
              options.max_peers = max_peers;
              options.handshake_timeout_s = handshake_timeout_s;
              options.peer_timeout_s = peer_timeout_s;
+             options.incarnation = incarnation;
+             options.listener = listener;
              WithoutGil release;
              return Node::create(std::move(options));
            }),
            "name"_a, "host"_a, "port"_a, "secret"_a, "transports"_a, "try_rdma"_a, "rdma_device"_a,
-           "quota_bytes"_a, "max_peers"_a, "handshake_timeout_s"_a, "peer_timeout_s"_a)
+           "quota_bytes"_a, "max_peers"_a, "handshake_timeout_s"_a, "peer_timeout_s"_a,
+           "incarnation"_a, "listener"_a)
       .def_prop_ro("name", &Node::name)
       .def_prop_ro("port", &Node::port)
       .def_prop_ro("incarnation", &Node::incarnation)
@@ -42,6 +49,21 @@ void bind_node(nb::module_& m) {
             return n.allocate(size_bytes, name, {readable, writable}, mappable);
           },
           "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false)
+      .def(
+          "restore",
+          [](Node& n, int descriptor, const std::string& name, uint32_t id, uint64_t generation,
+             uint64_t size_bytes, bool writable, bool readable) {
+            RegionFacts facts;
+            facts.id = id;
+            facts.generation = generation;
+            facts.size = size_bytes;
+            facts.access = {readable, writable};
+            facts.name = name;
+            return n.restore(descriptor, facts);
+          },
+          "descriptor"_a, "name"_a, "id"_a, "generation"_a, "size_bytes"_a, "writable"_a,
+          "readable"_a)
+      .def("listener", &Node::duplicate_listener, nb::call_guard<WithoutGil>())
       .def("region", &Node::region, "name"_a)
       .def("free", &Node::free, "region"_a, nb::call_guard<WithoutGil>())
       .def(
@@ -87,7 +109,8 @@ void bind_node(nb::module_& m) {
             if (reason.empty()) reason = kClosedByUser;
             WithoutGil release;
             if (n.closed() || peer->lost()) return;
-            n.progress()->run([&] { peer->lose({Code::kClosed, "you closed this peer"}, reason); });
+            n.progress()->run(
+                [&] { peer->latest()->lose({Code::kClosed, "you closed this peer"}, reason); });
           },
           "peer"_a, "reason"_a)
       .def("stats",

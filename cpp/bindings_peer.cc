@@ -11,6 +11,9 @@ namespace {
 constexpr uint64_t kKeepGilShmBytes = 1 << 20;
 constexpr uint64_t kKeepGilBytes = 64 << 10;
 
+// The connection that is to be asked, and told whatever else there is to say about the question.
+PeerPtr asked_now(const Peer& peer) { return peer.latest()->shared_from_this(); }
+
 std::shared_ptr<RemoteRegion> answer(const PeerPtr& peer, const AskedPtr& asked, const char* what,
                                      std::optional<double> timeout_s) {
   try {
@@ -148,27 +151,33 @@ void bind_peer(nb::module_& m) {
       .def_prop_ro("lost_reason", [](const Peer& p) { return p.lost_status().message; })
       .def(
           "allocate",
-          [](const PeerPtr& p, uint64_t size_bytes, const std::string& name,
+          [](const Peer& peer, uint64_t size_bytes, const std::string& name,
              std::optional<double> timeout_s) {
+            PeerPtr p = asked_now(peer);
             return answer(p, p->ask_allocate(size_bytes, name, {true, true}), "allocate",
                           timeout_s);
           },
           "size_bytes"_a, "name"_a, "timeout_s"_a.none())
       .def(
           "lookup",
-          [](const PeerPtr& p, const std::string& name, std::optional<double> timeout_s,
-             bool await) { return answer(p, p->ask_lookup(name, await), "region", timeout_s); },
+          [](const Peer& peer, const std::string& name, std::optional<double> timeout_s,
+             bool await) {
+            PeerPtr p = asked_now(peer);
+            return answer(p, p->ask_lookup(name, await), "region", timeout_s);
+          },
           "name"_a, "timeout_s"_a.none(), "await_"_a = false)
       .def(
           "attach",
-          [](const PeerPtr& p, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
+          [](const Peer& peer, uint32_t id, uint64_t generation, std::optional<double> timeout_s,
              bool copied) {
+            PeerPtr p = asked_now(peer);
             return answer(p, p->ask_attach(id, generation, copied), "region", timeout_s);
           },
           "id"_a, "generation"_a, "timeout_s"_a.none(), "copied"_a = false)
       .def(
           "free",
-          [](const PeerPtr& p, const RemoteRegion& remote, std::optional<double> timeout_s) {
+          [](const Peer& peer, const RemoteRegion& remote, std::optional<double> timeout_s) {
+            PeerPtr p = asked_now(peer);
             answer(p, p->ask_free(remote), "free", timeout_s);
           },
           "remote"_a, "timeout_s"_a.none())
@@ -238,6 +247,8 @@ void bind_peer(nb::module_& m) {
                                   std::move(list.locals));
           },
           "write"_a, "locals"_a, "remotes"_a, "offsets"_a)
+      .def("succeed", &Peer::succeed, "successor"_a, nb::call_guard<WithoutGil>())
+      .def("follows", &Peer::follows, "other"_a)
       .def(
           "inject",
           [](Peer& p, std::optional<std::shared_ptr<FaultPlan>> plan) {

@@ -118,6 +118,11 @@ void bind_regions(nb::module_& m) {
              r.mapping->discard();
            })
       .def("map_private", [](const Region& r) { return map_private(r.mapping); })
+      .def("descriptor",
+           [](const Region& r) {
+             check_not_forked(*r.mapping);
+             return r.mapping->duplicate();
+           })
       .def(
           "load_word",
           [](const Region& r, uint64_t offset) {

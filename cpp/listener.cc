@@ -1,5 +1,6 @@
 #include "listener.h"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -36,7 +37,18 @@ size_t most_stuck() {
   return std::min<rlim_t>(limit.rlim_cur / 4, 1024);
 }
 
-Descriptor listen_tcp(const std::string& host, uint16_t port) {
+// "127.0.0.1" or "[::1]" of a connected socket's other end.
+std::string remote_host(int socket) {
+  SocketAddress address = SocketAddress::of(socket, true);
+  if (address.size == 0) return "127.0.0.1";
+  std::string host = address.text();
+  if (address.storage.ss_family == AF_INET6) host.append("]").insert(host.begin(), '[');
+  return host;
+}
+
+}  // namespace
+
+Descriptor listen_at(const std::string& host, uint16_t port) {
   Resolved found = resolve(host, port, Deadline::after(kResolveS), nullptr);
   if (found.addresses.empty()) {
     throw Error(Code::kInvalid, "cannot listen at '" + host + "': " + found.failure);
@@ -53,16 +65,25 @@ Descriptor listen_tcp(const std::string& host, uint16_t port) {
   return fd;
 }
 
-// "127.0.0.1" or "[::1]" of a connected socket's other end.
-std::string remote_host(int socket) {
-  SocketAddress address = SocketAddress::of(socket, true);
-  if (address.size == 0) return "127.0.0.1";
-  std::string host = address.text();
-  if (address.storage.ss_family == AF_INET6) host.append("]").insert(host.begin(), '[');
-  return host;
+Descriptor listen_on(int socket) {
+  auto option = [&](int name) {
+    int value = -1;
+    socklen_t size = sizeof value;
+    return ::getsockopt(socket, SOL_SOCKET, name, &value, &size) == 0 ? value : -1;
+  };
+  int domain = option(SO_DOMAIN);
+  if (option(SO_ACCEPTCONN) != 1 || option(SO_PROTOCOL) != IPPROTO_TCP ||
+      (domain != AF_INET && domain != AF_INET6)) {
+    throw Error(Code::kInvalid,
+                "descriptor " + std::to_string(socket) + " is no TCP socket that listens");
+  }
+  Descriptor own(::fcntl(socket, F_DUPFD_CLOEXEC, 0));
+  int flags = own ? ::fcntl(own.get(), F_GETFL) : -1;
+  if (flags < 0 || ::fcntl(own.get(), F_SETFL, flags | O_NONBLOCK) != 0) {
+    throw Error(Code::kBusy, system_message("cannot take over a listening socket", errno));
+  }
+  return own;
 }
-
-}  // namespace
 
 // This option of Linux 6.15 is younger than many headers.
 #ifndef TCP_RTO_MAX_MS
@@ -221,14 +242,21 @@ class Listener::Stranger : public Handler, public std::enable_shared_from_this<S
   std::shared_ptr<DescriptorSocket> descriptors_;
 };
 
-Listener::Listener(std::shared_ptr<Progress> progress, const std::string& host, uint16_t port)
-    : progress_(std::move(progress)), tcp_(listen_tcp(host, port)) {
+Listener::Listener(std::shared_ptr<Progress> progress, Descriptor listening)
+    : progress_(std::move(progress)), tcp_(std::move(listening)) {
   port_ = SocketAddress::of(tcp_.get()).port();
 }
 
 void Listener::start(Options options) {
   options_ = std::move(options);
   progress_->watch(tcp_.get(), EPOLLIN, shared_from_this());
+}
+
+int Listener::duplicate() const {
+  if (!tcp_) return -1;
+  int made = ::fcntl(tcp_.get(), F_DUPFD_CLOEXEC, 0);
+  if (made < 0) throw Error(Code::kBusy, system_message("cannot duplicate a socket", errno));
+  return made;
 }
 
 ServerHandshake::Context Listener::context(std::weak_ptr<Stranger> stranger) {

@@ -25,6 +25,12 @@ inline constexpr size_t kMaxHandshakes = 128;
 // host a short queue. The socket is connected.
 void tune_tcp(int socket, double peer_timeout_s);
 
+// A socket that listens at this address. Throws kInvalid or kUnavailable.
+Descriptor listen_at(const std::string& host, uint16_t port);
+// Another descriptor of a TCP socket that listens already, made non-blocking; the first one stays
+// the caller's. Throws kInvalid, kBusy.
+Descriptor listen_on(int socket);
+
 // A stream that both sides trust, and what will go over it.
 struct Connection {
   Descriptor socket;
@@ -47,9 +53,11 @@ class Listener : public Handler, public std::enable_shared_from_this<Listener> {
     std::function<void(Connection)> on_arrival;
   };
 
-  // Binds at once. Throws kInvalid or kUnavailable.
-  Listener(std::shared_ptr<Progress> progress, const std::string& host, uint16_t port);
+  Listener(std::shared_ptr<Progress> progress, Descriptor listening);
   uint16_t port() const { return port_; }
+  // Another descriptor of its socket, which is the caller's; -1 once it is closed. Driving thread.
+  // Throws kBusy.
+  int duplicate() const;
 
   void start(Options options);
   void close();  // driving thread

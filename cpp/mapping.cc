@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <string>
 
 #include "error.h"
 
@@ -16,6 +17,30 @@ namespace tensorwire {
 namespace {
 
 constexpr size_t kLargePageBytes = 2 << 20;
+
+// What speaks against mapping so many bytes of this memory, which could fault later; "" if nothing.
+std::string flaw(int memory, size_t pages) {
+  int seals = ::fcntl(memory, F_GET_SEALS);
+  constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kNeeded) != kNeeded) return "whose size is not sealed";
+  // Pages of hugetlbfs, which has memfds too, can be missing when they are touched.
+  struct statfs system{};
+  if (::fstatfs(memory, &system) != 0 || system.f_type != TMPFS_MAGIC) {
+    return "that is not on tmpfs";
+  }
+  struct stat info;
+  if (::fstat(memory, &info) != 0 || static_cast<uint64_t>(info.st_size) < pages) {
+    return "that is smaller than it claims";
+  }
+  return "";
+}
+
+int duplicate_descriptor(int descriptor) {
+  int made = ::fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+  if (made >= 0) return made;
+  throw Error(errno == EBADF ? Code::kInvalid : Code::kBusy,
+              system_message("cannot duplicate descriptor " + std::to_string(descriptor), errno));
+}
 
 }  // namespace
 
@@ -41,7 +66,7 @@ void Mapping::map(int fd, size_t size, int protection, int flags) {
   fork::add_range(address, size);
 }
 
-std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers_write) {
+std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool later_writes) {
   std::shared_ptr<Mapping> result(new Mapping);
   size_t pages = whole_pages(size);
   result->size_ = size;
@@ -62,7 +87,7 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers
         system_message("cannot size a memfd to " + std::to_string(pages) + " bytes", errno));
   }
   result->map(memory.get(), pages, PROT_READ | PROT_WRITE, MAP_SHARED);
-  int seals = F_SEAL_SHRINK | F_SEAL_GROW | (peers_write ? 0 : F_SEAL_FUTURE_WRITE) | F_SEAL_SEAL;
+  int seals = F_SEAL_SHRINK | F_SEAL_GROW | (later_writes ? 0 : F_SEAL_FUTURE_WRITE) | F_SEAL_SEAL;
   if (::fcntl(memory.get(), F_ADD_SEALS, seals) != 0) {
     throw Error(Code::kUnavailable,
                 system_message("cannot seal shared memory (Linux 5.1 or newer is needed)", errno));
@@ -72,25 +97,54 @@ std::shared_ptr<Mapping> Mapping::create(size_t size, bool shareable, bool peers
 }
 
 std::shared_ptr<Mapping> Mapping::import(int memory, size_t size, bool writable) {
-  int seals = ::fcntl(memory, F_GET_SEALS);
-  constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
-  if (seals < 0 || (seals & kNeeded) != kNeeded) {
-    throw Error(Code::kInvalid, "a peer offered memory whose size is not sealed");
-  }
-  // Pages of hugetlbfs, which has memfds too, can be missing when they are touched.
-  struct statfs system{};
-  if (::fstatfs(memory, &system) != 0 || system.f_type != TMPFS_MAGIC) {
-    throw Error(Code::kInvalid, "a peer offered memory that is not on tmpfs");
-  }
-  struct stat info;
   size_t pages = whole_pages(size);
-  if (::fstat(memory, &info) != 0 || static_cast<uint64_t>(info.st_size) < pages) {
-    throw Error(Code::kInvalid, "a peer offered memory that is smaller than it claims");
+  if (std::string wrong = flaw(memory, pages); !wrong.empty()) {
+    throw Error(Code::kInvalid, "a peer offered memory " + wrong);
   }
   std::shared_ptr<Mapping> result(new Mapping);
   result->size_ = size;
   result->map(memory, pages, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED);
   return result;
+}
+
+std::shared_ptr<Mapping> Mapping::restore(int memory, size_t size) {
+  Descriptor own(duplicate_descriptor(memory));
+  auto refuse = [](const std::string& why) {
+    return Error(Code::kInvalid, "a region cannot be restored over this descriptor: it is " + why);
+  };
+  int seals = ::fcntl(own.get(), F_GET_SEALS);
+  if (seals < 0) throw refuse("no memory of a region");
+  size_t pages = whole_pages(size);
+  if (std::string wrong = flaw(own.get(), pages); !wrong.empty()) throw refuse("memory " + wrong);
+  struct stat info;
+  if (::fstat(own.get(), &info) != 0 || static_cast<uint64_t>(info.st_size) != pages) {
+    throw refuse("memory of another size than that of a region of " + std::to_string(size) +
+                 " bytes");
+  }
+  if ((seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)) != 0) {
+    throw refuse(
+        "memory that is sealed against writing, as that of regions with access 'r' is; "
+        "allocate what shall be restored with another access");
+  }
+  if ((::fcntl(own.get(), F_GETFL) & O_ACCMODE) != O_RDWR) {
+    throw refuse("memory that was opened for reading alone");
+  }
+  std::shared_ptr<Mapping> result(new Mapping);
+  result->size_ = size;
+  result->map(own.get(), pages, PROT_READ | PROT_WRITE, MAP_SHARED);
+  result->descriptor_ = std::move(own);
+  return result;
+}
+
+int Mapping::duplicate() {
+  std::lock_guard lock(mutex_);
+  if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");
+  if (!descriptor_) {
+    throw Error(Code::kUnavailable,
+                "the region's memory is not shared memory and has no descriptor: its Node's "
+                "transports leave out shm");
+  }
+  return duplicate_descriptor(descriptor_.get());
 }
 
 void Mapping::retire() {

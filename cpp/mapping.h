@@ -18,14 +18,18 @@ size_t whole_pages(size_t size);  // rounded up to them
 class Mapping {
  public:
   // Zeroed memory of this process. Shareable memory is a memfd that can neither shrink nor grow;
-  // if peers may not write it, it is sealed so that no later mapping of it can be written.
-  // Throws kNoMemory.
-  static std::shared_ptr<Mapping> create(size_t size, bool shareable, bool peers_write);
+  // unless later mappings of it may be written, it is sealed against them. Throws kNoMemory.
+  static std::shared_ptr<Mapping> create(size_t size, bool shareable, bool later_writes);
 
   // Maps memory that a peer made; the descriptor stays the caller's. Verified first: a memfd on
   // tmpfs of at least `size` bytes whose size is sealed, so that no access can fault later. Looks
   // at the seals first, which blocks for no kind of file. Throws kInvalid or kNoMemory.
   static std::shared_ptr<Mapping> import(int memory, size_t size, bool writable);
+
+  // Maps memory that create() made in an earlier process, of exactly this size; its content stays.
+  // Verified as by import(). The descriptor stays the caller's, and the mapping has one of its own.
+  // Throws kInvalid, kNoMemory or kBusy.
+  static std::shared_ptr<Mapping> restore(int memory, size_t size);
 
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -53,6 +57,9 @@ class Mapping {
   void keep_pages() { keep_.store(true); }
   // The memfd of shareable memory, else -1. Imported memory keeps none.
   int descriptor() const { return descriptor_.get(); }
+  // Another descriptor of it, which is the caller's. Throws kUnavailable if there is none, kClosed
+  // once the mapping is retired, kBusy.
+  int duplicate();
 
  private:
   Mapping() = default;

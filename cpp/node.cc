@@ -51,7 +51,9 @@ uint32_t transport_bits(const std::vector<std::string>& names) {
 }
 
 Node::Node(NodeOptions options)
-    : options_(std::move(options)), epoch_(fork::epoch()), incarnation_(random_id()) {
+    : options_(std::move(options)),
+      epoch_(fork::epoch()),
+      incarnation_(options_.incarnation != 0 ? options_.incarnation : random_id()) {
   fabric_.progress = std::make_shared<Progress>();
   fabric_.traffic = std::make_shared<Traffic>();
   NodePage* page = fabric_.progress->page();
@@ -104,7 +106,9 @@ void Node::start_rdma() {
 
 void Node::start() {
   start_rdma();
-  listener_ = std::make_shared<Listener>(fabric_.progress, options_.host, options_.port);
+  listener_ = std::make_shared<Listener>(
+      fabric_.progress, options_.listener < 0 ? listen_at(options_.host, options_.port)
+                                              : listen_on(options_.listener));
   port_ = listener_->port();
   Listener::Options doors;
   doors.me = hello();
@@ -156,6 +160,16 @@ std::shared_ptr<Region> Node::allocate(uint64_t size, const std::string& name, A
                                        bool mappable) {
   check_open();
   return regions_->allocate(size, name, access, fabric_.shareable || mappable, 0);
+}
+
+std::shared_ptr<Region> Node::restore(int memory, const RegionFacts& facts) {
+  check_open();
+  if (!fabric_.shareable) {
+    throw Error(
+        Code::kUnavailable,
+        "a region is restored over shared memory, and this Node's transports leave out shm");
+  }
+  return regions_->restore(memory, facts);
 }
 
 std::shared_ptr<Region> Node::region(const std::string& name) const {
@@ -287,7 +301,7 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
   if (!peer) throw Error(failure);
   for (;;) {
     Progress::set_interruptible(true);
-    bool over = fabric_.progress->wait([&] { return peer->ready() || peer->lost(); },
+    bool over = fabric_.progress->wait([&] { return peer->ready() || peer->broken(); },
                                        deadline.at_most(kLookForSignalsS));
     Progress::set_interruptible(false);
     if (over) break;
@@ -303,8 +317,24 @@ PeerPtr Node::connect_once(const std::string& host, uint16_t port, Deadline dead
     fabric_.progress->run([&] { peer->lose({Code::kTimeout, "it did not finish connecting"}); });
     throw Error(Code::kTimeout, peer->lost_status().message);
   }
-  if (peer->lost()) throw Error(peer->lost_status());
+  if (peer->broken()) throw Error(peer->lost_status());
   return peer;
+}
+
+int Node::duplicate_listener() const {
+  check_open();
+  int made = -1;
+  Status failure;
+  fabric_.progress->run([&] {
+    try {
+      made = listener_->duplicate();
+    } catch (const Error& error) {
+      failure = error.status();
+    }
+  });
+  if (!failure.ok()) throw Error(failure);
+  if (made < 0) throw Error(Code::kClosed, "the Node '" + options_.name + "' is closed");
+  return made;
 }
 
 PeerPtr Node::accept(Deadline deadline) {
@@ -319,7 +349,7 @@ PeerPtr Node::accept(Deadline deadline) {
     PeerPtr peer = std::move(accepted_.front());
     accepted_.pop_front();
     accepted_count_ = accepted_.size();
-    if (peer->lost()) continue;  // just now, and about to be forgotten
+    if (peer->broken()) continue;  // just now, and about to be forgotten
     return peer;
   }
 }
@@ -327,7 +357,7 @@ PeerPtr Node::accept(Deadline deadline) {
 std::vector<PeerPtr> Node::peers() const {
   if (epoch_ != fork::epoch()) check_open();
   auto result = all_peers();
-  std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready() || peer->lost(); });
+  std::erase_if(result, [](const PeerPtr& peer) { return !peer->ready() || peer->broken(); });
   return result;
 }
 
@@ -354,7 +384,9 @@ bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Dead
       deadline);
   if (word.load(std::memory_order_acquire) >= value) return true;
   check_open();
-  if (peer != nullptr && peer->lost()) throw Error(peer->lost_status());
+  // If another connection has succeeded a lost one meanwhile, nothing is wrong: the caller goes on.
+  Status lost = peer == nullptr ? Status{} : peer->lost_status();
+  if (!lost.ok()) throw Error(lost);
   if (region.freed) {
     throw Error(Code::kStaleHandle, "the region '" + region.name +
                                         "' was freed (by the peer that allocated it, if it went "

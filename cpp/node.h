@@ -19,7 +19,9 @@ struct NodeOptions {
   std::string name;
   std::string host = "127.0.0.1";
   uint16_t port = 0;  // 0 = any free one
-  Secret secret;      // empty = none
+  int listener = -1;  // a TCP socket that listens, in place of one at host and port; see listen_on
+  uint64_t incarnation = 0;  // of the Node that this one goes on as; 0 = random
+  Secret secret;             // empty = none
   uint32_t transports = kShmBit | kTcpBit;
   // rdma is taken up where it can be had. Asked for among `transports`, it is an error not to have
   // it.
@@ -55,6 +57,8 @@ class Node : public std::enable_shared_from_this<Node> {
   // mappable: this process can map the memory again, also if no peer can.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
                                    bool mappable = false);
+  // A region of an earlier process, see RegionTable::restore. Throws kUnavailable without shm.
+  std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
   std::shared_ptr<Region> region(const std::string& name) const;
   // Takes the region away from peers; returns when none of them can place bytes in it through
   // this Node any more. (On shm a peer that mapped it keeps its mapping of the old memory.)
@@ -65,6 +69,8 @@ class Node : public std::enable_shared_from_this<Node> {
   // only path that will do, "" any. interrupted is called when a signal arrives and may throw.
   PeerPtr connect(const std::string& host, uint16_t port, Deadline deadline,
                   const std::string& require, const Interrupted& interrupted);
+  // Another descriptor of the socket that listens, which is the caller's. Throws kBusy, kClosed.
+  int duplicate_listener() const;
   // The next peer that connected to us; null if the deadline passed (or a signal came).
   PeerPtr accept(Deadline deadline);
   // The peers that are connected and ready for use.

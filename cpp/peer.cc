@@ -20,7 +20,7 @@ const char* Peer::name_of(uint32_t transport_bit) {
 std::vector<std::string> Peer::offered() const {
   std::vector<std::string> names;
   for (uint32_t bit : {kShmBit, kTcpBit, kRdmaBit}) {
-    if (remote_.transports & bit) names.emplace_back(name_of(bit));
+    if (latest()->remote_.transports & bit) names.emplace_back(name_of(bit));
   }
   return names;
 }
@@ -77,9 +77,16 @@ std::string Peer::describe() const {
          ", incarnation " + incarnation + ")";
 }
 
+Peer* Peer::latest() const {
+  auto* peer = const_cast<Peer*>(this);
+  while (Peer* next = peer->successor()) peer = next;
+  return peer;
+}
+
 Status Peer::lost_status() const {
-  std::lock_guard lock(mutex_);
-  return lost_status_;
+  const Peer& now = *latest();
+  std::lock_guard lock(now.mutex_);
+  return now.lost_status_;
 }
 
 void Peer::check_alive() const {
@@ -124,6 +131,7 @@ void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
 
 TransferPtr Peer::write(std::span<const Piece> pieces, const SignalTo& signal,
                         uint64_t inline_limit) {
+  if (Peer* next = successor()) return next->write(pieces, signal, inline_limit);
   check_alive();
   check(pieces, true);
   if (signal.region != nullptr) check_word(*signal.region, signal.offset);
@@ -131,12 +139,14 @@ TransferPtr Peer::write(std::span<const Piece> pieces, const SignalTo& signal,
 }
 
 TransferPtr Peer::read(std::span<const Piece> pieces, uint64_t inline_limit) {
+  if (Peer* next = successor()) return next->read(pieces, inline_limit);
   check_alive();
   check(pieces, false);
   return channel().read(pieces, inline_limit);
 }
 
 TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> after) {
+  if (Peer* next = successor()) return next->signal(signal, after);
   check_alive();
   check_word(*signal.region, signal.offset);
   for (const auto& transfer : after) {
@@ -167,7 +177,7 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
       progress->notify();
       return;
     }
-    auto inner = self->channel().signal(signal);
+    auto inner = self->latest()->channel().signal(signal);
     inner->then([inner = inner.get(), outer = waiting->outer, progress] {
       outer->complete(inner->status(), inner->value());
       progress->notify();
@@ -178,6 +188,7 @@ TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> af
 }
 
 TransferPtr Peer::fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) {
+  if (Peer* next = successor()) return next->fetch_add(region, offset, value);
   check_alive();
   check_word(region, offset);
   if (!region.access.read) {
@@ -243,7 +254,7 @@ RemoteRegionPtr Peer::finish(const AskedPtr& asked) const {
 // ---- frames
 
 bool Peer::begin_payload(const Header& header, std::byte** target) {
-  if (lost()) return false;
+  if (broken()) return false;
   if (shm_ && !ready_) return false;
   if (header.type == FrameType::kWrite) return service_.begin_write(header, target);
   return tcp_ && tcp_->begin_data(header, target);
@@ -308,7 +319,7 @@ bool Peer::receive_memory(const Header& frame,
   auto weak = weak_from_this();
   auto go_on = [weak, then = std::move(then)](const std::shared_ptr<Passed>& passed) {
     auto self = weak.lock();
-    if (!self || self->lost() || then(*passed)) return;
+    if (!self || self->broken() || then(*passed)) return;
     self->lose({Code::kPeerLost, "the peer broke the protocol: memory that was not as announced"});
   };
   try {
@@ -373,10 +384,10 @@ bool Peer::attached_shm(const Header& header, std::string_view body) {
       return true;
     }
     if (accepting_) offer_memory();
-    if (lost()) return true;
+    if (broken()) return true;
     became_ready();
     for (const auto& [early, text] : std::exchange(early_, {})) {
-      if (lost()) return true;
+      if (broken()) return true;
       if (!control(early, text)) return false;
     }
     return true;
@@ -395,16 +406,16 @@ void Peer::start_rdma() {
   auto weak = weak_from_this();
   RdmaChannel::Events events;
   events.on_ready = [weak] {
-    if (auto self = weak.lock(); self && !self->lost()) self->became_ready();
+    if (auto self = weak.lock(); self && !self->broken()) self->became_ready();
   };
   events.on_lost = on_failure();
   events.on_frame = [weak](const Header& header, std::string_view body) {
     auto self = weak.lock();
-    return !self || self->lost() || self->control(header, body);
+    return !self || self->broken() || self->control(header, body);
   };
   events.on_idle = [weak](uint32_t region, uint64_t generation) {
     auto self = weak.lock();
-    if (!self || self->lost()) return;
+    if (!self || self->broken()) return;
     self->stream_->send(
         {.type = FrameType::kRevoke, .flags = kLast, .region = region, .generation = generation});
   };
@@ -466,7 +477,7 @@ bool Peer::granted(const Header& header, std::string_view body) {
 }
 
 bool Peer::control(const Header& header, std::string_view body) {
-  if (lost()) return false;  // by an earlier frame that came with this one
+  if (broken()) return false;  // by an earlier frame that came with this one
   bool may_come = header.type == FrameType::kAttach || header.type == FrameType::kGoodbye;
   if (shm_ && !ready_ && !may_come) return wait_for_memory(header, body);
   switch (header.type) {
@@ -533,9 +544,48 @@ void Peer::lose(Status status, std::string_view goodbye) {
   fabric_.progress->changed();
 }
 
+// ---- successors
+
+void Peer::succeed(const std::shared_ptr<Peer>& successor) {
+  check_alive();
+  if (successor->fabric_.progress != fabric_.progress) {
+    throw Error(Code::kInvalid,
+                "the successor of " + describe() + " is a peer of another Node of this process");
+  }
+  // All successions of a Node are in its driving thread, one after the other.
+  Status status{Code::kClosed, "this Node was closed"};
+  fabric_.progress->run([&] { status = succeed_here(successor); });
+  if (!status.ok()) throw Error(status);
+}
+
+Status Peer::succeed_here(const std::shared_ptr<Peer>& successor) {
+  std::shared_ptr<Peer> heir = successor->latest()->shared_from_this();
+  const Peer& now = *latest();
+  if (transport_ != kShmBit || heir->transport_ != kShmBit) {
+    return {Code::kUnavailable, "a peer has a successor only over shared memory, and " +
+                                    describe() + " is reached by " + transport() +
+                                    ", its successor by " + heir->transport()};
+  }
+  if (heir->remote_.name != remote_.name || heir->remote_.incarnation != remote_.incarnation) {
+    return {Code::kInvalid, heir->describe() + " is not the same Node as " + describe() +
+                                ": a successor has its name and its incarnation"};
+  }
+  if (!now.broken()) {
+    return {Code::kInvalid, now.describe() + " is not lost, so it has no successor"};
+  }
+  if (heir.get() == &now) {
+    return {Code::kInvalid, describe() + " cannot be its own successor: connect to the Node anew"};
+  }
+  heir->questions_.inherit(now.questions_);
+  successors_.push_back(heir);
+  successor_.store(heir.get(), std::memory_order_release);
+  return {};
+}
+
 // ---- faults
 
 void Peer::inject(std::shared_ptr<FaultPlan> plan) {
+  if (Peer* next = successor()) return next->inject(std::move(plan));
   std::lock_guard lock(mutex_);
   faulty_ = nullptr;
   if (!plan) return;

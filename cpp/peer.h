@@ -53,20 +53,35 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptors, bool accepting,
              std::function<void(Peer&)> on_ready, std::function<void(Peer&)> on_lost);
 
+  // This connection was lost, and `successor` is one to the same Node, perhaps in another process.
+  // From then on all questions and operations, and what is told of this peer, are the successor's;
+  // what was under way has failed. Again after each further loss. Returns when a look-up by the
+  // successor gives the mappings that were granted here. Any thread but not a handler. Throws
+  // kInvalid (this peer is not lost, or the successor is of another Node here or there),
+  // kUnavailable (not on shm), kClosed.
+  void succeed(const std::shared_ptr<Peer>& successor);
+  // This, or what has succeeded it: never null, and for as long as this peer.
+  Peer* latest() const;
+  // What was asked of one of them goes to the connection of the other.
+  bool follows(const Peer& other) const { return latest() == other.latest(); }
+
+  // Of a successor these two are the same, and its transport is shm as well.
   const std::string& name() const { return remote_.name; }
-  const std::string& address() const { return address_; }
   uint64_t incarnation() const { return remote_.incarnation; }
-  uint32_t pid() const { return remote_.pid; }
+  const std::string& address() const { return latest()->address_; }
+  uint32_t pid() const { return latest()->remote_.pid; }
   std::string transport() const { return name_of(transport_); }
   static const char* name_of(uint32_t transport_bit);
   std::vector<std::string> offered() const;  // transports, by the other side
   // What carries the bytes below the transport: "rc_verbs/rxe0:1"; "" where the name says it all.
   std::string wire() const { return rdma_ ? rdma_->wire() : ""; }
-  const std::string& reason() const { return reason_; }
+  const std::string& reason() const { return latest()->reason_; }
   uint64_t id() const { return id_; }
   bool ready() const { return ready_.load(std::memory_order_acquire); }
-  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  bool lost() const { return latest()->broken(); }
   Status lost_status() const;
+  // This connection is over, whatever has succeeded it.
+  bool broken() const { return lost_.load(std::memory_order_acquire); }
 
   // Regions of the peer. Non-blocking: wait for ->transfer; finish() gives the region or throws.
   AskedPtr ask_allocate(uint64_t size, const std::string& name, Access access);
@@ -75,7 +90,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   AskedPtr ask_attach(uint32_t id, uint64_t generation, bool copied = false);
   AskedPtr ask_free(const RemoteRegion& region);
   RemoteRegionPtr finish(const AskedPtr& asked) const;
-  // Nobody waits any more: a region that still comes is given back.
+  // Nobody waits any more: a region that still comes is given back. To be told to the peer that was
+  // asked, see latest().
   void abandon(const AskedPtr& asked) { questions_.abandon(asked); }
 
   // One-sided operations. Throws kInvalid, kPermission or kStaleHandle for what can be seen here;
@@ -131,6 +147,9 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   void became_ready();
   void start_rdma();
   bool revoked(const Header& header);
+  // The successor that must be asked in place of this peer, or null.
+  Peer* successor() const { return successor_.load(std::memory_order_acquire); }
+  Status succeed_here(const std::shared_ptr<Peer>& successor);  // driving thread
   // Where operations go: to the channel, unless a plan of faults is followed.
   Channel& channel() const {
     FaultyChannel* faulty = faulty_.load(std::memory_order_acquire);
@@ -171,6 +190,11 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   Status lost_status_;
   std::vector<std::shared_ptr<FaultyChannel>> faults_;  // one for each plan that ever was
   std::atomic<FaultyChannel*> faulty_{nullptr};         // of the plan that is followed
+
+  // Every successor that ever was stays as long as this peer, since calls may be in it. None of
+  // them had a successor when it became one, so that no two peers keep each other.
+  std::vector<std::shared_ptr<Peer>> successors_;  // driving thread only
+  std::atomic<Peer*> successor_{nullptr};          // the last of them
 };
 
 using PeerPtr = std::shared_ptr<Peer>;

@@ -67,10 +67,10 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
     bool memory = region->access.any();
     if (memory && transport_ == kShmBit) {
       auto found = known_.find(region->generation);
-      auto known = found == known_.end() ? nullptr : found->second.lock();
-      if (known && known->id == region->id && known->size == region->size &&
-          known->access.write == region->access.write) {
-        region->mapping = known->mapping;  // one mapping, however often it is looked up
+      auto known = found == known_.end() ? nullptr : found->second.mapping.lock();
+      if (known && found->second.id == region->id && found->second.size == region->size &&
+          found->second.writable == region->access.write) {
+        region->mapping = known;  // one mapping, however often it is looked up
         if (asked->wants.copied) status = granted.status;
       } else {
         region->mapping = std::move(granted.mapping);
@@ -80,8 +80,11 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
       // Out of address space or descriptors is our trouble; anything else is a lie.
       well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
       region->copied = std::move(granted.copied);
-      if (status.ok()) known_[region->generation] = region;
-      std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
+      if (status.ok()) {
+        known_[region->generation] = {region->id, region->size, region->access.write,
+                                      region->mapping};
+      }
+      std::erase_if(known_, [](const auto& entry) { return entry.second.mapping.expired(); });
     }
     if (memory && transport_ == kRdmaBit) {
       region->key = std::move(granted.key);
@@ -101,6 +104,12 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
   asked->answer->complete(std::move(status));
   progress_->changed();
   return well_formed;
+}
+
+void Questions::inherit(const Questions& earlier) {
+  for (const auto& [generation, known] : earlier.known_) {
+    if (!known.mapping.expired()) known_.insert_or_assign(generation, known);
+  }
 }
 
 void Questions::close(const Status& status) {

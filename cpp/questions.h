@@ -70,6 +70,8 @@ class Questions {
   AskedPtr find(uint64_t transfer) const;
   // Driving thread. The answer to such a question; false is a breach.
   bool answered(const Header& header, std::string_view body, Granted granted);
+  // A look-up of what an earlier connection was granted gives the same mapping. Driving thread.
+  void inherit(const Questions& earlier);
   // Ends all questions, and those that come later, with this status.
   void close(const Status& status);
 
@@ -82,8 +84,14 @@ class Questions {
   const uint32_t transport_;
   const uint64_t incarnation_;
   std::shared_ptr<Stream> stream_;
-  // The regions that were granted, by generation. Driving thread only.
-  std::unordered_map<uint64_t, std::weak_ptr<const RemoteRegion>> known_;
+  // The mappings of regions that were granted, by generation. Driving thread only.
+  struct Known {
+    uint32_t id;
+    uint64_t size;
+    bool writable;
+    std::weak_ptr<Mapping> mapping;
+  };
+  std::unordered_map<uint64_t, Known> known_;
 
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, AskedPtr> open_;

@@ -61,13 +61,9 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
   check_fits(size);
   check_region_name(name);
-  auto taken = [&] {
-    return Error(Code::kInvalid,
-                 "there is already a region named '" + name + "'; free it or choose another name");
-  };
   {
     std::lock_guard lock(mutex_);
-    if (!name.empty() && names_.contains(name)) throw taken();
+    check_name(name);
   }
   auto region = std::make_shared<Region>();
   region->size = size;
@@ -75,29 +71,82 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->name = name;
   region->lessee = lessee;
   region->generation = random_id();
-  region->mapping = Mapping::create(size, shareable, access.write);
+  // Who may read and not write gets a descriptor that is good for no more.
+  region->mapping = Mapping::create(size, shareable, access.write || !access.read);
+  return enter(std::move(region), false);
+}
 
+std::shared_ptr<Region> RegionTable::restore(int memory, const RegionFacts& facts) {
+  if (facts.size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
+  if (facts.generation == 0) throw Error(Code::kInvalid, "a region's generation is not 0");
+  if (facts.id >= kMaxRegions) {
+    throw Error(Code::kInvalid, "a region's id is 0 to " + std::to_string(kMaxRegions - 1) +
+                                    ", not " + std::to_string(facts.id));
+  }
+  // Its descriptor would be good for writing, and cannot be sealed any more.
+  if (facts.access.read && !facts.access.write) {
+    throw Error(Code::kInvalid,
+                "a region with access 'r' cannot be restored: its memory is sealed against "
+                "writing, also by the process that goes on with it");
+  }
+  check_region_name(facts.name);
+  auto region = std::make_shared<Region>();
+  static_cast<RegionFacts&>(*region) = facts;
+  region->mapping = Mapping::restore(memory, facts.size);
+  return enter(std::move(region), true);
+}
+
+void RegionTable::check_name(const std::string& name) const {
+  if (closed_) throw Error(Code::kClosed, "the Node is closed");
+  if (name.empty() || !names_.contains(name)) return;
+  throw Error(Code::kInvalid,
+              "there is already a region named '" + name + "'; free it or choose another name");
+}
+
+uint32_t RegionTable::any_slot() {
+  if (!free_slots_.empty()) {
+    uint32_t id = free_slots_.back();
+    free_slots_.pop_back();
+    return id;
+  }
+  if (slots_.size() == kMaxRegions) {
+    throw Error(Code::kBusy, "this Node already has " + std::to_string(kMaxRegions) +
+                                 " regions; put several tensors into one region");
+  }
+  slots_.emplace_back();
+  return static_cast<uint32_t>(slots_.size() - 1);
+}
+
+void RegionTable::take_slot(uint32_t id) {
+  // Those below that nobody has taken yet are free.
+  while (slots_.size() <= id) {
+    free_slots_.push_back(static_cast<uint32_t>(slots_.size()));
+    slots_.emplace_back();
+  }
+  if (slots_[id]) {
+    throw Error(Code::kInvalid,
+                "there is already a region with the id " + std::to_string(id) +
+                    "; restore the regions of an earlier process before others are allocated");
+  }
+  std::erase(free_slots_, id);
+}
+
+std::shared_ptr<Region> RegionTable::enter(std::shared_ptr<Region> region, bool same_id) {
+  const std::string& name = region->name;
   {
     std::lock_guard lock(mutex_);
-    if (closed_) throw Error(Code::kClosed, "the Node is closed");
-    if (!name.empty() && names_.contains(name)) throw taken();
-    if (!free_slots_.empty()) {
-      region->id = free_slots_.back();
-      free_slots_.pop_back();
+    check_name(name);
+    if (same_id) {
+      take_slot(region->id);
     } else {
-      if (slots_.size() == kMaxRegions) {
-        throw Error(Code::kBusy, "this Node already has " + std::to_string(kMaxRegions) +
-                                     " regions; put several tensors into one region");
-      }
-      region->id = static_cast<uint32_t>(slots_.size());
-      slots_.emplace_back();
+      region->id = any_slot();
     }
     slots_[region->id] = region;
     mappings_->add(region->mapping);
     if (!name.empty()) names_[name] = region->id;
-    if (lessee != 0) {
+    if (region->lessee != 0) {
       region->leased = leased_;
-      leased_->bytes += size;
+      leased_->bytes += region->size;
       ++leased_->regions;
     }
     page_->generations[region->id].store(region->generation, std::memory_order_release);

@@ -77,6 +77,10 @@ class RegionTable {
   // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory, kClosed.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
                                    bool shareable, uint64_t lessee);
+  // Maps the memory of a region of an earlier process again, in the same slot and with the same
+  // generation, so that handles of then are good now. See Mapping::restore. Throws kInvalid (also:
+  // name or slot taken, access "r"), kNoMemory, kBusy, kClosed.
+  std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
   std::shared_ptr<Region> find(const std::string& name) const;  // null if there is none
   std::shared_ptr<Region> find(uint32_t id, uint64_t generation) const;
   // Takes it out of the table; peers' handles go stale. The memory lives until the last user.
@@ -89,6 +93,12 @@ class RegionTable {
   void await_names(int change) { awaited_ += change; }
 
  private:
+  // Enters it into the table: in the slot of its id, or in any.
+  std::shared_ptr<Region> enter(std::shared_ptr<Region> region, bool same_id);
+  void check_name(const std::string& name) const;  // locked
+  uint32_t any_slot();                             // locked, and so the next one
+  void take_slot(uint32_t id);
+
   NodePage* page_;
   const std::shared_ptr<Mappings> mappings_;
   const std::function<void()> on_awaited_;

@@ -19,12 +19,16 @@ from tensorwire.bench.commands import Decorator, carry_out, chosen, json_option,
 from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
 from tensorwire_benchmarks import engine, report
+from tensorwire_benchmarks import faults as fault_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
+from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
 from tensorwire_benchmarks.optimizers import judge as judge_optimizers
 from tensorwire_benchmarks.optimizers import measure as measure_optimizers
+from tensorwire_benchmarks.verdicts import judge_libraries
 from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
 
 _MODELS = tuple(each.name for each in MODELS)
@@ -223,49 +227,66 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
 
 @click.command(cls=Command)
 @outputs
-@click.option("--quick", is_flag=True, help="Few steps and a small model: a look.")
-@names("--optimizers", known=CASES, help=f"Only these, and no tables: {', '.join(CASES)}.")
+@click.option("--quick", is_flag=True, help="Few steps and small models: a look.")
+@names("--optimizers", known=CASES, help=f"Only these optimizers: {', '.join(CASES)}.")
+@names("--libraries", known=LIBRARIES, help=f"Only these: {', '.join(LIBRARIES)}.")
 @names("--wires", known=PARAMETERS.wires, help="Only the tables, on these: shm, tcp.")
-@click.option("--steps", type=click.IntRange(1), help="Steps of each system with tables (30).")
+@click.option("--steps", type=click.IntRange(1), help="Only the tables, so many steps (30).")
 def parameters(
-    quick: bool, optimizers: tuple[str, ...] | None, wires: tuple[str, ...] | None,
-    steps: int | None, json_path: Path | None, figure_path: Path | None, strict: bool,
+    quick: bool, optimizers: tuple[str, ...] | None, libraries: tuple[str, ...] | None,
+    wires: tuple[str, ...] | None, steps: int | None, json_path: Path | None,
+    figure_path: Path | None, strict: bool,
 ) -> None:  # fmt: skip
-    """What does the work of a parameter server cost, optimizer by optimizer?
+    """What do optimizers, sparse tables and the loops of other libraries cost?
 
     Of each optimizer of torch.optim: what a server does per MiB, beside torch's own step on the
-    same bytes, in turns, with one thread. And a model with sparse tables and Adagrad: whole steps
-    of two workers beside torch's DistributedDataParallel over gloo, and beside workers that train
-    by themselves.
+    same bytes, in turns, with one thread. A model with sparse tables and Adagrad: whole steps of
+    two workers beside torch's DistributedDataParallel over gloo, and beside workers that train by
+    themselves. Whole steps of Lightning's Trainer and of Hugging Face's, beside their own
+    DistributedDataParallel over gloo: a net for digits, ResNet-18 and GPT-2 small.
 
     \b
     A first look:
         tensorwire bench parameters --quick
 
     \b
-    Everything, kept for comparison:
+    Everything, kept for comparison, a quarter of an hour:
         tensorwire bench parameters --json parameters.json --figure parameters.svg
 
     \b
     One question only:
         tensorwire bench parameters --optimizers NAdam,Muon
+        tensorwire bench parameters --libraries lightning
+
+    \b
+    The libraries:
+        pip install 'tensorwire[integrations]'
     """  # noqa: D301 (\b is what click reads)
     settings = _settings(PARAMETERS, quick, None, wires=wires, steps=steps)
-    if optimizers is not None and (wires or steps):
+    if sum(map(bool, (optimizers, libraries, wires or steps))) > 1:
         raise click.UsageError(
-            "--wires and --steps are of the tables, which --optimizers leaves out"
+            "--optimizers, --libraries and --wires with --steps are three questions: ask for one, "
+            "or for all by none of them"
         )
-    own = OptimizerSettings(() if wires or steps else optimizers or CASES)
+    everything = not (optimizers or libraries or wires or steps)
+    if not (everything or wires or steps):
+        settings.models = ()
+    own = OptimizerSettings(optimizers or (CASES if everything else ()))
+    loops = LibrarySettings(libraries or (LIBRARIES if everything else ()))
     if quick:
         own = dataclasses.replace(own, tensors=4, pairs=8)
-    if optimizers is not None:
-        settings.models = ()
+        loops = dataclasses.replace(loops, models=loops.models[:1])
 
     def run(tell: Told) -> Report:
         found = engine.run(PARAMETERS, settings, tell)
-        if not found.settings["interrupted"]:
-            measure_optimizers(found, own, lambda name: tell(0, 1, name))
+        try:
+            if not found.settings["interrupted"]:
+                measure_optimizers(found, own, lambda name: tell(0, 1, name))
+                measure_libraries(found, loops, lambda name: tell(0, 1, name))
+        except KeyboardInterrupt:
+            found.settings["interrupted"] = True
         found.verdicts += judge_optimizers(found, own.cases)
+        found.verdicts += judge_libraries(found, [case for case, _, _ in loops.cases()])
         return found
 
     carry_out(
@@ -274,5 +295,56 @@ def parameters(
     )  # fmt: skip
 
 
-COMMANDS = (training, placement, parameters, show_workloads)
+@click.command(cls=Command)
+@json_option("Write all rows, the machine and the verdicts to FILE.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of victims and moments.")
+@click.option("--kills", type=click.IntRange(1), help="Over all scenarios (default 50).")
+@click.option(
+    "--scenario",
+    "scenarios",
+    type=click.Choice(fault_bench.SCENARIOS),
+    multiple=True,
+    help="Only this one; may be given several times.",
+)
+@click.option("--quick", is_flag=True, help="Two kills of each scenario: a look.")
+def faults(
+    json_path: Path | None, seed: int, kills: int | None, scenarios: tuple[str, ...], quick: bool
+) -> None:
+    """Does a job whose servers are killed compute the same, and how long is a repair?
+
+    Small jobs of two workers: BatchNorm, Dropout, a scheduler and accumulation; sparse tables; two
+    optimizers with an average of weights; Muon; a pipeline. Each runs undisturbed first, then with
+    servers and the standby killed by SIGKILL at random moments, the next one after the last repair.
+    A judge that knows nothing of tensorwire compares the final values to the bit, and looks
+    whether each slice of each step was made once and each sample used once. The exit code is 1 if
+    anything differs, or a job fails or hangs. Some ten minutes.
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench faults --json faults.json
+
+    \b
+    One scenario:
+        tensorwire bench faults --scenario batchnorm --kills 10 --seed 7
+    """  # noqa: D301 (\b is what click reads)
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    chosen_ones = tuple(dict.fromkeys(scenarios)) or fault_bench.SCENARIOS
+    kills = kills or (2 * len(chosen_ones) if quick else 50)
+    settings = fault_bench.FaultSettings(chosen_ones, kills, seed)
+    found: list[Report] = []
+
+    def run(tell: Told) -> Report:
+        found.append(fault_bench.run(settings, tell))
+        return found[0]
+
+    carry_out(
+        run, fault_bench.print_faults, lambda report, path: None,
+        json_path=json_path, figure_path=None, strict=False,
+    )  # fmt: skip
+    if fault_bench.fails(found[0]):
+        raise SystemExit(1)
+
+
+COMMANDS = (training, placement, parameters, faults, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

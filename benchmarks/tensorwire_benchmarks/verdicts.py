@@ -37,6 +37,7 @@ PLACEMENT_BARS = (
 )
 """The same, and whether the bar is one of those models alone."""
 TABLES_BAR = 2.0
+LIBRARIES_BAR = 1.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
 ALONE_BAR_US = 200.0
@@ -65,6 +66,11 @@ def judge_parameters(report: Report, models: Sequence[str]) -> list[Verdict]:
         for name in models
         for wire in ("shm", "tcp")
     ]
+
+
+def judge_libraries(report: Report, cases: Sequence[str]) -> list[Verdict]:
+    """Whole steps of other libraries' loops beside those with their own DDP: never slower."""
+    return [_beside(report, case, OWN, "ddp-gloo", LIBRARIES_BAR) for case in cases]
 
 
 def judge_placement(report: Report, workloads: Sequence[str]) -> list[Verdict]:

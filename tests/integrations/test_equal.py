@@ -19,7 +19,7 @@ CASES = {
     "lightning": "plain adam clipped clipped_by_value accumulated bf16 resumed written evaluated "
     "manual",
     "accelerate": "plain adam clipped clipped_by_value clipped_in_part clipped_by_largest "
-    "norm_alone accumulated bf16 resumed several",
+    "norm_alone accumulated bf16 resumed applied_by_one several",
     "transformers": "plain adam clipped accumulated bf16 resumed best",
 }
 SOME = "plain clipped accumulated bf16 resumed"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -193,14 +194,27 @@ def summary(text: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """The launcher: options of `launch.run` and "ignored" signals as JSON, then the command."""
+    """The launcher: the options of `launch.run` as JSON, then the command.
+
+    Of the options "ignored" are signals, and "hard_limit" is that of open files.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # a shell may run the tests with some ignored
     options = json.loads(sys.argv[1])
     for number in options.pop("ignored", []):
         signal.signal(number, signal.SIG_IGN)
     options["patience"] = launch.Patience(**options["patience"])
-    sys.exit(launch.run(sys.argv[2:], **options))
+    if limit := options.pop("hard_limit", None):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
+    _count_descriptors()
+    code = launch.run(sys.argv[2:], **options)
+    _count_descriptors()
+    sys.exit(code)
+
+
+def _count_descriptors() -> None:
+    if "COUNT_DESCRIPTORS" in os.environ:
+        print(f"descriptors: {len(os.listdir('/proc/self/fd'))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
 import contextlib
 import io
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import foreign
 import pytest
 import torch
-from odd import Make, Odd, bits, plain_gradients
+from odd import Make, Odd, bits, check_same_state, plain_gradients
 from team import Team
 from test_any_optimizer import way_of
-from torch import optim
+from torch import nn, optim
 
 import tensorwire.torch as tw
+from tensorwire.errors import UnavailableError
 
 SMALL: tuple[tuple[int, ...], ...] = ((40, 50), (7,))
 
@@ -153,6 +156,7 @@ def test_a_step_fails_on_a_server(team: Team, make: Make, says: str) -> None:
     """All workers are told the class and what it raised; nobody hangs."""
     for failure in team.failures(steps, make, "servers", 25, imports="foreign", servers=2):
         assert says in failure.text
+        assert 'apply="worker") has worker 0 apply it' in failure.text
 
 
 def test_a_step_fails_in_worker_0(team: Team) -> None:
@@ -231,3 +235,107 @@ def test_what_is_told(team: Team) -> None:
     assert "worker 0 applies test_any_optimizer_errors.Local, as servers cannot" in first
     assert first.count("\n") == 1
     assert second == ""
+
+
+# ---- opt.state
+
+
+def state_is_elsewhere(job: tw.Job, apply: str) -> None:
+    """It has nothing where servers keep it, before the first step and after; then it is real."""
+    model = Odd(SMALL, torch.float32)
+    parameter = next(iter(model.all))
+    opt = tw.DistributedOptimizer(rmsprop(list(model.all)), model, apply=apply)
+    uses: list[Callable[[], Any]] = [
+        lambda: opt.state[parameter]["square_avg"],
+        lambda: opt.state.get(parameter),
+        lambda: parameter in opt.state,
+        lambda: list(opt.state),
+        lambda: [each["square_avg"].zero_() for each in opt.state.values()],
+        lambda: opt.state.pop(parameter, None),
+        lambda: opt.state.update({}),
+        lambda: opt.state.clear(),
+        lambda: setattr(opt, "state", defaultdict(dict)),
+    ]
+    for step in range(2):
+        for use in uses:
+            with pytest.raises(RuntimeError, match="edit that, and opt"):
+                use()
+        assert len(opt.state) == 0
+        assert not opt.state
+        assert list(opt.state.items()) == []  # as Lightning looks
+        model(step, job.rank).backward()
+        opt.step()
+    saved = opt.state_dict()
+    saved["state"][0]["square_avg"].zero_()
+    opt.load_state_dict(saved)
+    assert opt.state_dict()["state"][0]["square_avg"].eq(0).all()
+    assert opt.state_dict()["state"][1]["square_avg"].ne(0).any()
+    opt.close()
+    opt.state.clear()
+    opt.state = defaultdict(dict)
+
+
+def state_is_here(job: tw.Job) -> None:
+    """Worker 0 has it, and the others nothing: the same lines run on all workers."""
+    model = Odd(SMALL, torch.float32)
+    opt = tw.DistributedOptimizer(rmsprop(list(model.all)), model, apply="worker")
+    model(0, job.rank).backward()
+    opt.step()
+    assert len(opt.state) == (2 if job.rank == 0 else 0)
+    opt.state.clear()
+    opt.state = defaultdict(dict)
+    opt.zero_grad()
+    model(1, job.rank).backward()
+    opt.step()
+    assert [each["step"].item() for each in opt.state.values()] == [1.0] * len(opt.state)
+
+
+def test_state_at_the_servers_is_not_used(team: Team) -> None:
+    """Named for a bug: what a script did to opt.state was ignored in silence."""
+    team.run(state_is_elsewhere, "auto", servers=2)
+    team.alone(state_is_elsewhere, "servers")
+    team.run(state_is_here)
+
+
+# ---- a group that cannot be added
+
+
+class Turned(nn.Module):
+    """The second parameter is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(-1, 1, 42).view(6, 7))
+        self.second = nn.Parameter(torch.linspace(-1, 1, 42).view(6, 7).t())
+
+
+def adding(job: tw.Job) -> None:
+    """The optimizer goes on as one to which nothing was added, and takes another group."""
+    model, untouched = Turned(), Turned()
+    opts = [
+        tw.DistributedOptimizer(optim.Adafactor([each.first]), each, ema=0.9)
+        for each in (model, untouched)
+    ]
+    groups: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "is not the model's", nn.Parameter(torch.ones(3))),
+        (UnavailableError, "ema= needs an optimizer that servers apply", model.second),
+        (ValueError, "can't optimize a non-leaf|some parameters appear", model.first),
+    ]
+    for error, text, parameter in groups:
+        with pytest.raises(error, match=text):
+            opts[0].add_param_group({"params": [parameter]})
+        assert len(opts[0].param_groups) == 1
+        for opt, each in zip(opts, (model, untouched), strict=True):
+            opt.zero_grad()
+            (each.first.square().sum() * (job.rank + 1)).backward()
+            opt.step()
+        assert torch.equal(model.first, untouched.first)
+        first, second = (opt.state_dict() for opt in opts)
+        check_same_state(first["state"], second["state"])
+        assert torch.equal(first["ema"][0], second["ema"][0])
+
+
+def test_a_group_that_cannot_be_added(team: Team) -> None:
+    """Named for a bug: the group stayed, and every step was an error."""
+    team.run(adding, servers=2)
+    team.alone(adding)

@@ -154,7 +154,6 @@ def test_others_go_on(team: Team, transports: list[str] | None) -> None:
 
 USES: dict[str, Callable[[Any, nn.Module], Any]] = {
     "step": lambda opt, model: opt.step(),
-    "zero_grad": lambda opt, model: opt.zero_grad(),
     "state_dict": lambda opt, model: opt.state_dict(),
     "load_state_dict": lambda opt, model: opt.load_state_dict({}),
     "synchronize": lambda opt, model: opt.synchronize(),
@@ -268,7 +267,7 @@ def one_makes_one_means(job: tw.Job) -> None:
 
 
 DISAGREEMENTS = {
-    "one_closes_one_steps": "close(), add_param_group() or edit() here, step() there",
+    "one_closes_one_steps": "close(), add_param_group() or edit() in worker 0, step() in worker 1",
     "another_order": "calls close(), add_param_group() or edit() of another optimizer while",
     "one_closes_one_means": "worker 1 calls mean() or barrier() while worker 0 calls close()",
     "one_closes_one_makes": "worker 1 makes another optimizer or changes its parameter groups whil",

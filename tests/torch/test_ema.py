@@ -1,5 +1,7 @@
 """An average of weights that the servers keep: torch's own bits, and nobody else is touched."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +142,63 @@ def test_checkpoints(team: Team, tmp_path: Path) -> None:
     team.run(loading_without, path)
 
 
-def growing(job: tw.Job) -> None:
-    """Another group, and a parameter that is frozen later, keep the averages of the others."""
-    model = net()
-    opt = tw.DistributedOptimizer(sgd(model[0]), model, ema=DECAY)
-    average = average_of(model)
-    train(job, opt, model, average)
-    opt.add_param_group({"params": model[2].parameters()})
-    with opt.ema_weights():
-        assert torch.equal(model[0].weight, average.module[0].weight)
-    with tw.edit(model):
-        model[0].bias.requires_grad_(False)
-    train(job, opt, model, average, STEPS)
-    with opt.ema_weights():
-        assert torch.equal(model[0].weight, average.module[0].weight)
+def added(model: Any, opt: Any) -> None:
+    opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
 
-def test_another_group(team: Team) -> None:
-    team.run(growing)
+def switched(wanted: bool, scale: float = 1.0) -> Callable[..., None]:
+    """A bias is frozen or not, and has another value."""
+
+    def switch(model: Any, opt: Any) -> None:
+        with tw.edit(model), torch.no_grad():
+            model[0].bias.mul_(scale).requires_grad_(wanted)
+
+    return switch
+
+
+def reloaded(model: Any, opt: Any) -> None:
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+FREEZE, UNFREEZE = switched(False), switched(True)
+CHANGES: dict[str, dict[int, Callable[..., None]]] = {
+    "group": {3: added},
+    "frozen": {3: FREEZE, 5: UNFREEZE},
+    "frozen at first": {0: FREEZE, 3: UNFREEZE},
+    "frozen and edited": {2: FREEZE, 4: switched(False, 0.5), 6: switched(False, 3.0)},
+    "frozen and loaded": {3: FREEZE, 5: reloaded, 6: UNFREEZE},
+    "both": {2: FREEZE, 4: added, 6: UNFREEZE},
+}
+
+
+def changing(job: tw.Job, what: str) -> None:
+    """torch averages the same values, also of what is frozen; at some steps it is not read."""
+    model, average = net(), average_of(net())
+    part = added in CHANGES[what].values()
+    opt = tw.DistributedOptimizer(sgd(model[0] if part else model), model, ema=DECAY)
+    for step in range(8):
+        if change := CHANGES[what].get(step):
+            change(model, opt)
+        opt.zero_grad()
+        loss(model, batch(step, job.rank)).backward()
+        opt.step()
+        average.update_parameters(model)
+        if step not in (3, 4):
+            found = opt.ema_state_dict()
+            for key, value in average.module.state_dict().items():
+                assert torch.equal(found[key], value), (step, key)
+    assert len(opt.state_dict()["ema"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_groups_and_frozen_parameters(team: Team, what: str) -> None:
+    """Named for a bug: what was frozen lost its average."""
+    team.run(changing, what)
+
+
+def test_frozen_parameters_elsewhere(team: Team) -> None:
+    team.run(changing, "frozen and edited", servers=2)
+    team.alone(changing, "frozen and edited")
 
 
 def wrong(job: tw.Job) -> None:
@@ -182,6 +223,9 @@ def wrong(job: tw.Job) -> None:
         opt.step()
     with opt.ema_weights(), pytest.raises(RuntimeError, match="leave it first"):
         opt.ema_state_dict()
+    with pytest.raises(RuntimeError, match="does not require grad") as caught, opt.ema_weights():
+        loss(averaged, batch(0, 0)).backward()
+    assert "Inside ema_weights() no gradient is recorded" in caught.value.__notes__[0]
     loss(averaged, batch(0, 0)).backward()
     opt.step()
 

@@ -273,3 +273,34 @@ def test_batches_without_a_gradient_have_no_weight(team: Team) -> None:
     expected = [-0.035, -0.13]
     assert ours[0] == pytest.approx(expected)
     assert ours[1] == pytest.approx(expected)
+
+
+def clipped_together(job: tw.Job) -> str:
+    """Two optimizers of one model: the norm is that of all parameters, as in torch."""
+    model, twin = net(), net()
+    parts = [list(model.parameters())[:2], list(model.parameters())[2:]]
+    plain = [list(twin.parameters())[:2], list(twin.parameters())[2:]]
+    opts = [
+        tw.DistributedOptimizer(torch.optim.SGD(parts[0], lr=0.1), model),
+        tw.DistributedOptimizer(torch.optim.Adam(parts[1], lr=0.1), model),
+    ]
+    twins = [torch.optim.SGD(plain[0], lr=0.1), torch.optim.Adam(plain[1], lr=0.1)]
+    for step in range(3):
+        loss(model, batch(step, job.rank)).backward()
+        mean_gradients(twin, step)
+        norm = tw.clip_grad_norm_(model.parameters() if step else model, 0.05)
+        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+        torch.testing.assert_close(norm.double(), wanted.double(), equal_nan=True)
+        for opt in (*opts, *twins):
+            opt.step()
+            opt.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    with pytest.raises(ValueError, match="for some of them call"):
+        tw.clip_grad_norm_(parts[0] + parts[1][:1], 1.0)
+    return digest(model)
+
+
+def test_two_optimizers_are_clipped_together(team: Team) -> None:
+    first, second = team.run(clipped_together)
+    assert first == second

@@ -139,6 +139,48 @@ def test_the_last_batch_is_a_mean_over_samples(team: Team) -> None:
     assert first == second == team.alone(uneven, slices=2)
 
 
+class ByRank(nn.Module):
+    """Its gradient is the rank; with SGD a step is the weight of worker 1."""
+
+    def __init__(self, job: tw.Job) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.rank = job.rank
+
+    def forward(self) -> torch.Tensor:
+        return self.w.sum() * self.rank
+
+
+def weights(job: tw.Job) -> list[list[float]]:
+    model = ByRank(job)
+    opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+    def step() -> float:
+        before = model.w.item()
+        model().backward()
+        opt.step()
+        opt.zero_grad()
+        return round(before - model.w.item(), 6)
+
+    uneven, even = torch.arange(11.0), torch.arange(16.0)
+    seen = [[step() for _ in job.loader(uneven, 4)], [step() for _ in range(2)]]  # type: ignore[arg-type]
+    inside = []
+    for _ in job.loader(even, 4):  # type: ignore[arg-type]
+        with torch.no_grad():
+            for _ in job.loader(uneven, 4):  # type: ignore[arg-type]
+                model()
+        inside.append(step())
+    for _ in job.loader(uneven, 4):  # type: ignore[arg-type]
+        break
+    return [*seen, inside, [step()]]
+
+
+def test_a_batch_counts_while_its_loader_is_iterated(team: Team) -> None:
+    """Named for a bug: the last batch of a pass that was over had a part in all later steps."""
+    seen = team.run(weights)
+    assert seen[0] == seen[1] == [[0.5, 0.666667], [0.5, 0.5], [0.5, 0.5], [0.5]]
+
+
 def accumulated(job: tw.Job) -> list[Any]:
     loader = job.loader(range(40), batch_size=4, accumulate=2)  # type: ignore[arg-type]
     return [batch.tolist() for batch in loader]

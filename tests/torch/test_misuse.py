@@ -291,6 +291,19 @@ def bad_clip(job: tw.Job) -> None:
     tw.clip_grad_norm_(ready(job)[1], -1.0)
 
 
+@case("TypeError", "max_norm is a positive number, not '1'")
+def max_norm_as_text(job: tw.Job) -> None:
+    """Named for a bug: '>' not supported between instances of 'str' and 'int'."""
+    ready(job, max_norm="1")
+
+
+@case("TypeError", "not Sequential: DistributedOptimizer(optimizer, model)")
+def arguments_swapped(job: tw.Job) -> None:
+    model = net()
+    tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model).close()
+    tw.DistributedOptimizer(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+
+
 @case("ValueError", "clips all parameters")
 def clip_of_a_part(job: tw.Job) -> None:
     model, _ = ready(job)
@@ -494,7 +507,7 @@ DISAGREEMENTS: dict[str, str] = {
     "other_order": "strides",
     "other_frozen": "'0.bias'",
     "other_class": "torch.optim.",
-    "other_rate": "hyper-parameters",
+    "other_rate": "a hyper-parameter (learning rate, …) is 0.1 in worker 0, 1.1 in worker 1",
     "other_call": "synchronize()",
     "fewer_steps": "same number of steps",
     "mean_for_step": "calls mean() or barrier() while",

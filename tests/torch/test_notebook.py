@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -129,6 +130,43 @@ def other_jobs_afterwards(rank: int) -> list[str]:
 def test_a_job_that_was_closed_is_not_joined_again(team: Team) -> None:
     ((first, again, other),) = team.without_job(other_jobs_afterwards, workers=1)
     assert first == again != other
+
+
+def asked_afterwards(job: tw.Job) -> None:
+    job.close()
+    for ask in (job.barrier, lambda: job.mean(3.0), lambda: job.sum([1.0, 2.0])):
+        with pytest.raises(RuntimeError, match="this job was closed, and its workers"):
+            ask()
+
+
+def test_a_job_that_was_closed_sums_up_nothing(team: Team) -> None:
+    """Named for a bug: alone it answered, as if all went on."""
+    team.alone(asked_afterwards)
+    team.run(asked_afterwards)
+
+
+def kept_afterwards(rank: int) -> list[bool]:
+    """Whether a job's store is there, while the collector sleeps, when there is another job."""
+    found = []
+    gc.disable()
+    try:
+        for _ in range(2):
+            with tw.init():
+                model = net()
+                opt = tw.DistributedOptimizer(torch.optim.NAdam(model.parameters()), model, ema=0.9)
+                train(model, opt, 0, 0)
+                store = weakref.ref(opt._tensorwire.store)
+            del model, opt
+            with tw.init():
+                found.append(store() is not None)
+    finally:
+        gc.enable()
+    return found
+
+
+def test_a_job_that_was_closed_keeps_no_memory(team: Team) -> None:
+    """Named for a bug: it had the memory of its parameters until the collector came."""
+    assert team.without_job(kept_afterwards, workers=1) == [[False, False]]
 
 
 # ---- a cell that makes an optimizer

@@ -163,7 +163,7 @@ kernel = kernel_of({text()!r})
 data = [np.zeros(64, np.uint8) for _ in range(4)]
 cell = Cell(0, "trained", 0, "float32", 0, 64, ())
 states = dict(zip(kernel.states, data[2:], strict=True))
-tile = kernel.bind(cell, None, data[0], [data[1]], states)
+tile = kernel.bind(cell, None, data[0], [data[1]], states, data[1])
 data[1].view(np.float32)[:] = 1
 tile.reduce([(0, 1.0)], 0, 64, False)
 hyper = tuple(0.0 if name in ("centered", "maximize") else 0.1 for name in kernel.hyper)

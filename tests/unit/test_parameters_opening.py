@@ -16,10 +16,12 @@ from tensorwire.parameters.server.opening import agreed, committers_of
 SPEC = Spec("torch.optim.SGD", ("lr",), 1, 4, (TensorSpec("a", "float32", (600_000,)),))
 
 
-class FakeNode:
+class FakeMember:
     """Tells what it should allocate."""
 
-    def allocate(self, size: int, *, name: str, access: str) -> tuple[str, int, str]:
+    def allocate(
+        self, size: int, *, name: str, access: str, progress: int | None
+    ) -> tuple[str, int, str]:
         return name, size, access
 
 
@@ -40,14 +42,14 @@ def regions(server: int, spec: Spec = SPEC) -> ServerRegions:
 def test_names_of_regions(
     kind: RegionKind, which: int | str | None, name: str, access: str
 ) -> None:
-    found, size, may = regions(0).allocate(FakeNode(), kind, which)
+    found, size, may = regions(0).allocate(FakeMember(), kind, which)
     assert (found, may) == (name, access) == (region_name(7, kind, which), access)
     assert size >= 64
 
 
 def test_pipelines_may_read_the_rest_of_a_model() -> None:
     split = regions(0, replace(SPEC, pipeline=2))
-    assert split.allocate(FakeNode(), RegionKind.MASTER)[2] == "r"
+    assert split.allocate(FakeMember(), RegionKind.MASTER)[2] == "r"
 
 
 def test_blocks_do_not_overlap() -> None:
@@ -56,13 +58,13 @@ def test_blocks_do_not_overlap() -> None:
         for one, other in pairwise(of(server) for server in range(4)):
             assert one.start % 64 == 0
             assert one.stop == other.start
-    assert made.allocate(FakeNode(), RegionKind.NORMS)[1] == made.norms_block(1).stop
+    assert made.allocate(FakeMember(), RegionKind.NORMS)[1] == made.norms_block(1).stop
 
 
 def test_stamps_lie_behind_the_commit() -> None:
     made = regions(0)
     commit = Commit(2, APPLY, 0, 1.0, math.inf, 1.0, ((0.1,),), bytes([ABSENT])).to_bytes()
-    size = made.allocate(FakeNode(), RegionKind.COMMIT, 0)[1]
+    size = made.allocate(FakeMember(), RegionKind.COMMIT, 0)[1]
     assert size == 64 + commit.nbytes + 8 * len(made.units)
     assert len(made.unit_words) == len(made.units) > 0
 

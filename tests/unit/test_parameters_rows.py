@@ -208,6 +208,7 @@ class Only:
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    changes_kept = False
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
         return Sum(table.shape[1], master)

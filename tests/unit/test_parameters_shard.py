@@ -36,6 +36,7 @@ class Recorder:
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    changes_kept = False
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act, self._bound = act, 0

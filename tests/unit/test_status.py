@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from tensorwire import Node
 from tensorwire.errors import TimeoutError, UnavailableError
 from tensorwire.membership import (
+    DescriptorStore,
     JobFile,
     RunningServer,
     ServerMember,
@@ -186,3 +188,16 @@ def test_a_reader_is_no_member(capfd: pytest.CaptureFixture[str]) -> None:
         member.tell_readers()
         assert member.readers == []
     assert "turned away" not in capfd.readouterr().err
+
+
+def test_a_successor_tells_how_often_it_was_replaced() -> None:
+    mine, launchers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with launchers, Node("server-0") as there, Node(reader_name()) as here:
+        member = ServerMember(0, 1, there, 1, DescriptorStore(mine), 2)
+        peer = here.connect(there.address)
+        while not member.readers:
+            with contextlib.suppress(TimeoutError):
+                member._admit(there.accept(0.1))
+        member.tell_readers()
+        assert read_status(peer, here.name)["replaced"] == 2
+    mine.close()

@@ -268,6 +268,15 @@ MODELS = (
 )  # fmt: skip
 """Those of `bench training`: a small net for scikit-learn's digits (150 KiB), 50 and 200 MiB."""
 
+LIBRARY_MODELS = (
+    replace(MODELS[0], steps=960),
+    Workload("resnet18", "plain:ResNet18", "20 convolutions with BatchNorm; 64 × 64", 4, 72),
+    replace(
+        next(each for each in WORKLOADS if each.name == "gpt2-small"), steps=24, optimizer="adamw"
+    ),
+)
+"""Those that other libraries' loops train in `bench parameters`."""
+
 
 def named(name: str, models: Sequence[Workload], called: str = "model") -> Workload:
     """The one of that name.

@@ -91,24 +91,18 @@ class Convolutions(Task):
         return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), *dense)
 
 
-_WIDER = 4  # a block's outputs by its inner channels
-
-
 def _convolution(a: int, b: int, kernel: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(a, b, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(b)
     )
 
 
-class _Bottleneck(nn.Module):
-    def __init__(self, a: int, inner: int, stride: int) -> None:
+class _Residual(nn.Module):
+    """Adds what its layers make of x to x, which it brings to their form if they change it."""
+
+    def __init__(self, a: int, b: int, stride: int, layers: nn.Module) -> None:
         super().__init__()
-        b = _WIDER * inner
-        self.layers = nn.Sequential(
-            _convolution(a, inner, 1), nn.ReLU(),
-            _convolution(inner, inner, 3, stride), nn.ReLU(),
-            _convolution(inner, b, 1),
-        )  # fmt: skip
+        self.layers = layers
         changes = a != b or stride != 1
         self.shortcut = _convolution(a, b, 1, stride) if changes else nn.Identity()
 
@@ -116,26 +110,48 @@ class _Bottleneck(nn.Module):
         return F.relu(self.layers(x) + self.shortcut(x))
 
 
-class ResNet50(Task):
-    """161 tensors, 97.49 MiB: four groups of 3, 4, 6 and 3 blocks; images of any size."""
+class ResNet18(Task):
+    """62 tensors, 44.59 MiB: four groups of 2 blocks of two convolutions; images of any size."""
 
     shape = (3, 64, 64)
+    blocks = 2, 2, 2, 2
+    wider = 1  # a block's outputs, per inner channel
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(tiny)
         self.classes = 10 if tiny else 1000
+
+    def layers(self, a: int, inner: int, stride: int) -> nn.Module:
+        """Those of a block with `a` inputs."""
+        return nn.Sequential(
+            _convolution(a, inner, 3, stride), nn.ReLU(), _convolution(inner, inner, 3)
+        )
 
     def build(self) -> nn.Module:
         channels = inner = 4 if self.tiny else 64
         layers: list[nn.Module] = [
             _convolution(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
         ]  # fmt: skip
-        for group, blocks in enumerate((3, 4, 6, 3)):
+        for group, blocks in enumerate(self.blocks):
             for block in range(blocks):
                 stride = 2 if group and not block else 1
-                layers.append(_Bottleneck(channels, inner, stride))
-                channels = _WIDER * inner
+                a, channels = channels, self.wider * inner
+                layers.append(_Residual(a, channels, stride, self.layers(a, inner, stride)))
             inner *= 2
         return nn.Sequential(
             *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)
         )
+
+
+class ResNet50(ResNet18):
+    """161 tensors, 97.49 MiB: four groups of 3, 4, 6 and 3 blocks of three convolutions."""
+
+    blocks = 3, 4, 6, 3
+    wider = 4
+
+    def layers(self, a: int, inner: int, stride: int) -> nn.Module:
+        return nn.Sequential(
+            _convolution(a, inner, 1), nn.ReLU(),
+            _convolution(inner, inner, 3, stride), nn.ReLU(),
+            _convolution(inner, self.wider * inner, 1),
+        )  # fmt: skip

@@ -20,7 +20,8 @@ from tensorwire.errors import UnavailableError
 _IN_REPOSITORY = {
     "training": "What does a synchronous training step cost?",
     "placement": "What does placing gradients gain, on real models?",
-    "parameters": "What does the work of a parameter server cost, optimizer by optimizer?",
+    "parameters": "What do optimizers, sparse tables and the loops of other libraries cost?",
+    "faults": "Does a job whose servers are killed compute the same, and how long is a repair?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""

@@ -15,7 +15,7 @@ class _Run(Command):
     def check(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `Command`."""
         rest = super().check(ctx, args)
-        own = {name for option in self.params for name in option.opts}
+        own = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
         before = args[: len(args) - len(rest)]
         if not any(
             arg.partition("=")[0] in ("-w", "--workers") or arg[:2] == "-w" for arg in before
@@ -70,6 +70,21 @@ class _Run(Command):
     help="Lets the servers import MODULE and apply optimizers whose classes are in it. "
     "Without it they apply those of torch.optim, and worker 0 applies all others.",
 )
+@click.option(
+    "--durable/--no-durable",
+    default=None,
+    help="Whether a server that is killed, as by the kernel when memory runs out, is replaced by "
+    "another one, which goes on with its memory; no step is lost. It needs shm among the "
+    "transports and --listen on this host. Without it any death ends the job. Default: not yet.",
+)
+@click.option(
+    "--restarts",
+    type=int,
+    default=3,
+    metavar="N",
+    help="Ends a durable job when a server dies once more after N deaths in a row without a step "
+    "between them (default 3). What kills it each time would do so for ever.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -87,6 +102,8 @@ def run(
     transports: str | None,
     listen: str,
     imports: tuple[str, ...],
+    durable: bool | None,
+    restarts: int,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -124,7 +141,16 @@ def run(
         names = tuple(name.strip() for name in transports.split(","))
     try:
         job = JobSpec(
-            command, workers, servers, slices, names, listen, full_tracebacks, imports=imports
+            command,
+            workers,
+            servers,
+            slices,
+            names,
+            listen,
+            full_tracebacks,
+            imports,
+            durable,
+            restarts,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error

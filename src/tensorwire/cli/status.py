@@ -71,7 +71,10 @@ def _look(address: str, known: RunningServer | None) -> dict[str, Any]:
         return {**job, "error": str(error)}
     job["workers"] = first["workers"]
     job["servers"] = sorted(
-        ({k: each[k] for k in ("index", "address", "pid", "stores")} for each in servers),
+        (
+            {k: each[k] for k in ("index", "address", "pid", "stores", "replaced")}
+            for each in servers
+        ),
         key=lambda each: int(each["index"]),
     )
     return job
@@ -110,14 +113,16 @@ def _show(job: dict[str, Any], console: Console) -> None:
         table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
-    for name in ("server", "pid", "address", "store", "optimizer", "tensors", "bytes", "version"):
-        right = name in ("server", "pid", "store", "tensors", "bytes", "version")
+    durable = any(server["replaced"] is not None for server in job["servers"])
+    about = ("server", "pid", "address", *(["replaced"] if durable else []))
+    for name in (*about, "store", "optimizer", "tensors", "bytes", "version"):
+        right = name in ("server", "pid", "replaced", "store", "tensors", "bytes", "version")
         table.add_column(name, justify="right" if right else "left")
     for server in job["servers"]:
-        head = [str(server[name]) for name in ("index", "pid", "address")]
+        head = [str(server[name]) for name in ("index", *about[1:])]
         for row in _rows(server["stores"]):
             table.add_row(*head, *row)
-            head = ["", "", ""]
+            head = [""] * len(about)
     console.print(table)
 
 

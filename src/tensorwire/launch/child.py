@@ -7,6 +7,7 @@ in a parent that has threads.
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -14,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Arguments: the launcher's process number, then the command."""
-    launcher, command = int(sys.argv[1]), sys.argv[2:]
+    """Arguments: the launcher's process number, the soft limit of open files, the command."""
+    launcher, open_files, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     # Outlives the exec below. The kernel sends it when the thread that started us ends.
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         sys.exit("cannot be tied to the launcher: prctl(PR_SET_PDEATHSIG) failed")
@@ -23,6 +24,9 @@ def main() -> None:
         sys.exit("the launcher ended first")  # before it could be watched
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # this interpreter ignores them; the command may not
+    # The launcher may have raised its own; a program may be slow, or wrong, where it is very high.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
     try:
         os.execvp(command[0], command)
     except OSError as error:

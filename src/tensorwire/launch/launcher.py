@@ -20,6 +20,8 @@ def run(
     full_tracebacks: bool = False,
     server_command: Sequence[str] | None = None,
     imports: Sequence[str] = (),
+    durable: bool | None = None,
+    restarts: int = 3,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -38,9 +40,10 @@ def run(
     code, and the others with a line each; docs/launch.md has the rules.
 
     The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
-    is passed on to the workers; `Patience` has the times. A second Ctrl-C kills at once. If the
-    caller is killed, the kernel kills the job. Must be called in the main thread, whose handlers
-    for these signals are back when it returns.
+    is passed on to the workers; `Patience` has the times. A server of a durable job that is killed
+    does not end it: another one takes its place (docs/launch.md, "A server that dies"). A second
+    Ctrl-C kills at once. If the caller is killed, the kernel kills the job. Must be called in the
+    main thread, whose handlers for these signals are back when it returns.
 
     Args:
         command: what follows `python`: a script, or "-m" and a module, and its arguments.
@@ -55,6 +58,11 @@ def run(
         server_command: the program of a server, to which its options are added; default this
             Python with `-m tensorwire.torch.server`.
         imports: modules that the servers may import for the optimizers of the script.
+        durable: whether a server that is killed is replaced: then processes have
+            TENSORWIRE_DURABLE=1. This needs shm among the transports, and `listen` on loopback.
+            Default: not yet.
+        restarts: the most deaths in a row of one server without progress between them, from which
+            it is replaced; with 0 the job is not durable.
         patience: other times than the usual ones.
 
     Returns:
@@ -75,6 +83,8 @@ def run(
         listen,
         full_tracebacks,
         tuple(imports),
+        durable,
+        restarts,
         *([] if server_command is None else [tuple(server_command)]),
     )
     return Supervisor(job, prefix=prefix, patience=patience).run()

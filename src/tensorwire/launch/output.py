@@ -93,20 +93,20 @@ class Lines:
         output: for the lines.
         prefix: in front of each, such as "[worker 0] "; may be empty.
         colour: number of an ANSI colour for the prefix, None for no colour.
+
+    Attributes:
+        output: as given.
     """
 
     def __init__(self, output: Output, prefix: str, colour: int | None) -> None:
-        self._output = output
-        self._colour = colour is not None
-        self._prefix = prefix.encode()
-        if prefix and colour is not None:
-            self._prefix = b"\x1b[%dm%s%s" % (colour, self._prefix, _RESET_COLOUR)
+        self.output = output
         self._rest = bytearray()  # the line that has not ended
+        self.rename(prefix, colour)
 
     @property
     def full(self) -> bool:
         """Whether the output is."""
-        return self._output.full
+        return self.output.full
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes of the stream."""
@@ -125,6 +125,13 @@ class Lines:
             self._emit(self._rest[:LONGEST_LINE])
             del self._rest[:LONGEST_LINE]
 
+    def rename(self, prefix: str, colour: int | None) -> None:
+        """The lines have another prefix from now on: the process has become another one."""
+        self._colour = colour is not None
+        self._prefix = prefix.encode()
+        if prefix and colour is not None:
+            self._prefix = b"\x1b[%dm%s%s" % (colour, self._prefix, _RESET_COLOUR)
+
     def close(self) -> None:
         """Emits the last line if it had no end."""
         if self._rest:
@@ -135,7 +142,7 @@ class Lines:
         shown = _visible(line) if self._prefix else bytes(line)
         # A line may leave a colour on, which is not for the next process.
         reset = _RESET_COLOUR if self._colour and b"\x1b" in shown else b""
-        self._output.add(self._prefix + shown + reset + b"\n")
+        self.output.add(self._prefix + shown + reset + b"\n")
 
 
 def _visible(line: bytearray) -> bytes:
@@ -185,18 +192,19 @@ class Stream:
     Attributes:
         descriptor: ready for reading when `read` has something; closed at the end of the stream.
         closed: whether the stream has ended.
+        consumer: takes what is read.
     """
 
     def __init__(self, descriptor: int, consumer: Consumer) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.closed = False
-        self._consumer = consumer
+        self.consumer = consumer
 
     @property
     def full(self) -> bool:
         """Whether it should not be read now."""
-        return self._consumer.full
+        return self.consumer.full
 
     def read(self) -> int:
         """Reads a piece if there is one and returns its length."""
@@ -205,7 +213,7 @@ class Stream:
         except BlockingIOError:
             return 0
         if data:
-            self._consumer.feed(data)
+            self.consumer.feed(data)
         else:
             self.close()
         return len(data)
@@ -223,4 +231,4 @@ class Stream:
             self.closed = True
             with contextlib.suppress(OSError):
                 os.close(self.descriptor)
-            self._consumer.close()
+            self.consumer.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,8 +32,8 @@ class Process:
     what a worker has started does not outlive the worker.
 
     Args:
-        kind: "worker" or "server".
-        index: its place among its kind.
+        kind: "worker", "server" or "standby".
+        index: its place among its kind; of a standby it says nothing.
         command: the program, looked up in PATH, and its arguments.
         environment: all of it.
         guard: that ends its group if we cannot.
@@ -42,9 +43,12 @@ class Process:
         extra: takes what it writes into `extra_pipe`.
         extra_pipe: (reading end, writing end), owned by this object from now on; the process
             inherits the writing end under its number.
+        inherited: more descriptors that it inherits under their numbers; the caller closes its own.
+        open_files: its soft limit of open files.
 
     Attributes:
-        kind: "worker" or "server".
+        kind: as given, until `rename`.
+        index: likewise.
         name: such as "worker 0".
         pid: its number, and its group's.
         pidfd: ready for reading when it has ended; closed by `collect`.
@@ -67,11 +71,12 @@ class Process:
         stdin: int | None,
         stdout: Consumer | None,
         stderr: Consumer | None,
+        open_files: int,
         extra: Consumer | None = None,
         extra_pipe: tuple[int, int] | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
-        self.kind = kind
-        self.name = f"{kind} {index}"
+        self.rename(kind, index)
         self.code: int | None = None
         self.told_to_end = False
         self.streams: list[Stream] = []
@@ -84,12 +89,15 @@ class Process:
                 pipe = None if consumer is None else os.pipe()
                 ends.append(self._take(pipe, consumer, theirs))
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command],
+                [
+                    *(sys.executable, "-I", "-S", _CHILD, str(os.getpid()), str(open_files)),
+                    *command,
+                ],
                 stdin=stdin,
                 stdout=ends[0],
                 stderr=ends[1],
                 env=environment,
-                pass_fds=[] if extra_end is None else [extra_end],
+                pass_fds=[*inherited, *([] if extra_end is None else [extra_end])],
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
             )
             undo.callback(self._popen.wait)
@@ -108,6 +116,19 @@ class Process:
         theirs.callback(os.close, pipe[1])
         self.streams.append(Stream(pipe[0], consumer))
         return pipe[1]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `pidfd` is ready by now."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def rename(self, kind: str, index: int) -> None:
+        """It is another part of the job from now on: a standby has become a server."""
+        self.kind = kind
+        self.index = index
+        self.name = kind if kind == "standby" else f"{kind} {index}"
 
     def signal(self, number: int) -> None:
         """Asks the process itself to end; what it has started is its own affair."""

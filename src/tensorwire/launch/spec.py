@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import ipaddress
 import os
 import secrets
 import socket
@@ -21,6 +22,8 @@ from tensorwire.tracebacks import wants_full
 
 # Workers run the sitecustomize.py in it, which tells the launcher of an exception that ends them.
 _STARTUP = str(Path(__file__).with_name("startup"))
+# Whether a job is durable where it can be and nobody said anything.
+_DURABLE_BY_DEFAULT = False
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -34,6 +37,8 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
+        standby_s: of running, until there is a standby for a server that dies, and another one
+            after it was used; short jobs do not pay for one.
     """
 
     start_s: float = 60.0
@@ -41,6 +46,7 @@ class Patience:
     grace_s: float = 3.0
     alone_s: float = 1.0
     kill_s: float = 1.0
+    standby_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class JobSpec:
     listen: str = "127.0.0.1"
     full_tracebacks: bool = False
     imports: tuple[str, ...] = ()
+    durable: bool | None = None
+    restarts: int = 3
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -75,12 +83,19 @@ class JobSpec:
             _check_transports(self.transports)
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
+        if self.restarts < 0:
+            raise ValueError(f"restarts is {self.restarts}; 0 or more are needed")
+        if self.durable and (why := self._obstacle()):
+            raise ValueError(f"the servers of this job cannot be replaced when they die: {why}")
         for name in self.imports:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise ValueError(f"--import {name!r}: the name of a module is needed")
         _check_command(self.command)
         if self.server_command == _SERVER_COMMAND and importlib.util.find_spec("torch") is None:
-            raise ValueError("the servers need torch: pip install 'tensorwire[torch]'")
+            raise ValueError(
+                "the servers need torch: pip install 'tensorwire[torch]', or, in a clone of the "
+                "repository, 'make .venv/.with-torch', which gets the smaller build for CPUs"
+            )
         wants_full()
         if (start := find_cluster_start(os.environ)) is not None and start.workers > 1:
             raise ValueError(
@@ -88,6 +103,13 @@ class JobSpec:
                 "would be a job of its own: start it once, or let them run the script itself, as "
                 "docs/launch.md says"
             )
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether a server that is killed is replaced."""
+        if self.durable is None:
+            return _DURABLE_BY_DEFAULT and not self._obstacle()
+        return self.durable
 
     @property
     def collects_failures(self) -> bool:
@@ -102,6 +124,9 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
+        environment.pop("TENSORWIRE_DURABLE", None)
+        if self.is_durable:
+            environment["TENSORWIRE_DURABLE"] = "1"
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:
@@ -160,25 +185,60 @@ class JobSpec:
         """The command of every worker."""
         return [sys.executable, *self.command]
 
-    def server_command_for(self, index: int, addresses: list[str], address_fd: int) -> list[str]:
-        """The command of one server.
+    def server_arguments(self, index: int, addresses: list[str]) -> list[str]:
+        """The options of one server, and of each that takes its place.
 
         Args:
             index: its place among the servers.
             addresses: of those that listen already.
-            address_fd: where it writes its own address, "host:port" and a newline.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
-        command = [*self.server_command, "--index", str(index), "--workers", str(self.workers)]
-        command += ["--count", str(self.servers)]
-        command += [f"--command={shown_command(self.command)}"]
+        arguments = ["--index", str(index), "--workers", str(self.workers)]
+        arguments += ["--count", str(self.servers)]
+        arguments += [f"--command={shown_command(self.command)}"]
         if self.imports or os.environ.get("TENSORWIRE_IMPORT"):
             script = Path(os.getcwd() if self.command[0] == "-m" else self.command[0])
             folder = script if script.is_dir() else script.parent
-            command += [f"--import-from={folder.resolve()}"]
+            arguments += [f"--import-from={folder.resolve()}"]
         if addresses:
-            command += ["--servers", ",".join(addresses)]
-        return [*command, "--listen", f"{host}:0", "--address-fd", str(address_fd)]
+            arguments += ["--servers", ",".join(addresses)]
+        return [*arguments, "--listen", f"{host}:0"]
+
+    def server_command_for(
+        self, arguments: list[str], address_fd: int, store_fd: int | None
+    ) -> list[str]:
+        """The command of one server.
+
+        Args:
+            arguments: of `server_arguments`.
+            address_fd: where it writes its own address, "host:port" and a newline.
+            store_fd: its socket to the keeper of its descriptors, if it has one.
+        """
+        command = [*self.server_command, *arguments, "--address-fd", str(address_fd)]
+        return command if store_fd is None else [*command, "--descriptor-store", str(store_fd)]
+
+    def standby_command(self, store_fd: int) -> list[str]:
+        """The command of a process that may become any server; the socket will tell it which."""
+        return [*self.server_command, "--standby", "--descriptor-store", str(store_fd)]
+
+    def _obstacle(self) -> str:
+        """Why no server could be replaced, and what to do about it; "" if all of them can be."""
+        names = self.transports
+        if names is None and (inherited := os.environ.get("TENSORWIRE_TRANSPORTS")):
+            names = tuple(name.strip() for name in inherited.split(","))
+        if self.restarts == 0:
+            return "restarts is 0; 1 or more are needed, or --no-durable"
+        if names is not None and "shm" not in names:
+            return (
+                f"its transports are {', '.join(names)}, and only what is in shared memory "
+                "outlives a server; add shm, or use --no-durable"
+            )
+        if not _is_loopback(self.listen):
+            return (
+                f"they listen on {self.listen}, and workers of other hosts would lose what was "
+                "under way; listen on 127.0.0.1, or use --no-durable"
+            )
+        return ""
 
 
 def reserve_port() -> socket.socket:
@@ -191,6 +251,13 @@ def reserve_port() -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.bind(("", 0))
     return made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_transports(names: tuple[str, ...]) -> None:

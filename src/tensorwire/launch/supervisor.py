@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -19,9 +20,11 @@ import time
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
+from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, Lines, Output, address_in
 from tensorwire.launch.process import Process, signal_name
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
+from tensorwire.launch.restarts import Restarts, many_files
 from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
 
@@ -37,8 +40,9 @@ _UNKILLABLE_S = 5.0
 class Supervisor:
     """Runs one job, once.
 
-    Invariants: every process that runs is in `_running`; `_failure` is the first failure and never
-    changes; a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
+    Invariants: every process that runs is in `_running`; of those that have ended, `_ended` has all
+    but standbys and servers that were replaced; `_failure` is the first failure and never changes;
+    a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
     times of the next steps against those that still run. At most one traceback is shown.
 
     Args:
@@ -55,9 +59,14 @@ class Supervisor:
         self._patience = patience or Patience()
         self._running: list[Process] = []
         self._ended: list[Process] = []
+        self._lost: list[Process] = []  # servers that have ended and are about to be replaced
+        self._environment: dict[str, str] = {}
+        self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._restarts = Restarts(job, self._patience, self._start_standby, self._say)
         self._workers_left = job.workers  # to be started
         self._failure: tuple[str, int] | None = None
         self._failed: Process | None = None
+        self._advice = ""
         self._stop: int | None = None
         self._stopped_at = 0.0
         self._term_at: float | None = None
@@ -79,6 +88,9 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(StopSignals())
             self._guard = stack.enter_context(contextlib.closing(Guard()))
+            stack.enter_context(contextlib.closing(self._restarts))
+            if self._job.is_durable:
+                stack.enter_context(many_files())
             try:
                 self._port = stack.enter_context(reserve_port())
                 self._start()
@@ -89,6 +101,7 @@ class Supervisor:
                     process.kill()
                     process.collect()
                 raise
+            self._restarts.close()
             self._summarize()
             self._flush()
         if self._failure is not None:
@@ -99,27 +112,34 @@ class Supervisor:
 
     def _start(self) -> None:
         addresses: list[str] = []
-        environment = self._job.environment()
+        self._environment = self._job.environment()
         port = self._port.getsockname()[1]
         try:
             for index in range(self._job.servers):
-                address = self._start_server(index, addresses, environment)
+                address = self._start_server(index, addresses)
                 if address is None:
                     return
                 addresses.append(address)
             for rank in range(self._job.workers):
-                self._start_worker(rank, environment, addresses, port)
+                self._start_worker(rank, addresses, port)
                 self._workers_left -= 1
+            self._restarts.begin()
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
 
-    def _start_server(
-        self, index: int, addresses: list[str], environment: dict[str, str]
-    ) -> str | None:
+    def _start_server(self, index: int, addresses: list[str]) -> str | None:
         """Starts one and waits for its address; None if the job is to end instead."""
-        pipe, told = os.pipe(), FirstLine(LONGEST_ADDRESS)
-        command = self._job.server_command_for(index, addresses, pipe[1])
-        process = self._launch("server", index, command, environment, told, pipe)
+        arguments = self._job.server_arguments(index, addresses)
+        with contextlib.ExitStack() as theirs:
+            store_fd = None
+            if self._job.is_durable:
+                store = theirs.enter_context(self._restarts.add(index, arguments))
+                store_fd = store.fileno()
+            pipe, told = os.pipe(), FirstLine(LONGEST_ADDRESS)
+            command = self._job.server_command_for(arguments, pipe[1], store_fd)
+            process = self._launch(
+                "server", index, command, self._environment, told, pipe, inherited=store_fd
+            )
         deadline = time.monotonic() + self._patience.start_s
         while not told.complete and not self._ending and not _passed(deadline):
             self._turn(deadline)
@@ -135,14 +155,17 @@ class Supervisor:
             self._fail(f"{_named(process)} {said}", 1, process)
         return None if self._ending else address
 
-    def _start_worker(
-        self, rank: int, environment: dict[str, str], addresses: list[str], port: int
-    ) -> None:
+    def _start_standby(self, command: list[str], store_fd: int) -> Process:
+        return self._launch("standby", 0, command, self._environment, inherited=store_fd)
+
+    def _start_worker(self, rank: int, addresses: list[str], port: int) -> None:
         told, pipe = None, None
         if self._job.collects_failures:
             told, pipe = FirstLine(LONGEST_REPORT), os.pipe()
             self._inboxes[f"worker {rank}"] = told
-        own = self._job.worker_environment(environment, rank, addresses, port, pipe and pipe[1])
+        own = self._job.worker_environment(
+            self._environment, rank, addresses, port, pipe and pipe[1]
+        )
         self._launch("worker", rank, self._job.worker_command(), own, told, pipe)
 
     def _launch(
@@ -151,16 +174,25 @@ class Supervisor:
         index: int,
         command: list[str],
         environment: dict[str, str],
-        told: FirstLine | None,
-        pipe: tuple[int, int] | None,
+        told: FirstLine | None = None,
+        pipe: tuple[int, int] | None = None,
+        *,
+        inherited: int | None = None,
     ) -> Process:
-        """Starts a process that tells us something by a pipe of its own; worker 0 has our stdin."""
-        name, is_first = f"{kind} {index}", (kind, index) == ("worker", 0)
-        prefix = f"[{name}] " if self._prefix else ""
+        """Starts a process; it may tell us something by a pipe of its own. Worker 0 has our stdin.
+
+        Args:
+            kind: see `Process`.
+            index: likewise.
+            command: likewise.
+            environment: likewise.
+            told: takes what it tells.
+            pipe: by which it tells it; the process owns both ends from now on.
+            inherited: a descriptor that it gets, too; it stays the caller's.
+        """
+        is_first = (kind, index) == ("worker", 0)
         stdout, stderr = (
-            None
-            if is_first and _is_terminal(output)
-            else Lines(output, prefix, _colour_of(name, output))
+            None if is_first and _is_terminal(output) else Lines(output, "", None)
             for output in (self._stdout, self._stderr)
         )
         process = Process(
@@ -172,11 +204,22 @@ class Supervisor:
             stdin=None if is_first else subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
+            open_files=self._open_files,
             extra=told,
             extra_pipe=pipe,
+            inherited=() if inherited is None else (inherited,),
         )
+        self._name_lines(process)
         self._running.append(process)
         return process
+
+    def _name_lines(self, process: Process) -> None:
+        """Puts its name in front of the lines of a process."""
+        prefix = f"[{process.name}] " if self._prefix else ""
+        for stream in process.streams:
+            if isinstance(stream.consumer, Lines):
+                output = stream.consumer.output
+                stream.consumer.rename(prefix, _colour_of(process.name, output))
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -190,11 +233,14 @@ class Supervisor:
     def _turn(self, deadline: float = math.inf) -> None:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
-        ready = self._poll(min([deadline, *(at for at in times if at is not None)]))
+        wake_at = [*(at for at in times if at is not None), *self._restarts.times()]
+        ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
         for process in self._running:
             process.read(ready)
+        for index, mistake in self._restarts.exchange(ready):
+            self._note_mistake(index, mistake)
         ended = [process for process in self._running if process.pidfd in ready]
         for process in ended:
             process.collect()
@@ -205,12 +251,17 @@ class Supervisor:
         cause = self._reports.cause()
         for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
             self._note_end(process)
+        self._replace_lost()
+        if self._ending or not (self._workers_left or self._workers()):
+            self._retire_standby()
+        self._restarts.tend()
         self._escalate()
 
     def _poll(self, deadline: float) -> set[int]:
         """The descriptors that are ready; writes what can be written."""
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
+        self._restarts.register(poll)
         for process in self._running:
             poll.register(process.pidfd, select.POLLIN)
             for stream in process.streams:
@@ -267,6 +318,12 @@ class Supervisor:
         return next((other for other in self._running if other.name == cause), None)
 
     def _note_end(self, process: Process) -> None:
+        if process.kind == "standby":
+            self._restarts.note_standby(process)
+            return
+        if self._is_served and self._restarts.can_replace(process):
+            self._lost.append(process)
+            return
         self._ended.append(process)
         started = not self._workers_left
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
@@ -285,6 +342,55 @@ class Supervisor:
             # Nobody is left for the servers to serve.
             wait_s = self._patience.alone_s if self._ending else self._patience.goodbye_s
             self._term_within(wait_s)
+
+    # --- servers that die -----------------------------------------------------------------------
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the job needs its servers: all workers were started, and it is not in its end."""
+        return not (self._workers_left or self._ending) and bool(self._workers())
+
+    def _note_mistake(self, index: int, text: str) -> None:
+        """A server has told us what cannot be right."""
+        for process in self._running:
+            if (process.kind, process.index) == ("server", index):
+                self._fail(f"{_named(process)} is not kept: {text}", 1, process)
+
+    def _replace_lost(self) -> None:
+        """Of what ended together servers come last: the others' end may be that of the job."""
+        lost, self._lost = self._lost, []
+        for process in lost:
+            if self._is_served:
+                self._replace_server(process)
+            else:
+                self._note_end(process)
+
+    def _replace_server(self, process: Process) -> None:
+        """Another process takes the place of a server that has ended, if not too many have."""
+        how = f"{_named(process)} {self._restarts.ending(process)}"
+        code = process.code or 1
+        try:
+            if self._restarts.count(process):
+                successor, term = self._restarts.replace(process)
+                successor.rename("server", process.index)
+                self._name_lines(successor)
+                place = f"{_named(successor)} takes its place (restart {term})"
+                self._say(f"{how}; {place}")
+                return
+            text = f"{how} {self._restarts.history(process)}"
+            text += f" ({process.hint()})" if process.hint() else ""
+        except (OSError, KeeperError) as error:
+            text = f"{how} and cannot be replaced: {error}"
+        self._ended.append(process)
+        self._advice = "the job can go on from its last checkpoint: job.load"
+        self._fail(text, code if code > 0 else 128 - code, process)
+
+    def _retire_standby(self) -> None:
+        """Nobody will need it. It has nothing to clean up, and may be in the middle of imports."""
+        if (standby := self._restarts.retire()) is not None:
+            standby.signal(signal.SIGTERM)
+        if self._running and all(process.kind == "standby" for process in self._running):
+            self._term_within(0)
 
     def _escalate(self) -> None:
         """Takes the steps whose time has come against those that still run."""
@@ -364,17 +470,21 @@ class Supervisor:
             ]
             if others:
                 self._say(f"after that {', '.join(others)}")
+            if self._advice:
+                self._say(self._advice)
         elif self._stop is not None:
             self._say(f"ended by {signal_name(self._stop)}")
         else:
             for process in self._ended:
                 if process.told_to_end:
                     wait_s = self._patience.goodbye_s
-                    self._say(
-                        f"{_named(process)} did not end within {wait_s:g} s after the last worker "
-                        "and was ended; it waits for workers that have not joined the job: perhaps "
-                        "the script never calls tw.init()"
-                    )
+                    text = f"did not end within {wait_s:g} s after the last worker and was ended"
+                    if not self._restarts.is_successor(process):
+                        text += (
+                            "; it waits for workers that have not joined the job: perhaps the "
+                            "script never calls tw.init()"
+                        )
+                    self._say(f"{_named(process)} {text}")
         if shortened:
             self._say("--full-tracebacks shows where each of these workers was")
         if self._stdout.lost is not None and self._stdout.lost.errno != errno.EBADF:
@@ -410,7 +520,7 @@ def _colour_of(name: str, output: Output) -> int | None:
     if not wanted or not _is_terminal(output):
         return None
     kind, _, index = name.partition(" ")
-    return _SERVER_COLOUR if kind == "server" else _COLOURS[int(index) % len(_COLOURS)]
+    return _COLOURS[int(index) % len(_COLOURS)] if kind == "worker" else _SERVER_COLOUR
 
 
 def _check_pidfd() -> None:

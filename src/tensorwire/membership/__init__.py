@@ -2,6 +2,7 @@
 
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer
+from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
 from .identity import (
     GOODBYE,
@@ -24,15 +25,18 @@ from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
+    "LISTENER",
     "LOOPBACK",
     "SLICES",
     "Collective",
     "CollectiveServer",
+    "DescriptorStore",
     "JobFile",
     "RunningServer",
     "ServerMember",
     "Start",
     "StatusRegion",
+    "Takeover",
     "WorkerMember",
     "World",
     "called",

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
+from tensorwire.failpoints import failpoint
 from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes, wait_all
 
 from .identity import called
@@ -29,7 +30,8 @@ _MOST_NUMBERS = 4096  # of one message; more are several messages
 _MOST_BYTES = 8 * _MOST_NUMBERS
 _DISAGREE = -1  # in an answer: the workers' messages are of different kinds or lengths
 _REGION = "collective"
-_BLOCK = mailbox_bytes(8 + _MOST_BYTES)
+_PLACE = 8 + _MOST_BYTES
+_BLOCK = mailbox_bytes(_PLACE)
 _BLOCK += -_BLOCK % 64
 _TEXT = 4096  # bytes behind a worker's block: why no result will follow
 _FAILED = 1 << 62  # a worker's mailbox counts as many messages then
@@ -41,10 +43,13 @@ class CollectiveServer:
     def __init__(self, member: ServerMember) -> None:
         self._member = member
         self._fail: Callable[[BaseException], None] = lambda error: None
-        region = member.node.allocate(_BLOCK * member.count, name=_REGION, access="w")
+        region = member.allocate(_BLOCK * member.count, name=_REGION, access="w")
         starts = range(0, region.size_bytes, _BLOCK)
         self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
         self._outboxes: dict[int, RemoteRegion] = {}  # with the place of the text
+        # The last answer behind its number, before anybody gets it: a successor sends it again.
+        last = member.allocate(_BLOCK, name="last sum", access="none").array()
+        self._last_number, self._last_answer = last[:8].view(np.int64), last[8:]
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
@@ -65,10 +70,17 @@ class CollectiveServer:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        member = self._member
+        member, first = self._member, max(int(self._last_number[0]), 1)
         try:
-            for number in count(1):
-                answer = _answer([self._wait(rank, number) for rank in range(member.count)])
+            for number in count(first):
+                if self._last_number[0] < number:
+                    answer = _answer([self._wait(rank, number) for rank in range(member.count)])
+                    failpoint("sum.gathered")
+                    self._last_answer[: len(answer)] = answer
+                    self._last_number[0] = number
+                    failpoint("sum.noted")
+                else:
+                    answer = self._last_answer[:_PLACE]
                 for rank, peer in member.workers.items():
                     if rank not in self._outboxes:  # it is there: its owner has called
                         self._outboxes[rank] = peer.region(_REGION, None)
@@ -78,6 +90,7 @@ class CollectiveServer:
                     boxes = [RemoteMailbox(each[:_BLOCK]) for each in self._outboxes.values()]
                     sent = [box.send(answer, number) for box in boxes]
                 wait_all(sent)
+                failpoint("sum.told")
         except BaseException as error:
             if not member.node.closed and not member.all_left():
                 self._fail(error)
@@ -96,7 +109,7 @@ class CollectiveServer:
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
         member = self._member
         try:
-            return self._inboxes[rank].wait(number, peer=member.workers[rank])
+            return self._inboxes[rank].wait(number, peer=member.workers.get(rank))
         except PeerLostError:
             if not member.has_left(rank):
                 raise
@@ -143,7 +156,8 @@ class Collective:
         region = member.node.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
         self._inbox, self._reason = Mailbox(region[:_BLOCK]), region[_BLOCK:].array()
         offset = _BLOCK * member.place.rank
-        theirs = member.servers[0].region(_REGION)[offset : offset + _BLOCK]
+        server = member.servers[0]
+        theirs = member.persist(server, server.region, _REGION)[offset : offset + _BLOCK]
         self._outbox = RemoteMailbox(theirs)
         self._number = 0
 
@@ -181,8 +195,7 @@ class Collective:
         """Sends a message; the content of the answer."""
         self._number += 1
         try:
-            self._outbox.send(_message(kind, content), self._number).wait()
-            answer = self._inbox.wait(self._number, peer=self._member.servers[0])
+            answer = self._member.persist(self._member.servers[0], self._exchange, kind, content)
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
             if self._inbox.count >= _FAILED:
@@ -197,6 +210,11 @@ class Collective:
             )
         size = content.nbytes * (1 if kind >= 0 else self._member.place.workers)
         return answer[8 : 8 + size].copy()
+
+    def _exchange(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
+        if self._inbox.count < self._number:
+            self._outbox.send(_message(kind, content), self._number).wait()
+        return self._inbox.wait(self._number, peer=self._member.servers[0])
 
     def _text(self) -> str:
         return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -16,18 +17,39 @@ LOOPBACK = ("127.", "[::1]", "localhost")
 CONTROL = "control"
 """Region at every server: one word per worker, CONTROL_BYTES apart."""
 CONTROL_BYTES = 64
+RESTORED = "restored"
+"""Region at a server that goes on with the memory of another one, as soon as all of that is there.
+
+Its Node listens before that, and what is not there yet would be stale for whoever connects.
+"""
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
 
+_CLOSED = "closed by its user"  # the core says so
 _MOST_NAMES = 8  # that one message lists
 
 
 def lost(peer: Peer, noticed: object = "") -> PeerLostError:
     """The error for a member that is gone; `noticed`: what tells it if its Peer does not yet."""
     reason = peer.lost_reason.rpartition("): ")[2]  # alone: the message names the peer
-    if "closed by its user" in reason:
+    if _CLOSED in reason:
         reason = "it ended before the others; its own messages tell why"
     return PeerLostError(f"{called(peer)} was lost: {reason or noticed}")
+
+
+def ended_in_order(peer: Peer) -> bool:
+    """A member that is lost has closed its Node itself: it was not killed."""
+    return _CLOSED in peer.lost_reason
+
+
+def is_open(address: str) -> bool:
+    """Somebody holds the socket on which a member of this host listens, or listened."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), 1.0):
+            return True
+    except OSError:
+        return False
 
 
 def called(peer: Peer) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
-from tensorwire.memory import Node, Peer
+from tensorwire.errors import PeerLostError, TensorwireError
+from tensorwire.memory import Node, Peer, Region
 
+from .descriptor_store import DescriptorStore
 from .identity import (
     CONTROL,
     CONTROL_BYTES,
     GOODBYE,
+    RESTORED,
     called,
     check_name,
+    ended_in_order,
+    is_open,
     listed,
     lost,
     server_name,
@@ -24,12 +29,21 @@ from .identity import (
 )
 from .status import READER, StatusRegion
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+_TAKEOVER_S = 2.0  # for a successor to answer, before others are looked after
+_REGION = "region "  # in front of a region's name: the key under which it is kept
+
 
 class ServerMember:
     """A server on the fabric, of so many `workers`.
 
     Args:
         count: how many servers there are; None: nobody knows yet, they come one after another.
+        store: keeps the memory of this server for a successor, and has that of its predecessor;
+            None: it ends with this process.
+        term: how many servers before this one had its place.
 
     Attributes:
         index: its place among the servers.
@@ -40,23 +54,137 @@ class ServerMember:
         readers: Peers that look at the job and are no members of it.
     """
 
-    def __init__(self, index: int, workers: int, node: Node, count: int | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        workers: int,
+        node: Node,
+        count: int | None = None,
+        store: DescriptorStore | None = None,
+        term: int = 0,
+    ) -> None:
         self.index = index
         self.node = node
+        self._store, self._term = store, term
         self.count = workers
         self._servers = count
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
         self.workers: dict[int, Peer] = {}
         self.servers: dict[int, Peer] = {}
         self.readers: list[Peer] = []
+        self._gone = False  # a server, for good
+        self._restored = {} if store is None else self._restore(store)
         self._status = StatusRegion(node)
-        self.control = node.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
+        if store is not None:
+            node.allocate(1, name=RESTORED, access="none")
+        self.control = self.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
 
+    @property
+    def durable(self) -> bool:
+        """What it allocates outlives this process."""
+        return self._store is not None
+
+    def allocate(
+        self, size_bytes: int, *, name: str, access: str = "rw", progress: int | None = None
+    ) -> Region:
+        """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
+
+        Args:
+            size_bytes: of the region; the same as the predecessor's.
+            name: of the region.
+            access: of peers; not "r" where it is durable.
+            progress: where in it 64 bits lie that count what this server has achieved.
+
+        Raises:
+            ValueError: a predecessor's region is of another size.
+        """
+        if self._store is None:
+            return self.node.allocate(size_bytes, name=name, access=access)
+        if (region := self._restored.pop(name, None)) is not None:
+            if region.size_bytes != size_bytes:
+                raise ValueError(f"{region!r} was to have {size_bytes} bytes")
+            return region
+        region = self.node.allocate(size_bytes, name=name, access=access)
+        handle = region.handle()
+        about: dict[str, Any] = {"id": handle.id, "generation": handle.generation}
+        about |= {"size_bytes": size_bytes, "access": access}
+        if progress is not None:
+            about["progress"] = progress
+        descriptor = region.descriptor()
+        try:
+            self._store.keep(f"{_REGION}{name}", about, descriptor)
+        finally:
+            os.close(descriptor)
+        return region
+
+    def free(self, region: Region) -> None:
+        """Frees what `allocate` has given."""
+        region.free()
+        if self._store is not None:
+            self._store.drop(f"{_REGION}{region.name}")
+
+    def forget(self, prefix: str) -> None:
+        """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
+        for name in [each for each in self._restored if each.startswith(prefix)]:
+            self.free(self._restored.pop(name))
+
+    def _restore(self, store: DescriptorStore) -> dict[str, Region]:
+        """All regions of a predecessor by name; first of all, because others could get their ids.
+
+        Raises:
+            ValueError: what was kept is no region.
+        """
+        found = {}
+        for key in store.left():
+            kept = store.take(key) if key.startswith(_REGION) else None
+            if kept is not None:
+                name = key.removeprefix(_REGION)
+                about = {each: value for each, value in kept.about.items() if each != "progress"}
+                try:
+                    found[name] = self.node.restore(kept.descriptor, name=name, **about)
+                finally:
+                    os.close(kept.descriptor)
+        return found
+
+    def persist(
+        self,
+        peer: Peer,
+        action: Callable[Arguments, Answer],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Answer:
+        """What concerns another server, done again when that one was replaced. Not the main thread.
+
+        Raises:
+            PeerLostError: it is gone for good.
+        """  # fmt: skip
+        while True:
+            try:
+                return action(*args, **options)
+            except PeerLostError:
+                if not self.durable or ended_in_order(peer):
+                    raise
+                while peer.lost:  # `check` connects to its successor
+                    if self.node.closed or self._gone:
+                        raise
+                    time.sleep(0.005)
+
     def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
-        """Connects to the servers that were started before this one."""
+        """Connects to the servers that were started before this one, unless all workers left."""
         for index, address in enumerate(addresses):
-            peer = self.node.connect(address, timeout_s=timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while True:
+                if self.all_left():
+                    return  # that server has ended, as this one will
+                left_s = deadline - time.monotonic()
+                try:
+                    wait_s = min(left_s, _TAKEOVER_S) if self.durable else left_s
+                    peer = self.node.connect(address, timeout_s=max(wait_s, 0.1))
+                    break
+                except TimeoutError:
+                    if time.monotonic() > deadline:
+                        raise
             check_name(peer, server_name(index), address)
             self.servers[index] = peer
 
@@ -69,7 +197,9 @@ class ServerMember:
         Raises:
             PeerLostError: one that had connected is gone.
         """
-        while len(self.workers) < self.count or (self._servers and self._next_servers()):
+        while not self.all_left() and (
+            self._expected() or (self._servers and self._next_servers())
+        ):
             try:
                 peer = self.node.accept(timeout_s=1.0)
             except TimeoutError:
@@ -77,6 +207,11 @@ class ServerMember:
             else:
                 self._admit(peer)
             self.tell_readers()
+
+    def _expected(self) -> list[int]:
+        """The workers that have neither come nor left; the latter if this is a successor."""
+        ranks = range(self.count)
+        return [rank for rank in ranks if rank not in self.workers and not self.has_left(rank)]
 
     def _next_servers(self) -> list[int]:
         """Returns the numbers of the servers that may come now."""
@@ -115,7 +250,7 @@ class ServerMember:
         with contextlib.suppress(TimeoutError):
             while True:
                 peer = self.node.accept(timeout_s=0)
-                if self._is_reader(peer):
+                if self._is_reader(peer) or self._take_server(peer):
                     continue
                 before = self.workers.get(self._ranks.get(peer.name, -1))
                 if before is None:
@@ -125,6 +260,18 @@ class ServerMember:
                 else:
                     self._turn_away(peer, f"{called(before)} is here already, and the job runs")
         return None
+
+    def _take_server(self, peer: Peer) -> bool:
+        """Takes the successor of a server that had connected to this one."""
+        index = {server_name(i): i for i in self.servers}.get(peer.name, -1)
+        if not self.durable or index < self.index:
+            return False
+        before = self.servers[index]
+        if before.incarnation != peer.incarnation:
+            return False
+        before.close()  # nobody is there any more
+        before.succeed(peer)
+        return True
 
     def _is_reader(self, peer: Peer) -> bool:
         """Takes a peer that only looks at the job, at any time."""
@@ -151,6 +298,7 @@ class ServerMember:
                 "index": self.index,
                 "address": self.node.address,
                 "pid": os.getpid(),
+                "replaced": self._term if self.durable else None,
                 "servers": [servers[index] for index in sorted(servers)],
                 "workers": workers,
                 "stores": list(stores),
@@ -189,9 +337,36 @@ class ServerMember:
         for rank, peer in self.workers.items():
             if peer.lost and not self.has_left(rank):
                 raise lost(peer)
-        for peer in self.servers.values():
-            if peer.lost and not self._all_leave(2.0):
+        for index, peer in self.servers.items():
+            if not peer.lost:
+                continue
+            if self.durable and not ended_in_order(peer):
+                self._recover(index, peer)
+            elif not self._all_leave(2.0):
                 raise lost(peer)
+
+    def _recover(self, index: int, peer: Peer) -> None:
+        """Connects to the successor of a server, if it does not connect itself.
+
+        Raises:
+            PeerLostError: there will be none.
+        """
+        if index > self.index or self.all_left():
+            return  # it comes, and `returned` takes it
+        try:
+            successor = self.node.connect(peer.address, timeout_s=_TAKEOVER_S, require="shm")
+            successor.wait_region(RESTORED)
+        except TimeoutError:
+            return
+        except TensorwireError as error:
+            if isinstance(error, PeerLostError) and is_open(peer.address):
+                return  # it was killed too
+            self._gone = True
+            raise lost(peer, error) from error
+        if successor.incarnation == peer.incarnation:
+            peer.succeed(successor)
+        else:
+            successor.close()
 
     def _all_leave(self, timeout_s: float) -> bool:
         """A server that is lost may have had all goodbyes; those to this one are on their way."""

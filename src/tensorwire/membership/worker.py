@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-from tensorwire.errors import TensorwireError, UnavailableError
-from tensorwire.memory import Node, Peer
+from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
+from tensorwire.memory import Node, Peer, RemoteWord
 
 from .colocation import Colocation
 from .identity import (
@@ -14,11 +18,19 @@ from .identity import (
     CONTROL_BYTES,
     GOODBYE,
     LOOPBACK,
+    RESTORED,
     check_name,
+    ended_in_order,
+    is_open,
     server_name,
     worker_name,
 )
 from .world import World
+
+_WATCH_S = 0.05
+_TAKEOVER_S = 60.0  # a successor may have to be started first, on a busy machine
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 
 class WorkerMember:
@@ -29,6 +41,7 @@ class WorkerMember:
         node: its Node.
         servers: Peers, in order.
         colocation: which other workers are on this host.
+        takeovers_s: for each server that was killed, how long this worker was without it.
     """
 
     def __init__(self, place: World, node: Node, servers: tuple[Peer, ...]) -> None:
@@ -37,7 +50,13 @@ class WorkerMember:
         self.servers = servers
         self.colocation = Colocation(place, node, servers)
         offset = CONTROL_BYTES * place.rank
-        self._control = [peer.region(CONTROL).word(offset) for peer in servers]
+        self.takeovers_s: list[float] = []
+        self._recovering = threading.Lock()
+        self._control = [self.persist(peer, peer.region, CONTROL).word(offset) for peer in servers]
+        self._closing = threading.Event()
+        if place.durable:
+            name = "tensorwire-servers"
+            threading.Thread(target=self._watch_servers, name=name, daemon=True).start()
 
     @staticmethod
     def join(place: World, timeout_s: float = 60.0) -> WorkerMember:
@@ -66,18 +85,89 @@ class WorkerMember:
 
     def tell(self, value: int) -> None:
         """Raises this worker's control word at every server."""
-        for word in self._control:
-            word.set(value).wait(30.0)
+        for peer, word in zip(self.servers, self._control, strict=True):
+            self.persist(peer, _raise_word, word, value)
+
+    def persist(
+        self,
+        peer: Peer,
+        action: Callable[Arguments, Answer],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Answer:
+        """What concerns a server, done again when it was killed and another one has its place.
+
+        Raises:
+            PeerLostError: there is none in its place.
+        """  # fmt: skip
+        while True:
+            try:
+                return action(*args, **options)
+            except PeerLostError:
+                if not self.recover(peer):
+                    raise
+
+    def recover(self, peer: Peer) -> bool:
+        """Waits for the successor of a server that was lost, which has its memory. Any thread.
+
+        Afterwards the Peer is that of the successor.
+
+        Returns:
+            Whether there is one.
+        """
+        if not self.place.durable or peer not in self.servers:
+            return False
+        with self._recovering:
+            started = time.perf_counter()
+            while peer.lost:
+                if ended_in_order(peer) or self.node.closed:
+                    return False
+                try:
+                    successor = self.node.connect(
+                        peer.address, timeout_s=_TAKEOVER_S, require="shm"
+                    )
+                    successor.wait_region(RESTORED)
+                except TimeoutError:
+                    continue  # the launcher holds the door open; if it gives up it ends this worker
+                except PeerLostError:
+                    if not is_open(peer.address):
+                        return False
+                    continue  # a successor that was killed too
+                except TensorwireError:
+                    return False
+                if successor.incarnation != peer.incarnation:
+                    successor.close()
+                    return False
+                peer.succeed(successor)
+                self.takeovers_s.append(time.perf_counter() - started)
+        return True
+
+    def _watch_servers(self) -> None:
+        """Connects to successors at once: they need all workers, also those that wait elsewhere."""
+        watched = list(self.servers)
+        while not self._closing.wait(_WATCH_S):
+            for peer in [each for each in watched if each.lost]:
+                try:
+                    found = self.recover(peer)
+                except TensorwireError:
+                    found = False
+                if not found:
+                    watched.remove(peer)  # whoever needs it gets the error
 
     def close(self, goodbye: bool = True) -> None:
         """Leaves. Without `goodbye` the others learn that this worker failed. Idempotent."""
+        self._closing.set()
         if self.node.closed:
             return
-        for word in self._control if goodbye else ():
+        for peer, word in zip(self.servers, self._control, strict=True) if goodbye else ():
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
-                word.set(GOODBYE).wait(30.0)
+                self.persist(peer, _raise_word, word, GOODBYE)
         self.node.close()
+
+
+def _raise_word(word: RemoteWord, value: int) -> None:
+    word.set(value).wait(30.0)
 
 
 def _worker_node(place: World) -> Node:

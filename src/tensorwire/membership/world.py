@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from .engines import MAX_WORKERS, number
 
-RANK, WORKERS, SERVERS, SLICES = (
+RANK, WORKERS, SERVERS, SLICES, DURABLE = (
     "TENSORWIRE_RANK",
     "TENSORWIRE_WORKERS",
     "TENSORWIRE_SERVERS",
     "TENSORWIRE_SLICES",
+    "TENSORWIRE_DURABLE",
 )
 
 
@@ -29,6 +30,7 @@ class World:
         servers: addresses, in order; empty when the process is alone.
         slices: parts of a step, a multiple of replicas.
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
+        durable: a server that is killed is replaced by one that has its memory.
     """
 
     rank: int = 0
@@ -36,6 +38,7 @@ class World:
     servers: tuple[str, ...] = ()
     slices: int = 1
     pipeline: int = 1
+    durable: bool = False
 
     @property
     def replicas(self) -> int:
@@ -71,7 +74,8 @@ class World:
         addresses = tuple(filter(None, (a.strip() for a in environ[SERVERS].split(","))))
         if not addresses:
             raise ValueError(f"{SERVERS} is empty; it lists the servers' addresses")
-        return World(rank, workers, addresses, slices)
+        durable = _number(environ, DURABLE, "0", 0, 1) == 1
+        return World(rank, workers, addresses, slices, durable=durable)
 
     def check(self) -> None:
         """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""

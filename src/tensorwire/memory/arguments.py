@@ -8,6 +8,7 @@ from typing import Any
 WORD_BYTES = 8
 _WORD_MAX = (1 << 64) - 1
 _SIZE_MAX = (1 << 63) - 1
+_DESCRIPTOR_MAX = (1 << 31) - 1
 
 
 def addend(value: Any) -> int:
@@ -41,6 +42,22 @@ def byte_count(size_bytes: Any) -> int:
     if not 1 <= result <= _SIZE_MAX:
         raise ValueError(f"a region has 1 to 2**63 - 1 bytes, not {result}")
     return result
+
+
+def whole_number(value: Any, low: int, high: int, what: str) -> int:
+    """Checks a number that the core takes: low to high."""
+    try:
+        result = index(value)
+    except TypeError as error:
+        raise TypeError(f"{what} is an int, not {type(value).__name__} ({value!r})") from error
+    if not low <= result <= high:
+        raise ValueError(f"{what} is {low} to {high}, not {result}")
+    return result
+
+
+def descriptor_number(value: Any) -> int:
+    """Checks the number of a descriptor; the core looks at what is behind it."""
+    return whole_number(value, 0, _DESCRIPTOR_MAX, "a descriptor")
 
 
 def byte_range(piece: Any, size_bytes: int) -> tuple[int, int]:

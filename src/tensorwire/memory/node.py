@@ -15,7 +15,7 @@ from typing import Any
 from tensorwire import _core
 from tensorwire._core import Transfer
 
-from .arguments import byte_count, name_text
+from .arguments import byte_count, descriptor_number, name_text, whole_number
 from .bandwidth import source_address
 from .handle import Handle, access_flags, join_address, split_address
 from .open_node import OpenNode
@@ -59,16 +59,24 @@ class Node:
         handshake_timeout_s: how long a new connection may take to prove itself.
         peer_timeout_s: a link that is silent for so long counts as lost, at least 3. Default:
             TENSORWIRE_PEER_TIMEOUT, else 10.
+        incarnation: of the Node of an earlier process that this one goes on as, see `restore`: 1 to
+            2**64 - 1. There must never be two at a time. Default: 64 random bits.
+        listener: descriptor of a TCP socket that is bound and listens, see `Node.listener`: peers
+            are accepted there, those first that came while nobody did. `listen` and `advertise`
+            then only give the host of `address`; the port is the socket's. The Node takes a
+            duplicate; the descriptor stays the caller's, and its socket becomes non-blocking.
 
     Attributes:
         name: the name that peers see.
         address: "host:port" to connect to, with the real port.
         transports: which may be used, besides rdma where that is looked for by itself.
-        incarnation: 64 random bits that identify this Node among all that ever lived.
+        incarnation: 64 random bits that identify this Node among all that ever lived. Only a Node
+            that goes on as an earlier one has its number.
 
     Raises:
         ValueError: a malformed address, an unknown transport, a secret that is too short, a
-            timeout that is no number above 0, or an address other than loopback without a secret.
+            timeout that is no number above 0, an address other than loopback without a secret, an
+            incarnation out of range, or a listener that is no listening TCP socket.
         UnavailableError: a transport is known but not available here, or the address cannot be
             listened on.
         TimeoutError: the name in `listen` was not resolved in time.
@@ -99,15 +107,24 @@ class Node:
         max_peers: int = 1024,
         handshake_timeout_s: float = 10.0,
         peer_timeout_s: float | None = None,
+        incarnation: int | None = None,
+        listener: int | None = None,
     ) -> None:
         host, port = split_address(listen)
         secret = _choose_secret(secret)
         # Resolved once, so that what is checked is what is listened on.
-        addresses = _resolve(host)
+        if listener is None:
+            addresses = _resolve(host)
+        else:
+            listener = descriptor_number(listener)
+            addresses = [_core.listening_host(listener)]
+        if incarnation is not None:
+            incarnation = whole_number(incarnation, 1, (1 << 64) - 1, "an incarnation")
         loopback = all(ip_address(each).is_loopback for each in addresses)
         if not secret and not loopback:
+            shown = host if listener is None else addresses[0]
             raise ValueError(
-                f"without a secret a Node listens on loopback only, not on {host}: pass secret=, "
+                f"without a secret a Node listens on loopback only, not on {shown}: pass secret=, "
                 "or set TENSORWIRE_SECRET_FILE to a file with at least "
                 f"{MIN_SECRET_BYTES} random bytes that every process of the job can read"
             )
@@ -135,6 +152,8 @@ class Node:
             max_peers,
             handshake_timeout_s,
             _choose_peer_timeout(peer_timeout_s),
+            incarnation or 0,
+            -1 if listener is None else listener,
         )
         self.name = self._core.name
         self.transports = tuple(chosen)
@@ -183,6 +202,55 @@ class Node:
         size_bytes = byte_count(size_bytes)
         core = self._core.allocate(
             size_bytes, name_text(name or "", "region"), writable, readable, mappable
+        )
+        return Region(self._open, core, 0, core.size_bytes)
+
+    def restore(
+        self,
+        descriptor: int,
+        *,
+        name: str | None,
+        id: int,
+        generation: int,
+        size_bytes: int,
+        access: str = "rw",
+    ) -> Region:
+        """Takes up a region that a former process had: the same memory under the same number.
+
+        For a process that goes on as the Node of one that ended (`Node(incarnation=)`): handles,
+        and what peers were granted, are then good here. The content stays as it is. Restore regions
+        before others are allocated, or one of those may get an id that is needed. What is not
+        restored yet is stale for peers, so restore or allocate last a region whose name they wait
+        for (`Peer.wait_region`). Any thread may call it.
+
+        Args:
+            descriptor: what `Region.descriptor` gave in the former process. It stays the caller's.
+            name: the region's name, None or "" if it had none.
+            id: of its handle (`Handle.id`).
+            generation: of its handle.
+            size_bytes: of its handle.
+            access: what peers may do: "rw", "w" or "none". A region with access "r" cannot be
+                restored: its memory is sealed, so that nobody, this process included, can map it
+                for writing any more.
+
+        Raises:
+            ValueError: a name or id that is taken, an id, generation, size or access that no
+                restored region can have, or a descriptor that is not of the memory of a region of
+                this size, or of memory that is sealed against writing (access "r").
+            MemoryError: it cannot be mapped.
+            BusyError: no descriptor is left.
+            UnavailableError: this Node's transports leave out shm.
+            ClosedError: the Node was closed.
+        """
+        readable, writable = access_flags(access)
+        core = self._core.restore(
+            descriptor_number(descriptor),
+            name_text(name or "", "region"),
+            whole_number(id, 0, (1 << 32) - 1, "a region's id"),
+            whole_number(generation, 1, (1 << 64) - 1, "a region's generation"),
+            byte_count(size_bytes),
+            writable,
+            readable,
         )
         return Region(self._open, core, 0, core.size_bytes)
 
@@ -278,6 +346,18 @@ class Node:
         if not isinstance(word, Word):
             raise TypeError(f"wait_until takes a Word (region.word(offset)), not {word!r}")
         word.wait_until(value, timeout_s, peer=peer)
+
+    def listener(self) -> int:
+        """A descriptor of the socket that peers connect to, for a process that shall go on as this.
+
+        It is the caller's, who closes it (`os.close`). As long as anybody has one, peers can
+        connect, and wait until somebody accepts them: `Node(listener=)`.
+
+        Raises:
+            BusyError: no descriptor is left.
+            ClosedError: the Node was closed; or this is a forked child.
+        """
+        return self._core.listener()
 
     def stats(self) -> dict[str, int]:
         """Counters of this Node since its start; docs/memory.md explains each."""

@@ -19,77 +19,23 @@ from tensorwire.errors import UnavailableError
 from .aio import inline_limit
 from .arguments import addend, byte_count, byte_range, name_text, word_offset, word_value
 from .buffers import array_over, as_local, check_batch, describe, index_vector, size_bytes
+from .connection import Connection
 from .handle import Handle, access_name
-from .open_node import OpenNode
-from .path import Path, path_to
 from .private import PrivateMapping
 
 Signal = tuple["RemoteWord", int]
 
 
-class Peer:
+class Peer(Connection):
     """A connection to another process, whose memory can be allocated, written, read and signalled.
 
     Made by `Node.connect` and `Node.accept`. Any thread may use it. When the process dies or the
     link breaks, `lost` becomes true and every transfer in flight fails with `PeerLostError`; the
-    object stays lost, and connecting again gives a new one.
+    object stays lost, and connecting again gives a new one. Only where another process goes on as
+    the same Node, with the same memory, can that new one take this one's place: see `succeed`.
     """
 
-    __slots__ = ("__weakref__", "_core", "_node")
-
-    def __init__(self, node: OpenNode, core: _core.Peer) -> None:
-        self._node = node
-        self._core = core
-
-    @property
-    def name(self) -> str:
-        """The name of the other Node."""
-        return self._core.name
-
-    @property
-    def address(self) -> str:
-        """Where the other Node listens, "host:port"."""
-        return self._core.address
-
-    @property
-    def incarnation(self) -> int:
-        """Identifies the other process; a restarted one has another number."""
-        return self._core.incarnation
-
-    @property
-    def pid(self) -> int:
-        """Process number of the other side, on its host."""
-        return self._core.pid
-
-    @property
-    def path(self) -> Path:
-        """How transfers to this peer travel. The first look takes some milliseconds."""
-        return path_to(self._core)
-
-    @property
-    def offered(self) -> tuple[str, ...]:
-        """The transports that the other Node offers, whichever of them is used."""
-        return tuple(self._core.offered)
-
-    @property
-    def lost(self) -> bool:
-        """True once the peer or the link is gone, or this side closed the connection."""
-        return self._core.lost
-
-    @property
-    def lost_reason(self) -> str:
-        """Why it is lost, "" as long as it is not."""
-        return self._core.lost_reason
-
-    def __eq__(self, other: object) -> bool:
-        return self._core is other._core if isinstance(other, Peer) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._core)
-
-    def __repr__(self) -> str:
-        state = f", lost: {self.lost_reason}" if self.lost else ""
-        return f"<Peer {self.name!r} at {self.address} by {self._core.transport}{state}>"
+    __slots__ = ("__weakref__",)
 
     def region(self, name_or_handle: str | Handle, timeout_s: float | None = 10.0) -> RemoteRegion:
         """Gets access to a region that the peer has allocated.
@@ -222,22 +168,41 @@ class Peer:
         """As `prepare_write`, for reading."""
         return Prepared(self, False, self._core.prepare(False, *self._pieces(local, remote)))
 
-    def close(self, reason: str = "") -> None:
-        """Ends the connection; calling it again does nothing.
+    def succeed(self, successor: Peer) -> None:
+        """Makes `successor` what is behind this object, whose connection was lost.
 
-        Transfers in flight end with `ClosedError` here, and the other side sees this peer as lost.
+        For a process that another one has succeeded as the same Node (`Node(incarnation=)`,
+        `Node.restore`): connect to it, and hand over what `connect` returned. From then on all that
+        is asked of this object, and of RemoteRegions, RemoteWords, RemoteMailboxes and Prepareds
+        that came from it, goes to the successor. Their memory stays mapped where it was, and looked
+        up from then on it is mapped there too. Regions that were not restored are stale.
+
+        Transfers and waits that were under way when the connection was lost have failed, and what
+        `allocate` got belonged to the old connection; neither is taken up again. Both objects can
+        be used afterwards, and mixed. It may be called again after each further loss, on this
+        object alone.
+
+        Any thread may call it while others use this object: each of their calls goes to the old
+        connection, which fails it, or to the new one.
 
         Args:
-            reason: what the other side's `lost_reason` and errors tell; "" tells that the user
-                closed it. At most 1024 bytes as UTF-8.
+            successor: connected to a Node of the same name and incarnation, from the same Node
+                here. If it was lost meanwhile, so is this object.
 
         Raises:
-            ValueError: the reason is too long or has control characters.
+            TypeError: not a Peer.
+            ValueError: this peer is not lost, `successor` is of another Node there or here, or is
+                this very connection. Nothing has changed then.
+            UnavailableError: one of the two is not reached over shared memory.
+            ClosedError: the Node was closed; or this is a forked child.
         """
-        self._node.core.close_peer(self._core, reason)
+        if not isinstance(successor, Peer):
+            raise TypeError(f"a Peer is succeeded by a Peer, not by {describe(successor)}")
+        self._core.succeed(successor._core)
 
     def _check_mine(self, remote: RemoteRegion) -> None:
-        if (owner := remote.peer)._core is not self._core:
+        owner = remote.peer
+        if owner._core is not self._core and not owner._core.follows(self._core):
             raise ValueError(f"{remote!r} belongs to peer {owner.name!r}, not to {self.name!r}")
 
     def _pieces(
@@ -592,7 +557,7 @@ def _check_signal(signal: Any, peer: Peer) -> Signal:
             f"signal is (RemoteWord, value), and its first part is {type(word).__name__}; "
             "get one by remote.word(offset)"
         )
-    if word.peer._core is not peer._core:
+    if word.peer._core is not peer._core and not word.peer._core.follows(peer._core):
         raise ValueError(
             f"the signal's word is at {word.peer.name!r} and the transfer goes to {peer.name!r}; "
             "they must be at the same peer"

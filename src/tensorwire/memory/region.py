@@ -220,6 +220,23 @@ class Region:
         self._check_whole("private")
         return PrivateMapping(self._core.map_private())
 
+    def descriptor(self) -> int:
+        """A descriptor of this memory, for a process that shall go on with it: `Node.restore`.
+
+        It is the caller's, who closes it (`os.close`) and may pass it on. The memory lives as long
+        as any descriptor or mapping of it, also beyond this process. Whoever has one can read and,
+        unless access is "r", write all of it, and nobody can take that back.
+
+        Raises:
+            ValueError: this is a slice.
+            UnavailableError: the region's memory is not shared memory (the Node's transports leave
+                out shm).
+            BusyError: no descriptor is left.
+            ClosedError: the Node was closed; or this is a forked child.
+        """
+        self._check_whole("descriptor")
+        return self._core.descriptor()
+
     def discard(self) -> None:
         """Gives the pages back to the system; the region stays, and its bytes become zero.
 

@@ -34,6 +34,7 @@ from .messages import (
     Result,
 )
 from .regions import AVERAGE
+from .server.process import serve
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.local import LocalStore
@@ -80,5 +81,6 @@ __all__ = [
     "Weight",
     "most_threads",
     "padded",
+    "serve",
     "threads_for",
 ]

@@ -46,7 +46,7 @@ class Tile(Protocol):
             weights: at least one.
             start: first byte.
             stop: byte after the last.
-            keep: put it where it stays (slot 0), not in memory that the next tile uses too.
+            keep: put it where it is kept, not in memory that the next tile uses too.
         """
 
     def square_sum(self, start: int, stop: int) -> float:
@@ -70,7 +70,7 @@ class Tile(Protocol):
             scalars: of these tensors, before the step.
             start: first byte.
             stop: byte after the last.
-            kept: the reduced gradient lies in slot 0.
+            kept: the reduced gradient is kept.
             scale: the gradient is multiplied by this first; 1 changes nothing.
 
         Returns:
@@ -130,11 +130,13 @@ class Kernel(Protocol):
         hyper: names of the numbers that a group has.
         states: names of the arrays of state, each with the size and dtype of the parameters.
         scalars: names of the numbers that are kept of each tensor.
+        changes_kept: a step changes the reduced gradient that is kept, and no parameters.
     """
 
     hyper: tuple[str, ...]
     states: tuple[str, ...]
     scalars: tuple[str, ...]
+    changes_kept: bool
 
     def bind(
         self,
@@ -143,10 +145,12 @@ class Kernel(Protocol):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> Tile:
         """Prepares a cell: its bytes of parameters, of each slice's gradients, of each state.
 
-        The `shape` is that of the one tensor in it, where a tensor must not be cut; else None.
+        A reduced gradient that stays is `kept` there, perhaps in the first slot. The `shape` is
+        that of the one tensor in it, where a tensor must not be cut; else None.
         """
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:

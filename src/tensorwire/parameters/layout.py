@@ -165,11 +165,17 @@ class Spec:
                 raise ValueError(f"two tensors are called {tensor.name!r}")
             names.add(tensor.name)
 
-    def difference(self, other: Spec) -> str | None:
-        """What differs first, in words; None if nothing does."""
+    def difference(self, other: Spec, here: str = "here", there: str = "there") -> str | None:
+        """What differs first, in words; None if nothing does.
+
+        Args:
+            other: that of another worker.
+            here: what the sentence says behind a value of this one.
+            there: what it says behind one of the other.
+        """
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
             if mine != theirs:
-                return f"{mine} here, {theirs} there"
+                return f"{mine} {here}, {theirs} {there}"
         if len(self.tensors) != len(other.tensors):
             longer = max(self.tensors, other.tensors, key=len)
             extra = longer[min(len(self.tensors), len(other.tensors))]
@@ -177,7 +183,7 @@ class Spec:
         for field in ("optimizer", "hyper", "groups", "slices", "pipeline", "scalars", "ema"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
-                return f"{field} {mine!r} here, {theirs!r} there"
+                return f"{field} {mine!r} {here}, {theirs!r} {there}"
         return None
 
 

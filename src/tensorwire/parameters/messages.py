@@ -24,11 +24,11 @@ Hyper = tuple[float, ...]
 """The hyper-parameters of one group."""
 
 APPLY, REDUCE, PUBLISH, RELEASE = 1, 2, 3, 4
-"""Operations: reduce and apply; reduce only, the result stays in slot 0; slot 0's values become the
+"""Operations: reduce and apply; reduce only, the result is kept; slot 0's values become the
 parameters; the store is not needed any more."""
 
 REDUCED = 1
-"""Flag of APPLY and REDUCE: slot 0 holds the reduced gradient already."""
+"""Flag of APPLY and REDUCE: the reduced gradient is kept already."""
 CHECK_FINITE = 2
 """Flag: nothing is applied if the reduced gradient has an infinite or undefined element."""
 WANT_NORM = 4
@@ -160,16 +160,26 @@ class Commit:
                 raise ValueError(f"{name} is {number}, which is not a positive number")
         return commit
 
-    def difference(self, other: Commit) -> str | None:
-        """Where two slices of one step disagree, in words; weight and presence may differ."""
+    def difference(self, other: Commit, mine: str = "here", theirs: str = "there") -> str | None:
+        """Where two slices of one step disagree; weight and presence may differ.
+
+        Args:
+            other: another slice's.
+            mine: what the sentence calls this one.
+            theirs: what it calls the other.
+        """
         if self.operation != other.operation:
-            mine, theirs = OPERATION_NAMES[self.operation], OPERATION_NAMES[other.operation]
-            return f"{mine} here, {theirs} there"
+            first, second = OPERATION_NAMES[self.operation], OPERATION_NAMES[other.operation]
+            return f"{first} {mine}, {second} {theirs}"
         for field in ("version", "flags", "scale", "max_norm"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                return f"{field} {mine} here, {theirs} there"
+            first, second = getattr(self, field), getattr(other, field)
+            if first != second:
+                return f"{field} {first} {mine}, {second} {theirs}"
         if self._packed_hyper() != other._packed_hyper():
+            numbers = zip(sum(self.hyper, ()), sum(other.hyper, ()), strict=True)
+            for one, two in numbers:
+                if one != two:
+                    return f"a hyper-parameter (learning rate, …) is {one} {mine}, {two} {theirs}"
             return "hyper-parameters (learning rate, …) differ"
         return None
 

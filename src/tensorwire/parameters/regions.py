@@ -12,8 +12,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.membership import ServerMember
 from tensorwire.memory import Node, Region, mailbox_bytes
 
+from .journal import PROGRESS_AT
 from .layout import Share, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
@@ -30,6 +32,8 @@ class RegionKind(StrEnum):
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
     COUNTS, SCALARS, AVERAGED = "counts", "scalars", "averaged"
     NORMS, MASTER = "norms", "master"
+    # At a server whose memory outlives it.
+    OPENING, JOURNAL, UNDO, TABLE_UNDO, KEPT = "opening", "journal", "undo", "table undo", "kept"
 
 
 AVERAGE = "average of weights"
@@ -42,6 +46,7 @@ UNIT_BYTES = 1 << 20
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _STAMP_BYTES = 8
 # What peers may; else all.
+_UNSEEN = (RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO)
 _AT_WORKER = {RegionKind.RESULT: "w", RegionKind.SPEC: "r", RegionKind.SENT: "none"}
 _LEAST_BYTES = 64  # also of a share without cells
 
@@ -129,11 +134,21 @@ class ServerRegions:
         """The name of a region; `which` tells the slice, commit or state that it is of."""
         return region_name(self._store, kind, which)
 
-    def allocate(self, node: Node, kind: RegionKind, which: int | str | None = None) -> Region:
-        """Allocates a region at the server; it is never empty."""
-        size = max(self._sizes.get(kind, self.share.size_bytes), _LEAST_BYTES)
-        access = self._access.get(kind, "rw")
-        return node.allocate(size, name=self.name(kind, which), access=access)
+    def allocate(
+        self,
+        member: ServerMember,
+        kind: RegionKind,
+        which: int | str | None = None,
+        size_bytes: int | None = None,
+    ) -> Region:
+        """Allocates a region at the server; it is never empty. None: of the size for its kind."""
+        if size_bytes is None:
+            size_bytes = self._sizes.get(kind, self.share.size_bytes)
+        access = "none" if kind in _UNSEEN else self._access.get(kind, "rw")
+        progress = PROGRESS_AT if kind == RegionKind.JOURNAL else None
+        name = self.name(kind, which)
+        size_bytes = max(size_bytes, _LEAST_BYTES)
+        return member.allocate(size_bytes, name=name, access=access, progress=progress)
 
     def changed_start(self) -> int:
         """Where the server's part of a worker's CHANGED begins."""

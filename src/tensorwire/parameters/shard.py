@@ -2,7 +2,8 @@
 
 One pass per cell: reduce the slices' gradients into a tile that stays in cache, apply the optimizer
 to that tile. Where something has to be known of the whole gradient first (its norm, whether it is
-finite) there are two passes, and slot 0 keeps the reduced gradient between them.
+finite) there are two passes, and the reduced gradient is kept between them: in slot 0, or where a
+journal is written in memory of its own, so that both passes can be made again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.failpoints import failpoint
+
 from .contributions import Contribution, Contributions
+from .journal import MOST_THREADS, Journal, Numbers
 from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
 from .layout import Cell, Share
 from .messages import (
@@ -48,6 +52,7 @@ class Publisher(Protocol):
         """Tells that some rows of a table have their new values."""
 
 
+_NO_ROWS: Rows = np.empty(0, np.int64)
 _MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
 
 
@@ -63,6 +68,7 @@ class ShardMemory:
         scalars: float64, a row per tensor of the whole store: numbers that the optimizer keeps.
         average: the averages of the values that trained tensors had; None: nobody wants them.
         averaged: int64, one per tensor of the whole store: of how many values that is.
+        kept: for the reduced gradient; None: it is kept in slot 0.
     """
 
     master: Bytes
@@ -72,11 +78,32 @@ class ShardMemory:
     scalars: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     average: Bytes | None = None
     averaged: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    kept: Bytes | None = None
+
+    def changed_by_cell(self, share: Share, kernel: Kernel) -> dict[int, list[Bytes]]:
+        """For each cell that a step changes, the parts of the arrays that it changes."""
+        average = [] if self.average is None else [self.average]
+        whole = [self.master, *self.states.values(), *average]
+        if kernel.changes_kept and self.kept is not None:
+            whole = [self.kept, *average]
+        return {
+            index: [each[cell.start - share.start : cell.stop - share.start] for each in whole]
+            for index, cell in enumerate(share.cells)
+            if cell.kind in ("trained", "whole")
+        }
+
+    def changed_by_table(self, share: Share) -> dict[int, list[Bytes]]:
+        """Likewise for each table, by its first cell."""
+        whole = [self.master, *self.states.values()]
+        return {
+            table.cells.start: [each[table.start : table.stop] for each in whole]
+            for table in tables_of(share)
+        }
 
 
 def threads_for(cells: int, most: int) -> int:
     """Returns how many threads work on a number of cells."""
-    return max(1, min(most, cells // _MIN_CELLS_PER_THREAD))
+    return max(1, min(most, cells // _MIN_CELLS_PER_THREAD, MOST_THREADS))
 
 
 class Arrivals(Protocol):
@@ -90,10 +117,22 @@ class Arrivals(Protocol):
 
 
 class Shard:
-    """Reduces and applies, by so many `threads`. Methods are called by one thread at a time."""
+    """Reduces and applies, by so many `threads`. Methods are called by one thread at a time.
 
-    def __init__(self, share: Share, kernel: Kernel, memory: ShardMemory, threads: int = 1) -> None:
+    With a journal, a version that another process was killed in the middle of is made as if nothing
+    had happened.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        kernel: Kernel,
+        memory: ShardMemory,
+        threads: int = 1,
+        journal: Journal | None = None,
+    ) -> None:
         self.share = share
+        self._journal = journal
         self.memory = memory
         self._kernel = kernel
         self._tiles = {
@@ -143,6 +182,7 @@ class Shard:
             memory.master[begin:end],
             [slot[begin:end] for slot in (*slots, *produced)],
             {name: state[begin:end] for name, state in states.items()},
+            slots[0][begin:end] if memory.kept is None else memory.kept[begin:end],
         )
 
     def _bind_rows(self, kernel: Kernel, table: Table) -> Lookup:
@@ -182,15 +222,15 @@ class Shard:
         arrivals: Arrivals | None = None,
         reduced: bool = False,
     ) -> NDArray[np.float64]:
-        """Puts the reduced gradient into slot 0; the sums of its squares per cell, if asked for.
+        """Keeps the reduced gradient; the sums of its squares per cell, if asked for.
 
-        Where it is `reduced`, slot 0 has it already.
+        Where it is `reduced`, it is kept already.
         """
         given = self._contributions(commits)
 
         def work(index: int) -> list[float]:
             if index in self._tables:
-                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
+                rows = self._find_rows(index, given, reduced)
                 return self._square_sums(index, rows) if norms else []
             cell, tile = self.share.cells[index], self._tiles[index]
             for run in () if reduced else given.of(cell):
@@ -200,6 +240,17 @@ class Shard:
             return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
         return np.array(self._map(work, arrivals), np.float64)
+
+    def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
+        """The rows of a table that any slice has, whose gradient is reduced then."""
+        if not reduced:
+            return self._reduce_rows(index, given)
+        if index not in self._reduced_rows:
+            raise ValueError(
+                "the averaged gradients of tables with sparse gradients, which synchronize() or "
+                "clip_grad_norm_() had asked for, were lost with the server that was killed"
+            )
+        return self._reduced_rows[index]
 
     def _reduce_rows(self, index: int, given: Contributions) -> Rows:
         """The rows of a table that any slice has."""
@@ -233,21 +284,19 @@ class Shard:
         publisher: Publisher | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Makes the next version; `reduced`: slot 0 holds the reduced gradient already."""
-        counts = self._counts
+        """Makes the next version; `reduced`: the reduced gradient is kept already."""
+        journal, version, memory = self._journal, commits[0].version, self.memory
+        if journal:
+            journal.begin(version, Numbers(memory.counts, memory.averaged, memory.scalars))
+        if self._kernel.changes_kept and not commits[0].flags & REDUCED:
+            journal = None  # it is reduced anew, all of it
         given = self._contributions(commits)
         hyper = commits[0].hyper
         after: list[tuple[Sequence[int], Scalars]] = []  # of tensors, once all cells are done
 
-        def work(index: int) -> Sequence[float]:
-            cell = self.share.cells[index]
-            if index in self._tables:
-                rows = self._reduced_rows[index] if reduced else self._reduce_rows(index, given)
-                after.extend(self._step_rows(index, given, hyper[cell.group], scale))
-                if publisher:
-                    publisher.rows(self._tables[index], rows)
-                return ()
-            tile = self._tiles[index]
+        def step(index: int) -> list[tuple[Sequence[int], Scalars]]:
+            cell, tile = self.share.cells[index], self._tiles[index]
+            found: list[tuple[Sequence[int], Scalars]] = []
             for run in given.of(cell):
                 if not reduced:
                     tile.reduce(run.weights, run.start, run.stop, False)
@@ -257,21 +306,55 @@ class Shard:
                 if scalars:
                     begin, end = cell.start + run.start, cell.start + run.stop
                     tensors = [p.tensor for p in cell.pieces if begin <= p.start < end]
-                    after.append((tensors, scalars))
-            if self.memory.average is not None:
-                self._average(cell, self.memory.average)
-            if publisher:
-                publisher(cell.start, cell.stop)
+                    found.append((tensors, scalars))
+            if memory.average is not None:
+                self._average(cell, memory.average)
+            return found
+
+        def step_rows(index: int) -> list[tuple[Sequence[int], Scalars]]:
+            return self._step_rows(index, given, hyper[self.share.cells[index].group], scale)
+
+        def work(index: int) -> Sequence[float]:
+            is_table = index in self._tables
+            if journal and journal.is_done(index, version):
+                after.extend(self._noted(journal, index, given))
+                return ()
+            rows = self._find_rows(index, given, reduced) if is_table else _NO_ROWS
+            if journal:
+                guard = journal.table(index, version, rows) if is_table else None
+                with guard or journal.cell(index, version):
+                    found = (step_rows if is_table else step)(index)
+                    for tensors, scalars in found:
+                        journal.note(tensors, scalars)
+            else:
+                found = (step_rows if is_table else step)(index)
+            after.extend(found)
+            if publisher and is_table:
+                publisher.rows(self._tables[index], rows)
+            elif publisher:
+                publisher(self.share.cells[index].start, self.share.cells[index].stop)
             return ()
 
         self._map(work, arrivals)
-        if self.memory.average is not None:
-            self.memory.averaged[self._here] += 1
+        if memory.average is not None:
+            memory.averaged[self._here] += 1
         self._copy_buffers(commits, publisher, arrivals)
         for tensor in self._counted:
-            counts[tensor] += given.all_present or bool(given.weights(tensor))
+            self._counts[tensor] += given.all_present or bool(given.weights(tensor))
         for tensors, scalars in after:
-            self.memory.scalars[tensors] = scalars
+            memory.scalars[tensors] = scalars
+
+    def _noted(
+        self, journal: Journal, index: int, given: Contributions
+    ) -> list[tuple[Sequence[int], Scalars]]:
+        """The numbers of tensors after a step that another process has made of a cell."""
+        if not self.memory.scalars.size:
+            return []
+        if index in self._tables:
+            tensors: Sequence[int] = self._tables[index].tensors
+        else:
+            tensors = [piece.tensor for piece in self.share.cells[index].pieces]
+        return [([each], journal.noted(each)) for each in tensors if given.weights(each)]
 
     def _average(self, cell: Cell, average: Bytes) -> None:
         """The first values of a tensor are their own average, as in torch's AveragedModel."""
@@ -283,7 +366,7 @@ class Shard:
 
     def _step_rows(
         self, index: int, given: Contributions, hyper: Hyper, scale: float
-    ) -> list[tuple[list[int], Scalars]]:
+    ) -> list[tuple[Sequence[int], Scalars]]:
         """Applies the reduced gradient to a table; tensors and their scalars after it."""
         parts: list[TableStep] = []
         tensors: list[list[int]] = []
@@ -309,11 +392,13 @@ class Shard:
             if arrivals:
                 arrivals.wait(index)
             cell, tile = self.share.cells[index], self._tiles[index]
+            source = self.memory.contributions[0].slot
             floating = "float" in cell.dtype
             if cell.kind == "average" and floating and len(commits) > 1:
                 equal = [(i, 1.0 / len(commits)) for i in range(len(commits))]
                 tile.reduce(equal, 0, cell.stop - cell.start, True)
-            self._take(cell.start, cell.stop, publisher)
+                source = source if self.memory.kept is None else self.memory.kept
+            self._take(source, cell.start, cell.stop, publisher)
 
     def publish(
         self, present: bytes, publisher: Publisher | None = None, arrivals: Arrivals | None = None
@@ -324,15 +409,15 @@ class Shard:
             runs = self.share.cells[index].runs(lambda piece: present[piece.tensor] != ABSENT)
             for start, stop, is_present in runs:
                 if is_present:
-                    self._take(start, stop, publisher)
+                    self._take(self.memory.contributions[0].slot, start, stop, publisher)
             return ()
 
         self._map(work, arrivals, range(len(self.share.cells)))
 
-    def _take(self, start: int, stop: int, publisher: Publisher | None) -> None:
-        """Bytes [start, stop) of the store from slot 0."""
+    def _take(self, source: Bytes, start: int, stop: int, publisher: Publisher | None) -> None:
+        """Bytes [start, stop) of the store from memory that has those of the share."""
         piece = slice(start - self.share.start, stop - self.share.start)
-        self.memory.master[piece] = self.memory.contributions[0].slot[piece]
+        self.memory.master[piece] = source[piece]
         if publisher:
             publisher(start, stop)
 
@@ -367,6 +452,7 @@ class Shard:
         if head.operation == REDUCE or look:
             sums = self.reduce(commits, look, arrivals, reduced)
             reduced = True
+            failpoint("version.reduced")
             if look:
                 norm = _root_of_sum(exchange(sums))
                 finite = math.isfinite(norm)

@@ -68,7 +68,7 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
                 part.replace(target)  # while it is locked: nobody takes it for a part left behind
         finally:
             part.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         text = f"cannot save the checkpoint: {reason}; an older file stays as it was"
@@ -95,13 +95,12 @@ def _new_part(target: Path) -> tuple[Path, BinaryIO]:
         part = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.part")
         file = part.open("xb")
         try:
-            if not _lock(file.fileno()) or is_there(part, file.fileno()):
-                return part, file
-        except BaseException:
-            file.close()
-            part.unlink(missing_ok=True)
-            raise
-        file.close()  # another process has removed it before it was locked
+            locked = try_lock(file.fileno())
+        except OSError:
+            return part, file  # the file system has no locks
+        if locked and is_there(part, file.fileno()):
+            return part, file
+        file.close()  # another process removes it as one that was left, before it was locked
 
 
 def _stem(target: Path) -> str:
@@ -142,8 +141,8 @@ def _lock(descriptor: int) -> bool:
         return False
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the new name durable."""
+def sync_folder(folder: Path) -> None:
+    """Makes new names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,7 @@
-"""What a job keeps, in one file that torch.load reads too; `archive.py` writes and checks it."""
+"""What a job keeps, in one file that torch.load reads too; `archive.py` writes and checks it.
+
+Or in a directory of several: `checkpoint_folder.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,32 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.utils.serialization import config
 
-from . import archive
+from . import archive, checkpoint_folder
 from .model_index import model_index_of
 from .replica.replica import Replica
 
 _FORMAT = 1
 _HEAD = "tensorwire"  # in the file, what is the job's own
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint tells of the job.
+
+    Attributes:
+        epochs: that are done.
+        position: inside the next one, as `Position.saved` returns it.
+        name: of the directory, if it was one.
+    """
+
+    epochs: int
+    position: dict[str, Any] | None
+    name: str
 
 
 def check_keepable(name: str, thing: Any) -> None:
@@ -47,7 +65,9 @@ def save(
     trained: Sequence[Replica],
     done: int,
     seed: int,
-) -> None:
+    position: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
     """See `Job.save`."""
     if not kept:
         raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
@@ -56,8 +76,14 @@ def save(
             replica.check_unchanged()
     content = {name: _saved(name, thing) for name, thing in kept.items()}
     plain = [name for name, thing in kept.items() if _is_plain(thing)]
-    content[_HEAD] = {"format": _FORMAT, "epochs": done, "seed": seed, "plain": plain}
+    content[_HEAD] = {
+        "format": _FORMAT, "epochs": done, "seed": seed, "plain": plain, "position": position,
+    }  # fmt: skip
+    if keep is not None:
+        models = {name for name, thing in kept.items() if _is_model(thing)}
+        return checkpoint_folder.save(path, content, models, keep, _write)
     archive.replace(path, lambda file: _write(content, file))
+    return Path(path)
 
 
 def _saved(name: str, thing: Any) -> Any:
@@ -130,13 +156,20 @@ def load(
     editing: Callable[[Any], AbstractContextManager[None]],
     seed: int,
     mapped: bool = False,
-) -> int:
-    """See `Job.load`; returns the number of epochs that are done.
+) -> Loaded:
+    """See `Job.load`.
 
     With `mapped` only what is used of the file stays in memory.
     """
-    name = os.fspath(path)
-    content = archive.read(path, lambda there: _content(there, name, mapped))
+    name, found = os.fspath(path), ""
+
+    def read(there: str) -> dict[str, Any]:
+        return _content(there, name, mapped)
+
+    if os.path.isdir(path):
+        content, found = checkpoint_folder.load(path, read)
+    else:
+        content = archive.read(path, read)
     head = content.pop(_HEAD)
     if head["seed"] != seed:
         raise ValueError(
@@ -165,7 +198,7 @@ def load(
         value = _copied(content[key])  # with `mapped` it lies in the file
         thing.clear()
         (thing.update if isinstance(thing, dict) else thing.extend)(value)
-    return int(head["epochs"])
+    return Loaded(int(head["epochs"]), head["position"], found)
 
 
 def _kind(thing: Any, plain: bool) -> str:
@@ -203,11 +236,31 @@ def _content(there: str, name: str, mapped: bool) -> dict[str, Any]:
         )
     if not all(isinstance(head.get(key), int) for key in ("epochs", "seed")):
         raise ValueError(f"{name} is no checkpoint: it tells no epochs or no seed")
-    plain = head.setdefault("plain", [])  # older files have none
+    position = head.setdefault("position", None)  # older files have none, and nothing plain
+    if position is not None and not _is_position(position):
+        raise ValueError(f"{name} is no checkpoint: it does not tell where in its data it was")
+    plain = head.setdefault("plain", [])
     for key in plain if isinstance(plain, list) else [None]:
         if not isinstance(key, str) or not isinstance(content.get(key), dict | list):
             raise ValueError(f"{name} is no checkpoint: it does not tell what is plain in it")
     return content
+
+
+def _is_position(position: Any) -> bool:
+    """Whether it is as `Position.saved` returns it."""
+    if not isinstance(position, dict) or position.keys() != {"epoch", "passes", "over"}:
+        return False
+    passes, over = position["passes"], position["over"]
+    return (
+        isinstance(position["epoch"], int)
+        and isinstance(passes, dict)
+        and all(
+            isinstance(each, list) and [type(part) for part in each] == [int, int, str]
+            for each in passes.values()
+        )
+        and isinstance(over, dict)
+        and all(isinstance(number, int) for number in over.values())
+    )
 
 
 def _some(content: dict[Any, Any]) -> str:
@@ -216,8 +269,11 @@ def _some(content: dict[Any, Any]) -> str:
 
 
 def _is_model_of(thing: Any, replica: Replica) -> bool:
-    is_model = isinstance(thing, torch.nn.Module) or model_index_of(thing) is not None
-    return is_model and replica.shares(thing)
+    return _is_model(thing) and replica.shares(thing)
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module) or model_index_of(thing) is not None
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import math
 import multiprocessing.util
 import operator
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from tensorwire.parameters import Result
 from . import checkpoint, discovery
 from .console import ProgressLine
 from .loader import Loader, seed_of
+from .plain_steps import PlainSteps
+from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .session import Session
 
@@ -175,10 +179,13 @@ class Job:
         self._pid = os.getpid()
         self._given = given
         self._kept: dict[str, Any] = {}
+        self._saves: dict[str, int] = {}  # calls of `save`, by path
         self._first_epoch = 0
+        self._epochs: object = None  # the present loop of `epochs`
         self._done = 0  # epochs that a checkpoint of now has behind it
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
+        self._plain_steps = PlainSteps(self.size) if self.size > 1 and self.rank == 0 else None
         torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:
@@ -233,7 +240,16 @@ class Job:
     # ---- together
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all workers, of any number of numbers; all give equally many."""
+        """The sums over all workers, of any number of numbers; all give equally many.
+
+        Raises:
+            RuntimeError: the job was closed.
+        """
+        if self.closed:
+            raise RuntimeError(
+                "this job was closed, and its workers sum up nothing any more: call sum(), mean() "
+                "and barrier() before, or tw.init() for another job"
+            )
         return self.session.sum(values)
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
@@ -344,10 +360,12 @@ class Job:
         if self._progress:
             self._progress.close()  # of a loop that an error has left, and whose traceback is kept
         progress = self._progress = ProgressLine(count) if self.rank == 0 else None
+        loop = self._epochs = object()
         try:
             first, self._first_epoch = self._first_epoch, 0
             for epoch in range(first, count):
                 self.session.epoch = epoch
+                self.session.position.begin_epoch(epoch)
                 self._done = epoch + 1
                 if progress:
                     progress.begin(epoch)
@@ -356,6 +374,8 @@ class Job:
                 if progress:
                     progress.end(epoch, self.statistics.values)
         finally:
+            if self._epochs is loop:
+                self.session.position.leave_epochs()
             if progress:
                 progress.close()
             if self._progress is progress:
@@ -368,13 +388,16 @@ class Job:
         if self._progress:
             self._progress.show(plain)
 
-    def _begin_pass(self, steps: int) -> None:
-        """A loader begins: so many steps make this epoch."""
+    def _begin_pass(self, steps: int, first: int) -> None:
+        """A loader begins: so many steps make this epoch, of which the first ones were made."""
         for replica in self.local_replicas:
             replica.between_steps("a new pass of a loader")
         self.statistics.begin_pass()
+        if first and self.rank == 0:
+            text = f"goes on in epoch {self.epoch + 1}, behind step {first} of {steps}"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         if self._progress:
-            self._progress.expect(steps)
+            self._progress.expect(steps - first)
 
     # ---- keeping
 
@@ -397,36 +420,78 @@ class Job:
         """The first name that `keep` was given for an object; "" for none."""
         return next((name for name, kept in self._kept.items() if kept is thing), "")
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one version of everything kept to a file, for `torch.load`.
+    def save(
+        self, path: str | os.PathLike[str], *, keep: int | None = None, every: int = 1
+    ) -> Path | None:
+        """Writes one version of everything kept to a file, for `torch.load`, or into a folder.
 
         Of a model that is split all of it, as if it were not. One worker calls it, between steps;
-        no other takes part. The file appears complete or not at all, and keeps the mode of one that
-        it replaces; of a symbolic link the target is replaced.
+        no other takes part. What is written appears complete or not at all. A file keeps the mode
+        of one that it replaces; of a symbolic link the target is replaced.
+
+        Args:
+            path: of the file; with `keep` of a folder, which is made.
+            keep: a directory of its own for this checkpoint, `checkpoint-000007` for example, with
+                a safetensors file for each model and `state.pt` for the rest. So many are kept, the
+                last ones; each worker that calls it makes one.
+            every: of so many calls one writes, the last: `job.save("checkpoints", keep=3,
+                every=100)` after each step.
+
+        Returns:
+            What was written; None if nothing was, as `every` says.
 
         Raises:
             RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
                 would be this worker's alone.
             TypeError: a state_dict(), dict or list has other objects than tensors, numbers, texts
                 and containers of these, which `load` refuses; or it contains itself.
-            OSError: the disk is full or the path cannot be written; an older file stays.
+            ValueError: `keep` or `every` is no number from 1 up.
+            OSError: the disk is full or the path cannot be written; what is there stays.
+            UnavailableError: `keep` needs safetensors, which is not installed.
         """
-        checkpoint.save(path, self._kept, self.local_replicas, self._done, self.seed)
+        for name, number in (("keep", keep), ("every", every)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
+        where = os.path.abspath(path)
+        self._saves[where] = self._saves.get(where, 0) + 1
+        if self._saves[where] % every:
+            return None
+        position = self.session.position.saved()
+        done = self._done if position is None else position["epoch"]
+        return checkpoint.save(
+            path, self._kept, self.local_replicas, done, self.seed, position, keep
+        )
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Puts a saved version back, on all workers; `epochs` goes on behind the saved epoch.
+        """Puts a saved version back, on all workers; the job goes on where it was saved.
+
+        `epochs` goes on behind the saved epoch. If it was saved while a loader of this job gave out
+        the batches of an epoch, `epochs` begins with that epoch, and its loaders go on behind the
+        last step that the file has; worker 0 says so.
 
         The checksums of the whole file are compared before anything of it is used.
+
+        Args:
+            path: of a file, of a checkpoint's directory, or of a folder of such: the last one.
 
         Raises:
             ValueError: it is damaged, no checkpoint of these objects, or of a job with another
                 seed.
+            RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
         several = self.pipeline > 1
-        self._done = checkpoint.load(
+        loaded = checkpoint.load(
             path, self._kept, self.local_replicas, self.editing, self.seed, several
         )
+        told = self.session.gather(hashlib.sha256(repr(loaded).encode()).digest())
+        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
+            raise RuntimeError(
+                f"worker {others[0]} has loaded another checkpoint than worker 0: {path} was "
+                "written while it was read. Call job.barrier() between save and load"
+            )
+        self._done = loaded.epochs
+        self.session.position.load(loaded.position)
         self._first_epoch = self.session.epoch = self._done
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -435,8 +500,11 @@ class Job:
         Args:
             path: also write it there as JSON.
         """
+        member = self.session.member
+        waited = [] if member is None else list(member.takeovers_s)
+        about = {"workers": self.size, "slices": self.slices, "rank": self.rank}
         return self.statistics.report(
-            {"workers": self.size, "slices": self.slices, "rank": self.rank},
+            {**about, "server_takeovers_s": waited},
             [replica.store for replica in self.local_replicas],
             path,
         )
@@ -458,12 +526,18 @@ class Job:
             return
         self.closed = True
         atexit.unregister(self._at_exit)
+        if self._plain_steps:
+            self._plain_steps.close()
         try:
             for replica in self.local_replicas:
                 if tell and goodbye and self.rank == 0 and replica.never_stepped:
                     _tell_of_no_step(replica)
                 replica.close(private)
+                if private:  # else nobody uses the optimizer any more
+                    optimizer: Any = replica.optimizer
+                    optimizer._tensorwire = ClosedReplica()
         finally:
+            self.session.after_step.clear()
             self.session.close(goodbye)
             discovery.leave(goodbye, error)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from .position import LoaderPass
 from .session import Session
 
 
@@ -100,7 +101,7 @@ class Loader:
     def __init__(
         self,
         session: Session,
-        begin_pass: Callable[[int], None],
+        begin_pass: Callable[[int, int], None],
         dataset: Dataset[Any],
         batch_size: int,
         shuffle: bool,
@@ -118,8 +119,9 @@ class Loader:
                 raise ValueError(f"the job chooses the samples; {name}= cannot be given")
         self._session, self._begin_pass = session, begin_pass
         self._shuffle, self._accumulate = shuffle, accumulate
+        self._name = session.position.name_of_next_loader()
         self._length = len(dataset)
-        self._epoch, self._passes = session.epoch, 0
+        self._epoch, self._passes = session.position.began, 0
         steps = deal(self._length, session.slices, batch_size, drop_last)
         if not steps:
             raise ValueError(
@@ -129,6 +131,10 @@ class Loader:
         self._steps = steps[: len(steps) // accumulate * accumulate]
         if not self._steps:
             raise ValueError(f"{len(steps)} steps are fewer than accumulate={accumulate}")
+        self._data = (
+            f"{self._length} samples in {session.slices} slices of {batch_size}, "
+            f"shuffle={shuffle}, drop_last={drop_last}, accumulate={accumulate}"
+        )
         self._batches = _Batches()
         self._generator = torch.Generator()
         self._loader = DataLoader(
@@ -139,12 +145,30 @@ class Loader:
         """Batches that this worker gets in an epoch."""
         return len(self._steps) * len(self._session.my_slices)
 
+    @property
+    def first_batch(self) -> int:
+        """How many batches of the next pass were given out before a checkpoint was saved.
+
+        It goes on behind them: `enumerate(loader, loader.first_batch)` counts as before.
+        """
+        steps = len(self._steps) // self._accumulate
+        first = self._session.position.first_step(self._name, self._number(), steps)
+        return first * self._batches_per_step
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._accumulate * len(self._session.my_slices)
+
+    def _number(self) -> int:
+        """That of the next pass in this epoch."""
+        if self._session.position.began != self._epoch:
+            self._epoch, self._passes = self._session.position.began, 0
+        return self._passes
+
     def __iter__(self) -> Iterator[Any]:
-        session = self._session
-        if session.epoch != self._epoch:
-            self._epoch, self._passes = session.epoch, 0
+        session, number = self._session, self._number()
         # A second pass within an epoch has an order of its own.
-        epoch = session.epoch if self._passes == 0 else seed_of(session.epoch, self._passes)
+        epoch = session.epoch if number == 0 else seed_of(session.epoch, number)
         generator = self._generator.manual_seed(seed_of(session.seed, epoch))
         order = (
             torch.randperm(self._length, generator=generator).tolist()
@@ -157,16 +181,41 @@ class Loader:
             batches.append(_Batch(order[start:stop], seed_of(session.seed, epoch, step, index, 0)))
             # Each process of a pipeline draws other numbers.
             seeds.append(seed_of(session.seed, epoch, step, index, 1 + session.stage))
+        if not torch.is_grad_enabled():
+            yield from self._give(batches, seeds, None)
+            return
+        steps = len(self._steps) // self._accumulate
+        begun = session.position.begin(
+            self._name, number, self._data, steps, self._batches_per_step
+        )
+        self._begin_pass(steps, begun.first_step)
+        first = begun.first_step * self._batches_per_step
+        self._passes += first > 0
+        try:
+            yield from self._give(batches[first:], seeds[first:], begun)
+        finally:
+            session.position.end(self._name, begun)
+
+    def _give(
+        self, batches: list[_Batch], seeds: list[int], of: LoaderPass | None
+    ) -> Iterator[Any]:
+        """Gives out batches, each with the random numbers of its seed."""
         self._batches.now = batches
-        if torch.is_grad_enabled():
-            self._begin_pass(len(self._steps) // self._accumulate)
-        for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
-            torch.default_generator.manual_seed(seed)
-            session.batches += 1
-            session.batch_samples = len(batch)
-            yield data
-            if batch is batches[0]:
-                self._passes += 1  # who only looked at the first batch has made no pass
+        session, looked_at = self._session, of is None or of.first_step == 0
+        this = object()
+        try:
+            for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
+                torch.default_generator.manual_seed(seed)
+                session.batch_comes(this, len(batch))
+                if of is not None:
+                    of.given += 1
+                yield data
+                if looked_at:
+                    looked_at = False
+                    self._passes += 1  # who only looked at the first batch has made no pass
+            session.pass_ends(this, False)
+        finally:
+            session.pass_ends(this, of is not None)
 
     def _mine(self) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""

@@ -7,6 +7,8 @@ hooks on the parameters; values move inside `step()` and nowhere else.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +19,8 @@ from torch import nn
 from .job import Job, current_job
 from .model_index import model_index_of
 from .replica.arithmetic import APPLIERS, check_possible
+from .replica.closed import ClosedReplica
+from .replica.optimizer_state import StateAtServers
 from .replica.replica import Replica
 
 if TYPE_CHECKING:
@@ -86,6 +90,7 @@ def DistributedOptimizer(
             the optimizer changes all rows of a table with sparse gradients; an argument makes no
             sense.
         UnavailableError: another optimizer, or parameters on a device.
+        TypeError: `optimizer` is none of torch's, as where the arguments are swapped.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).
     """
@@ -96,11 +101,14 @@ def DistributedOptimizer(
             "give that"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"a torch optimizer is distributed, not {type(optimizer).__name__}")
+        raise TypeError(
+            "the first argument of DistributedOptimizer has to be a torch.optim.Optimizer, not "
+            f"{type(optimizer).__name__}: DistributedOptimizer(optimizer, model)"
+        )
     if mode not in MODES:
         raise ValueError(f"mode is {' or '.join(map(repr, MODES))}, not {mode!r}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
+    if max_norm is not None:
+        _check_norm(max_norm)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {' or '.join(map(repr, PLACEMENTS))}, not {placement!r}")
     if apply not in APPLIERS:
@@ -155,7 +163,7 @@ def _close_replaced(job: Job, optimizer: torch.optim.Optimizer) -> None:
         if trained & theirs and left <= trained:
             replaced: Any = core.optimizer
             replaced.close()
-            replaced._tensorwire = _Closed(
+            replaced._tensorwire = ClosedReplica(
                 "this optimizer was closed when another one was made for its parameters; use that "
                 "one"
             )
@@ -235,13 +243,19 @@ class DistributedMixin:
         """Parameters have their averages inside, in this process alone; needs `ema=`.
 
         To evaluate: no gradient is recorded inside, and what others train with stays as it is.
-        Buffers stay as they are. No other worker takes part. Call it between steps.
+        Buffers stay as they are. No other worker takes part. Call it between steps. `job.save`
+        inside saves the averages as the model.
 
         Raises:
             RuntimeError: there is no average, or this is between the slices of a step.
         """
         with self._tensorwire.averaged():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "does not require grad" in str(error):
+                    error.add_note("Inside ema_weights() no gradient is recorded: train outside")
+                raise
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's `state_dict()` with the averages; copies. As `ema_weights()`."""
@@ -250,12 +264,26 @@ class DistributedMixin:
             return {key: value.clone() for key, value in core.model.state_dict().items()}
 
     @property
+    def state(self) -> Any:
+        """An error to use while the servers have it; worker 0's own where worker 0 applies."""
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if isinstance(self.state, StateAtServers):
+            self.state.refuse()
+        vars(self)["state"] = value
+
+    @property
     def last_norm(self) -> float:
         """The norm of the last averaged gradient before clipping; nan where nobody asked."""
         return self._tensorwire.last_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, on all workers; the parameters are dealt out anew, state is kept."""
+        """As in torch, on all workers; the parameters are dealt out anew, state is kept.
+
+        After an error the optimizer is as before.
+        """
         core = getattr(self, "_tensorwire", None)
         if core is None:
             super().add_param_group(param_group)  # type: ignore[misc]
@@ -264,7 +292,11 @@ class DistributedMixin:
         core.ownership.check_movable("add_param_group()")
         state = core.state.saved()
         super().add_param_group(param_group)  # type: ignore[misc]
-        core.replan(state)
+        try:
+            core.replan(state)
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, and loadable there: reads one version of the state from the servers.
@@ -299,14 +331,14 @@ class DistributedMixin:
             PeerLostError: a server is gone.
         """
         core = self._tensorwire
-        if isinstance(core, _Closed):  # type: ignore[unreachable]
+        if isinstance(core, ClosedReplica):  # type: ignore[unreachable]
             return
         if not core.session.closed:
             replicas = current_job().local_replicas
             if core in replicas:  # else an earlier call was interrupted at its end
                 core.drop()
                 replicas.remove(core)
-        self._tensorwire = _Closed(  # type: ignore[assignment]
+        self._tensorwire = ClosedReplica(  # type: ignore[assignment]
             "this optimizer was closed; make a new one for further steps"
         )
 
@@ -315,16 +347,6 @@ class DistributedMixin:
             "a distributed optimizer cannot be copied or pickled: its parameters and state belong "
             "to the job. Keep opt.state_dict(), make a new optimizer and load it there"
         )
-
-
-class _Closed:
-    """Stands for the Replica of an optimizer that was closed."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(self._text)
 
 
 def _change_class(optimizer: torch.optim.Optimizer) -> None:
@@ -360,7 +382,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     workers call it between backward and `step()`.
 
     Args:
-        parameters: the distributed optimizer, the model, or all parameters of the optimizer.
+        parameters: the distributed optimizer, the model, or all parameters of the optimizer. Of a
+            model whose parameters several distributed optimizers train, the norm is that of all.
         max_norm: a positive number. Infinity changes nothing: only the norm is computed.
 
     Returns:
@@ -368,32 +391,53 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 
     Raises:
         ValueError: `max_norm` is 0, negative or NaN; or these are not all parameters of one
-            distributed optimizer.
+            distributed optimizer or of several.
     """
+    _check_norm(max_norm)
+    cores = _cores_of(parameters)
+    if len(cores) == 1:
+        return torch.tensor(cores[0].clip(float(max_norm)))
+    norms = [core.clip(math.inf) for core in cores]
+    norm = math.hypot(*norms)
+    scale = max_norm / (norm + _TINY)
+    for core, own in zip(cores, norms, strict=True):
+        if not math.isfinite(norm):  # what is finite becomes nothing, as where the norm is infinite
+            core.clip(sys.float_info.min)
+        elif scale < 1.0:
+            core.clip((own + _TINY) * scale)
+    return torch.tensor(norm)
+
+
+def _check_norm(max_norm: Any) -> None:
+    if not hasattr(max_norm, "__float__"):
+        raise TypeError(f"max_norm is a positive number, not {max_norm!r}")
     if not max_norm > 0:
         raise ValueError(f"max_norm is a positive number, not {max_norm!r}")
-    return torch.tensor(_core_of(parameters).clip(float(max_norm)))
 
 
-def _core_of(what: Any) -> Replica:
+_TINY = 1e-6  # what torch and the servers add to a norm before they divide by it
+
+
+def _cores_of(what: Any) -> list[Replica]:
+    """The replicas of these parameters; each is of one distributed optimizer."""
     if isinstance(what, DistributedMixin):
-        return what._tensorwire
+        return [what._tensorwire]
     cores = current_job().local_replicas
     for core in cores:
         if model_index_of(what) is not None and core.shares(what):
-            return core
+            return [core]
     if isinstance(what, nn.Module):
         what = what.parameters()
     elif isinstance(what, torch.Tensor):
         what = [what]
     given = {id(p) for p in what if p.requires_grad}
-    for core in cores:
-        own = {id(core.parameters[i]) for i in core.trained}
-        if given & own:
-            if given != own:
-                raise ValueError(
-                    "clip_grad_norm_ clips all parameters of one distributed optimizer together; "
-                    "for some of them call opt.synchronize() and clip .grad yourself"
-                )
-            return core
-    raise ValueError("these are no parameters of a distributed optimizer")
+    own = {core: {id(core.parameters[i]) for i in core.trained} for core in cores}
+    found = [core for core in cores if given & own[core]]
+    if not found:
+        raise ValueError("these are no parameters of a distributed optimizer")
+    if given != set().union(*(own[core] for core in found)):
+        raise ValueError(
+            "clip_grad_norm_ clips all parameters of distributed optimizers together; for some of "
+            "them call opt.synchronize() and clip .grad yourself"
+        )
+    return found

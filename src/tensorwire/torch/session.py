@@ -17,6 +17,7 @@ from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, S
 from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernel, permitted_imports
+from .position import Position
 from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
@@ -42,6 +43,7 @@ class Session:
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
+        position: the same, for a checkpoint.
         statistics: of the steps.
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
@@ -61,7 +63,11 @@ class Session:
         self.epoch = 0
         self.batches = 0
         self.batch_samples = 0
+        self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
+        self._left = 0, 0  # the last batch of a pass that was over before a step used it
+        self._used = 0  # batches that were given out before the last version
         self.closed = False
+        self.position = Position()
         self.statistics = Statistics()
         self.after_step: list[Callable[[Result], None]] = []
         self._stores: list[Store] = []
@@ -91,6 +97,26 @@ class Session:
     def imports(self) -> tuple[str, ...] | None:
         """The modules that servers may import for optimizers; None: there are no servers."""
         return None if self.member is None else permitted_imports()
+
+    # ---- data
+
+    def batch_comes(self, iteration: object, samples: int) -> None:
+        """An iteration over a loader gives out a batch."""
+        self.batches += 1
+        self.batch_samples = samples
+        self._present.pop(iteration, None)
+        self._present[iteration] = self.batches, samples
+
+    def pass_ends(self, iteration: object, trains: bool) -> None:
+        """It is over; if it was left and `trains`, its last batch is worked on until a version."""
+        last = self._present.pop(iteration, None)
+        if last is not None and trains:
+            self._left = last
+
+    def present_batch(self) -> tuple[int, int] | None:
+        """Number and samples of the batch that is worked on; None if no loader gave one."""
+        left = self._left if self._left[0] > self._used else None
+        return next(reversed(self._present.values()), left)
 
     # ---- stores
 
@@ -122,6 +148,8 @@ class Session:
     def stepped(self, result: Result) -> None:
         """A version of a store is in place."""
         self.statistics.step(result)
+        self.position.stepped()
+        self._used = self.batches
         for each in self.after_step:
             each(result)
 

@@ -62,7 +62,7 @@ class Statistics:
 
     def report(
         self,
-        worker: Mapping[str, int],
+        worker: Mapping[str, Any],
         stores: Sequence[Store],
         path: str | os.PathLike[str] | None,
     ) -> dict[str, Any]:

@@ -27,12 +27,13 @@ from .opening import Opening
 class Contributor:
     """A worker of a slice's pipeline: it makes one commit of every version.
 
-    The `units` are words of what follows a commit over a network. The `blocks` tell where pooled
-    gradients are; None where there can be none.
+    It has no `peer` if it had left before this server took another one's place. The `units` are
+    words of what follows a commit over a network. The `blocks` tell where pooled gradients are;
+    None where there can be none.
     """
 
     rank: int
-    peer: Peer
+    peer: Peer | None
     mailbox: Mailbox
     units: Sequence[Word]
     blocks: NDArray[np.uint32] | None
@@ -83,7 +84,7 @@ class Gatherer:
             if rank not in opening.mapped:  # what others copy is there before their commit
                 arrived = opening.allocate(RegionKind.ARRIVED, index)
                 units = [arrived.word(offset) for offset in opening.regions.unit_words]
-            yield Contributor(rank, self._member.workers[rank], mailbox, units, blocks)
+            yield Contributor(rank, self._member.workers.get(rank), mailbox, units, blocks)
 
     def close(self) -> None:
         """Lets go of the store's memory; another store's thread may look meanwhile."""
@@ -103,9 +104,10 @@ class Gatherer:
             self._check_places(commit, each)
             commits.append(commit)
             gathered.append(each)
-            if different := commits[0].difference(commit):
+            ranks = gathered[0].rank, each.rank
+            if different := commits[0].difference(commit, *(f"in worker {rank}" for rank in ranks)):
                 raise DisagreementError(
-                    f"worker {gathered[0].rank} and worker {each.rank} disagree: {different}"
+                    f"worker {ranks[0]} and worker {ranks[1]} disagree: {different}"
                 )
         if commits[0].version != version:
             raise DisagreementError(f"version {commits[0].version} was committed, not {version}")
@@ -156,22 +158,25 @@ class Gatherer:
                     contributor.mailbox.wait(version, 1.0, peer=peer)
                     return
                 except TimeoutError:
+                    if peer is None:
+                        raise PeerLostError(f"worker {rank} has left") from None
                     self._check_deadlock(version, rank)
         except PeerLostError as error:
             if self._member.has_left(rank):
                 self._await_goodbyes(version)
+                who = f"worker {rank}" if peer is None else called(peer)
                 raise PeerLostError(
-                    f"{called(peer)} has left the job, others have not: every "
+                    f"{who} has left the job, others have not: every "
                     "worker makes the same number of steps"
                 ) from error
-            raise lost(peer) from error
+            raise error if peer is None else lost(peer) from error
 
     @staticmethod
-    def _wait_unit(peer: Peer, word: Word, stamp: int) -> None:
+    def _wait_unit(peer: Peer | None, word: Word, stamp: int) -> None:
         try:
             word.wait_until(stamp, peer=peer)
         except PeerLostError as error:
-            raise lost(peer) from error
+            raise error if peer is None else lost(peer) from error
 
     def _check_deadlock(self, version: int, rank: int) -> None:
         """Raises DisagreementError if some wait here for a worker that waits for them elsewhere."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tensorwire.errors import ClosedError, TimeoutError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion
 
@@ -16,6 +19,8 @@ from ..contributions import Contribution
 from ..layout import Layout, Spec
 from ..messages import Description, DisagreementError
 from ..regions import RegionKind, ServerRegions, region_name
+
+_OPENING_BYTES = 16 << 20  # for what all workers describe, compressed
 
 
 class Opening:
@@ -31,24 +36,59 @@ class Opening:
 
     def __init__(self, member: ServerMember, number: int, closing: threading.Event) -> None:
         self.member, self.closing = member, closing
-        self.descriptions = _read_descriptions(member, number)
+        self._allocated: list[Region] = []
+        workers = member.workers.items()
+        self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
+        self.descriptions = self._find_descriptions(number)
         self.spec = spec = agreed(self.descriptions)
         self.committers = committers_of(spec, member.count)
         shares = Layout(spec).deal(len(member.servers) + 1)
         self.regions = ServerRegions(number, shares, member.index)
-        workers = member.workers.items()
-        self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
         self.homes = {each.home for each in self.descriptions.values()} - {-1}
-        self._allocated: list[Region] = []
+        if member.durable and -1 in {each.home for each in self.descriptions.values()}:
+            raise ValueError(
+                "a worker reaches no server over shared memory, so that the memory of servers "
+                "cannot outlive them: start the job with --no-durable"
+            )
 
     def produces(self, slice_index: int) -> bool:
         """A worker of a slice can produce its gradients in this server's memory."""
         first, pipeline = slice_index * self.spec.pipeline, self.spec.pipeline
         return not self.mapped.isdisjoint(self.committers[first : first + pipeline])
 
-    def allocate(self, kind: RegionKind, which: int | str | None = None) -> Region:
+    def _find_descriptions(self, number: int) -> dict[int, Description]:
+        """What the workers describe, who may be gone if a predecessor of this server has opened it.
+
+        Raises:
+            ValueError: a worker described nothing that makes sense.
+        """
+        member, servers = self.member, len(self.member.servers) + 1
+        if not member.durable:
+            return _checked(_read_descriptions(member, number), servers)
+        name = region_name(number, RegionKind.OPENING)
+        region = member.allocate(_OPENING_BYTES, name=name, access="none")
+        self._allocated.append(region)
+        memory = region.array()
+        size = memory[:8].view(np.int64)
+        if size[0] == 0:
+            texts = [text.decode() for text in _read_descriptions(member, number)]
+            told = zlib.compress(
+                json.dumps({"texts": texts, "mapped": sorted(self.mapped)}).encode(), 1
+            )
+            if len(told) > _OPENING_BYTES - 8:
+                raise ValueError(f"the descriptions of a store have {len(told)} bytes, too many")
+            memory[8 : 8 + len(told)] = np.frombuffer(told, np.uint8)
+            size[0] = len(told)
+            failpoint("opening.described")
+        found = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
+        self.mapped = set(found["mapped"])
+        return _checked([text.encode() for text in found["texts"]], servers)
+
+    def allocate(
+        self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
+    ) -> Region:
         """Allocates a region."""
-        self._allocated.append(self.regions.allocate(self.member.node, kind, which))
+        self._allocated.append(self.regions.allocate(self.member, kind, which, size_bytes))
         return self._allocated[-1]
 
     def contribution(self, slice_index: int, slot: Region) -> Contribution:
@@ -62,28 +102,41 @@ class Opening:
             heads = self.allocate(RegionKind.ROWS, slice_index).array()
         return Contribution(slot.array()[:size], produced, pool, heads)
 
+    def region(self, kind: RegionKind) -> Region:
+        """A region that is allocated, here or by a predecessor."""
+        name = self.regions.name(kind)
+        found = [each for each in self._allocated if each.name == name]
+        return found[0] if found else self.allocate(kind)
+
     def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
         """A region that another server is about to allocate."""
         while not self.closing.is_set():
             with contextlib.suppress(TimeoutError):
-                return peer.wait_region(self.regions.name(kind), 0.25)
+                return self.member.persist(peer, peer.wait_region, self.regions.name(kind), 0.25)
         raise ClosedError("the job is over")
 
     def free(self) -> None:
         """Frees all regions; their memory is given back when the last that refers to it is gone."""
         for region in self._allocated:
-            region.free()
+            self.member.free(region)
         self._allocated.clear()
 
 
-def _read_descriptions(member: ServerMember, number: int) -> dict[int, Description]:
-    found = {}
-    for rank, peer in sorted(member.workers.items()):
+def _read_descriptions(member: ServerMember, number: int) -> list[bytes]:
+    found = []
+    for _, peer in sorted(member.workers.items()):
         region = peer.region(region_name(number, RegionKind.SPEC))
         data = np.empty(region.size_bytes, np.uint8)
         region.read(data).wait()
+        found.append(data.tobytes())
+    return found
+
+
+def _checked(texts: Sequence[bytes], servers: int) -> dict[int, Description]:
+    found = {}
+    for rank, text in enumerate(texts):
         try:
-            found[rank] = Description.from_json(data.tobytes(), len(member.servers) + 1)
+            found[rank] = Description.from_json(text, servers)
         except ValueError as error:
             raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
     return found
@@ -93,10 +146,10 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
     """The Spec that all workers describe; raises if they do not, or want views that cannot be."""
     spec = descriptions[0].spec
     for rank, mine in descriptions.items():
-        if different := spec.difference(mine.spec):
+        names = {"here": "in worker 0", "there": f"in worker {rank}"}
+        if different := spec.difference(mine.spec, **names):
             raise DisagreementError(
-                f"worker {rank}'s model or optimizer is not worker 0's: {different} "
-                "(here: worker 0, there: the other)"
+                f"worker {rank}'s model or optimizer is not worker 0's: {different}"
             )
     for rank, mine in descriptions.items():
         owner = descriptions.get(mine.view)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, Transfer, wait_all
 
@@ -144,27 +146,57 @@ class Norms:
 
     def __init__(self, opening: Opening) -> None:
         regions, region = opening.regions, opening.allocate(RegionKind.NORMS)
+        self._persist = opening.member.persist
         self._servers, block = regions.servers, regions.norms_block
         self._others = {}
         for server, peer in sorted(opening.member.servers.items()):
             theirs = opening.look_up(peer, RegionKind.NORMS)[block(regions.server)]
             self._others[server] = peer, Mailbox(region[block(server)]), RemoteMailbox(theirs)
-            theirs.word(0).set(1).wait(30.0)
+            self._persist(peer, _say_ready, theirs)
         for peer, inbox, _ in self._others.values():
-            inbox.wait(1, peer=peer)
+            self._persist(peer, partial(inbox.wait, 1, peer=peer))
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
-        for *_, outbox in self._others.values():
-            outbox.send(mine, version).wait()
+        for peer, _, outbox in self._others.values():
+            self._persist(peer, _send, outbox, mine, version)
+        failpoint("norms.sent")
         sums: list[float] = []
         for server in range(self._servers):
             if server not in self._others:
                 sums += mine.tolist()
                 continue
             peer, inbox, _ = self._others[server]
-            sums += inbox.wait(version, peer=peer).view(np.float64).tolist()
+            theirs = self._persist(peer, partial(inbox.wait, version, peer=peer))
+            sums += theirs.view(np.float64).tolist()
         return sums
+
+
+def part(opening: Opening, version: int) -> None:
+    """Returns when all servers have made the last version of a store.
+
+    Until then the regions of each must stay, because the successor of another one needs them to
+    make it. Not twice: those who are through with it have freed theirs.
+    """
+    regions, member = opening.regions, opening.member
+    region, block = opening.region(RegionKind.NORMS), regions.norms_block
+    nothing = np.zeros(0)
+    for peer in member.servers.values():
+        with contextlib.suppress(LookupError, PeerLostError):
+            theirs = member.persist(peer, peer.region, regions.name(RegionKind.NORMS))
+            outbox = RemoteMailbox(theirs[block(regions.server)])
+            member.persist(peer, _send, outbox, nothing, version)
+    for server, peer in member.servers.items():
+        with contextlib.suppress(PeerLostError):  # it ended, because all workers have left
+            member.persist(peer, partial(Mailbox(region[block(server)]).wait, version, peer=peer))
+
+
+def _say_ready(block: RemoteRegion) -> None:
+    block.word(0).set(1).wait(30.0)
+
+
+def _send(outbox: RemoteMailbox, data: NDArray[np.float64], number: int) -> None:
+    outbox.send(data, number).wait()
 
 
 class Results:
@@ -183,6 +215,11 @@ class Results:
             raise PeerLostError("a worker left while a store was opened")
         for mailbox in mailboxes:
             mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
+
+    def tell_again(self, version: int, data: Bytes) -> None:
+        """Tells workers that are there what a predecessor has told some of them, or none."""
+        for mailbox in self._find():
+            mailbox.send(data, version).wait(30.0)
 
     def tell(self, result: Result) -> None:
         """Tells every worker that a version is in place; ClosedError if they know of the end."""

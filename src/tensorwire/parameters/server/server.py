@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
 from tensorwire.memory import wait_all
 
+from ..journal import Journal
 from ..kernel import Kernel
 from ..layout import Share
 from ..messages import (
@@ -30,6 +32,7 @@ from ..messages import (
     REDUCED,
     RELEASE,
     WANT_NORM,
+    Bytes,
     Commit,
     DisagreementError,
     Result,
@@ -38,9 +41,10 @@ from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
 from .gather import Calls, EverySlice, Gatherer
 from .opening import Opening
-from .publish import Norms, Publication, Results
+from .publish import Norms, Publication, Results, part
 
 _JOIN_S = 10.0
+_MOST_STORES = 1 << 20  # of a job whose servers may be replaced; a byte each
 _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
 
 
@@ -80,11 +84,19 @@ class Server:
         self._stores: list[StoreServer] = []
         self._made = 0  # stores, those that are gone included
         self._failure: BaseException | None = None
+        self._released: Bytes | None = None  # of each store, whether it is; outlives this process
+        if member.durable:
+            region = member.allocate(_MOST_STORES, name="released stores", access="none")
+            self._released = region.array()
 
     def run(self) -> None:
         """Returns when every worker said goodbye; raises if the job failed, and told them why."""
         try:
             for number in count():
+                if self.was_released(number):
+                    self.member.forget(f"{number}/")
+                    self._made = number + 1
+                    continue
                 if not self._wait_for(number + 1):
                     return
                 store = StoreServer(self, number)
@@ -119,6 +131,15 @@ class Server:
             except PeerLostError as named:
                 error = named
         self._failure = self._failure or error
+
+    def was_released(self, number: int) -> bool:
+        """This server, or one in whose place it is, has told all workers that a store is freed."""
+        return self._released is not None and bool(self._released[number])
+
+    def released(self, number: int) -> None:
+        """Called by a store's thread, before it frees what it has."""
+        if self._released is not None:
+            self._released[number] = 1
 
     def _watch(self) -> None:
         """Raises what a thread has told; the policy decides what the loss of a member means."""
@@ -222,17 +243,20 @@ class StoreServer:
         server = self._server
         try:
             opening = Opening(server.member, self.number, self.closing)
-            versions = Versions(opening, server.make_kernel, server.threads, server.calls)
-            try:
-                self.results.tell_opened()
-                self.share = opening.regions.share
-                while versions.advance(self.version + 1, self.results):
-                    self.version += 1
-            finally:
-                versions.close()
+            last = _last_published(opening)
+            if last is not None:
+                self.version = last[0]
+                self.results.tell_again(*last)
+            else:
+                self._make_versions(opening)
+            if server.member.durable:
+                part(opening, self.version)
             self.results.close()
+            server.released(self.number)
+            failpoint("store.released")
             self.closing.set()
             opening.free()
+            failpoint("store.freed")
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
                 return
@@ -240,9 +264,26 @@ class StoreServer:
                 traceback.print_exc()
             server.fail(error)
 
+    def _make_versions(self, opening: Opening) -> None:
+        """Until the last was made."""
+        server = self._server
+        versions = Versions(opening, server.make_kernel, server.threads, server.calls)
+        try:
+            self.version = versions.open(self.results)
+            self.share = opening.regions.share
+            while not versions.over:
+                versions.advance(self.version + 1, self.results)
+                self.version += 1
+        finally:
+            versions.close()
+
 
 class Versions:
-    """The versions of an open store at this server, as they are made."""
+    """The versions of an open store at this server, as they are made.
+
+    Attributes:
+        over: the last one was made.
+    """
 
     def __init__(
         self, opening: Opening, make_kernel: Callable[[str], Kernel], threads: int, calls: Calls
@@ -267,11 +308,15 @@ class Versions:
         if spec.ema:
             average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
+        durable = opening.member.durable
+        kept = opening.allocate(RegionKind.KEPT).array()[:size] if durable else None
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
-            average, averaged,
+            average, averaged, kept,
         )  # fmt: skip
-        self._shard = Shard(opening.regions.share, kernel, memory, threads)
+        self._journal = _open_journal(opening, kernel, memory, threads) if durable else None
+        self.over = False
+        self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
@@ -280,19 +325,43 @@ class Versions:
         self._kept_steps = [1] * len(slots)  # the first step may push what others do not
         self._stepped = False
 
-    def advance(self, version: int, results: Results) -> bool:
-        """Makes a version; False when it was the last."""
+    def open(self, results: Results) -> int:
+        """Tells the workers that the store is open, or once more what they were told last.
+
+        Returns:
+            The version that is in place.
+        """
+        failpoint("opening.ready")
+        if self._journal is None:
+            results.tell_opened()
+            return 1
+        if not self._journal.published:
+            self._journal.publish(1, Result(1).to_bytes())
+        results.tell_again(self._journal.published, self._journal.result)
+        failpoint("opening.told")
+        return self._journal.published
+
+    def advance(self, version: int, results: Results) -> None:
+        """Makes a version."""
         commits, arriving, started, complete = self._gatherer.gather(version)
+        failpoint("version.gathered")
         chunks = self._publication.begin(version)
         exchange = partial(self._norms.exchange, version)
         finite, norm = self._shard.advance(commits, exchange, chunks, arriving)
         if chunks:
             wait_all(chunks.finish())
-        self._discard_unused(commits)
         waited = arriving.waited_s / self._shard.threads
         wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        results.tell(Result(version, finite, norm, wait_s, work_s))
-        return commits[0].operation != RELEASE
+        result = Result(version, finite, norm, wait_s, work_s)
+        last = commits[0].operation == RELEASE
+        failpoint("version.applied")
+        if self._journal is not None:
+            self._journal.publish(version, result.to_bytes(), last)
+        failpoint("version.published")
+        self._discard_unused(commits)
+        results.tell(result)
+        failpoint("version.told")
+        self.over = last
 
     def close(self) -> None:
         """Ends the threads of the arithmetic, and lets go of the commits."""
@@ -316,3 +385,26 @@ class Versions:
             if self._unused[index] == self._kept_steps[index]:
                 slot.discard()
                 self._kept_steps[index] = _KEPT_STEPS
+
+
+def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
+    """The last version of a store, and what was told of it, if a predecessor has made it."""
+    if not opening.member.durable:
+        return None
+    share, scalars = opening.regions.share, len(opening.spec.scalars)
+    size = Journal.size_bytes(share, scalars)
+    memory = opening.allocate(RegionKind.JOURNAL, None, size).array()
+    return Journal.last(share, scalars, memory)
+
+
+def _open_journal(opening: Opening, kernel: Kernel, memory: ShardMemory, threads: int) -> Journal:
+    """The journal of a store at this server, or that of the server in whose place it is."""
+    share, scalars = opening.regions.share, len(opening.spec.scalars)
+    cells, tables = memory.changed_by_cell(share, kernel), memory.changed_by_table(share)
+    sizes = {
+        RegionKind.UNDO: Journal.undo_bytes(cells, threads),
+        RegionKind.TABLE_UNDO: Journal.table_undo_bytes(share, len(kernel.states)),
+    }
+    words = opening.region(RegionKind.JOURNAL).array()
+    undo, rows = (opening.allocate(kind, None, n).array() for kind, n in sizes.items())
+    return Journal(share, scalars, words, undo, rows, cells, tables)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.membership import lost
+from tensorwire.membership import WorkerMember, lost
 from tensorwire.memory import Mailbox, Peer, Region, RemoteRegion, wait_all
 
 from ..kernel import Rows
@@ -23,7 +23,8 @@ T = TypeVar("T")
 class Answers:
     """What all servers of a store tell a worker, in order: each has a mailbox for its results."""
 
-    def __init__(self, servers: Sequence[Peer], region: Region) -> None:
+    def __init__(self, member: WorkerMember, region: Region) -> None:
+        self._member, servers = member, member.servers
         self._mailboxes = [
             (peer, Mailbox(region[result_block(server)])) for server, peer in enumerate(servers)
         ]
@@ -57,11 +58,17 @@ class Answers:
         return error
 
     def attempt(self, peer: Peer, action: Callable[..., T], *arguments: Any) -> T:
-        """Does what concerns a peer, and explains an error."""
-        try:
-            return action(*arguments)
-        except TensorwireError as error:
-            raise self.explain(peer, error) from error
+        """Does what concerns a peer, and explains an error.
+
+        It is done again where the peer was a server that another one has replaced.
+        """
+        while True:
+            try:
+                return action(*arguments)
+            except TensorwireError as error:
+                lost_peer = isinstance(error, PeerLostError) and not self.reason()
+                if not (lost_peer and self._member.recover(peer)):
+                    raise self.explain(peer, error) from error
 
 
 class Link:
@@ -144,7 +151,8 @@ class Link:
 
     def region(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion:
         """A region of the server."""
-        return self._peer.region(self.regions.name(kind, which))
+        name = self.regions.name(kind, which)
+        return self._answers.attempt(self._peer, self._peer.region, name)
 
     def find(self, kind: RegionKind) -> RemoteRegion | None:
         """A region that the server may have or not."""
@@ -156,8 +164,8 @@ class Link:
 
     def read(self, remote: RemoteRegion, local: Any) -> None:
         """Fills `local` from the server's memory."""
-        self._answers.attempt(self._peer, remote.read, local).wait()
+        self._answers.attempt(self._peer, lambda: remote.read(local).wait())
 
     def write(self, remote: RemoteRegion, local: Any) -> None:
         """Overwrites the server's memory."""
-        self._answers.attempt(self._peer, remote.write, local).wait()
+        self._answers.attempt(self._peer, lambda: remote.write(local).wait())

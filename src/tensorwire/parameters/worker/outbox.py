@@ -100,17 +100,18 @@ class Copier(_Sender):
         """Copies what is pending."""
         if not self._locals:
             return
-        locals_, remotes = self._locals, self._remotes
+        transfer = self._peer.write(self._locals, self._remotes)
+        transfer.wait()  # it is complete; if the server was lost all stays pending
+        self.transfers.append(transfer)
         self.bytes_sent += self._pending_bytes
         self._locals, self._remotes, self._pending_bytes = [], [], 0
-        self.transfers.append(self._peer.write(locals_, remotes))
 
     def commit(self, commit: Commit, data: Bytes) -> None:
         """Writes the commit; its word is raised behind all that was copied of the slice."""
         if commit.blocks:
             pooled = np.flatnonzero(np.frombuffer(commit.present, np.uint8) == POOLED)
             self._blocks[pooled] = np.array(commit.blocks, np.uint32)[pooled]
-        self.transfers.append(self._commits.send(data, commit.version, self.transfers))
+        self._commits.send(data, commit.version, self.transfers).wait()
 
 
 class Outbox(_Sender):

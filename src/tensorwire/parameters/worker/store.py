@@ -204,7 +204,7 @@ class RemoteStore:
         wants = None if part is None else part.wants
         text = Description(source.home, source.owner, wants, spec).to_json()
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
-        self._answers = Answers(servers, result)
+        self._answers = Answers(member, result)
         member.tell(number + 1)
         self._answers.wait(1)
 
@@ -212,7 +212,7 @@ class RemoteStore:
         regions = [ServerRegions(number, shares, server) for server in range(len(servers))]
         commits = {i: i * place.pipeline + place.stage for i in place.my_slices}
         self._links = [
-            Link(peer, there, commits, self._sends, self._answers)
+            self._answers.attempt(peer, Link, peer, there, commits, self._sends, self._answers)
             for peer, there in zip(servers, regions, strict=True)
         ]
         self._gradients: dict[int, dict[int, Gradient]] = {i: {} for i in commits}
@@ -288,7 +288,9 @@ class RemoteStore:
 
     def read_reduced(self, target: Bytes) -> None:
         for link in self._links:
-            slot, base = link.region(RegionKind.SLOT, 0), link.share.start
+            durable = self._member.place.durable
+            slot = link.region(RegionKind.KEPT) if durable else link.region(RegionKind.SLOT, 0)
+            base = link.share.start
             for start, stop, at in self.own.of(base, link.share.stop):
                 link.read(slot[start - base : stop - base], target[at : at + stop - start])
 

@@ -131,7 +131,8 @@ class ViewSource:
     def _find(self, answers: Answers, kind: RegionKind) -> Region | RemoteRegion:
         name = region_name(self._store, kind)
         if self.home >= 0:
-            return self._member.servers[self.home].region(name)
+            server = self._member.servers[self.home]
+            return answers.attempt(server, server.region, name)
         if self._neighbour is None:
             return self.allocated[kind]
         return answers.attempt(self._neighbour[1], self._neighbour[1].region, name)

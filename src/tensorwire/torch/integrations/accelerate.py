@@ -179,6 +179,16 @@ class TensorwireAccelerator(accelerate.Accelerator):
 
     # ---- checkpoints and the end
 
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """As in Accelerate; the optimizers' state is read in the processes that write it."""
+        optimizers, everywhere = self._optimizers, self.project_configuration.save_on_each_node
+        if not (self.is_local_main_process if everywhere else self.is_main_process):
+            self._optimizers = [_NotWritten() for _ in optimizers]
+        try:
+            return super().save_state(*args, **options)
+        finally:
+            self._optimizers = optimizers
+
     def load_state(self, *args: Any, **options: Any) -> None:
         """As in Accelerate, on all workers; worker 0's values count."""
         optimizers = self._optimizers
@@ -204,6 +214,13 @@ class _Later:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
+
+
+class _NotWritten:
+    """Stands for an optimizer in a process that writes nothing, and perhaps has no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 def adopt(accelerator: accelerate.Accelerator) -> None:

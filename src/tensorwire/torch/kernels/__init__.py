@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .description import Options, alike, describe, ignored_options, options_of
+from .description import (
+    Options,
+    alike,
+    describe,
+    has_other_attributes,
+    ignored_options,
+    options_of,
+    plain_class_of,
+)
 from .fused import FusedKernel
 from .optimizer_spec import OptimizerSpec, class_of, import_all, permitted_imports
 from .own_step import OwnStepKernel, scalar_of
@@ -27,11 +35,13 @@ __all__ = [
     "TorchKernel",
     "alike",
     "describe",
+    "has_other_attributes",
     "ignored_options",
     "import_all",
     "kernel_of",
     "options_of",
     "permitted_imports",
+    "plain_class_of",
     "scalar_of",
 ]
 

@@ -8,7 +8,7 @@ cells, or tensor by tensor. Only equal bits count.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -22,6 +22,13 @@ from .optimizer_spec import GroupOptions, OptimizerSpec, class_of, is_permitted
 from .trial import IGNORED, OF_ALL, NotOnServersError, ParameterKind, Trial
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_SCHEDULERS = frozenset({
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
+    "swa_lr",
+})  # fmt: skip
+"""What torch puts into groups besides options."""
+_HARMLESS = frozenset({"_is_hf_initialized"})
+"""Attributes of parameters that no optimizer looks at."""
 
 
 class Options(NamedTuple):
@@ -47,12 +54,18 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, tuple[Hyper, 
     types: dict[str, str] = {}
     rows: list[dict[str, float]] = []
     constants = []
-    keys = [key for key in optimizer.defaults if key not in IGNORED]
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    keys = {*optimizer.defaults} - {*IGNORED}
+    more: set[str] = set()
+    if not is_permitted(plain_class_of(optimizer).__module__, ()):
+        # A group may have options of its own; torch's own classes look at no others.
+        more = {key for group in groups for key in group} - {*keys, *IGNORED, *_OF_SCHEDULERS}
+    in_some = {key for key in more if any(key not in group for group in groups)}
+    for group in groups:
         row: dict[str, float] = {}
         others: dict[str, Any] = {}
-        for key in keys:
-            numbers = _numbers(key, group[key])
+        for key in sorted((keys | more) & group.keys()):
+            numbers = None if key in in_some else _numbers(key, group[key])
             if numbers is None:
                 others[key] = _plain(f"option {key!r}", group[key])
             for name, value, kind in numbers or ():
@@ -97,6 +110,51 @@ def _plain(what: str, value: Any) -> Any:
     raise NotOnServersError(f"its {what} is a {type(value).__name__}")
 
 
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer, beside those that all have.
+
+    Raises:
+        NotOnServersError: one is no plain value.
+    """
+    own = _own_attributes(optimizer)
+    return {key: _plain(f"attribute {key!r}", value) for key, value in own.items()}
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in OF_ALL and not key.startswith("_optimizer_")
+    }
+
+
+def has_other_attributes(optimizer: torch.optim.Optimizer, described: Mapping[str, Any]) -> bool:
+    """Tells whether attributes changed that a class may look at; torch's own look at none."""
+    if is_permitted(plain_class_of(optimizer).__module__, ()):
+        return False
+    try:
+        return repr(sorted(attributes_of(optimizer).items())) != repr(sorted(described.items()))
+    except NotOnServersError:
+        return True
+
+
+def plain_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The user's class, also of a distributed optimizer."""
+    cls = type(optimizer)
+    found: type[torch.optim.Optimizer] = getattr(cls, "_plain_class", cls)
+    return found
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raises NotOnServersError if a class may look at what a parameter has as an attribute."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if odd := vars(parameter).keys() - _HARMLESS:
+                raise NotOnServersError(
+                    f"a parameter has the attribute {min(odd)!r}, which its step() may look at"
+                )
+
+
 def ignored_options(optimizer: torch.optim.Optimizer) -> list[str]:
     """The options that ask for another way of computing, which servers do not have."""
     names = ("capturable", "differentiable")
@@ -123,17 +181,14 @@ def describe(
         NotOnServersError: servers cannot run it.
         UnavailableError: of torch.optim's Adam, the groups contradict each other.
     """
-    cls = type(optimizer)
-    cls = getattr(cls, "_plain_class", cls)  # of a distributed one: the user's class
+    cls = plain_class_of(optimizer)
     if path := fused_path_of(optimizer, cls, lazy_rows):
         return path
     name = _importable_name(cls, permitted)
     options, hyper = options_of(optimizer)
-    attributes = {
-        key: _plain(f"attribute {key!r}", value)
-        for key, value in vars(optimizer).items()
-        if key not in OF_ALL and not key.startswith("_optimizer_")
-    }
+    if not is_permitted(cls.__module__, ()):
+        _check_parameters(optimizer)
+    attributes = attributes_of(optimizer)
     groups = tuple(GroupOptions(json.loads(each), ()) for each in options.constants)
     spec = OptimizerSpec(name, "elementwise", dict(options.numbers), (), {}, groups, attributes)
     # Groups with equal options differ in nothing that a trial could find.

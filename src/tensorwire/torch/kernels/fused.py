@@ -126,9 +126,10 @@ class FusedKernel(Averaging):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> Tile:
         """As `parameters.Kernel.bind`."""
-        return FusedTile(_KERNELS[self._kind], cell.dtype, master, slots, states)
+        return FusedTile(_KERNELS[self._kind], cell.dtype, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
         """As `parameters.Kernel.bind_rows`."""
@@ -159,8 +160,9 @@ class FusedTile(CellTile):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> None:
-        super().__init__(dtype, master, slots, states)
+        super().__init__(dtype, master, slots, states, kept)
         self._kernel = kernel
 
     def step(

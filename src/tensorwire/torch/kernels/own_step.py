@@ -25,6 +25,7 @@ from .tile import Averaging, CellTile, scratch
 
 _KEPT_PARTS = 4  # of a cell, whose instances are kept; mostly it is one, the whole cell
 Views = Mapping[str, torch.Tensor]
+_ADVICE = 'DistributedOptimizer(…, apply="worker") has worker 0 apply it'
 
 
 _USE_GRAD = vars(import_module("torch.optim.optimizer")).get("_use_grad_for_differentiable")
@@ -117,7 +118,7 @@ class OwnOptimizer:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 raise ValueError(
                     f"the step() of {self._spec.name} raised {type(error).__name__}: {error} "
-                    f"({last.filename}:{last.lineno})"
+                    f"({last.filename}:{last.lineno}); {_ADVICE}"
                 ) from error
             parameter.grad = None
             if parameter.data_ptr() != self._address:  # it was given other memory
@@ -128,9 +129,14 @@ class OwnOptimizer:
             if entry.keys() != expected:
                 raise ValueError(
                     f"{self._spec.name} keeps the state {sorted(entry)}, and not the "
-                    f"{sorted(expected)} of its first steps"
+                    f"{sorted(expected)} of its first steps; {_ADVICE}"
                 )
             for name, view in states.items():
+                if entry[name].shape != view.shape:
+                    raise ValueError(
+                        f"{self._spec.name} keeps {name!r} of {tuple(entry[name].shape)}, and not "
+                        f"of {tuple(view.shape)} as in its first steps; {_ADVICE}"
+                    )
                 if entry[name] is not view:
                     view.copy_(entry[name])
                     entry[name] = view
@@ -181,8 +187,9 @@ class OwnTile(CellTile):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> None:
-        super().__init__(cell.dtype, master, slots, states)
+        super().__init__(cell.dtype, master, slots, states, kept)
         self._cls: Any = cls
         self._spec, self._group, self._shape = spec, cell.group, shape
         self._parts: dict[tuple[int, int], tuple[OwnOptimizer, Views]] = {}
@@ -286,9 +293,10 @@ class OwnStepKernel(Averaging):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> Tile:
         """As `parameters.Kernel.bind`."""
-        return OwnTile(self._cls, self.spec, cell, shape, master, slots, states)
+        return OwnTile(self._cls, self.spec, cell, shape, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
         """As `parameters.Kernel.bind_rows`."""

@@ -30,13 +30,14 @@ class AveragedTile(CellTile):
         if not kept:
             raise ValueError("gradients that worker 0 applies must be kept")
         if scale != 1.0:
-            self._part(self._slots[0], start, stop).mul_(scale)
+            self._part(self._kept, start, stop).mul_(scale)
         return scalars
 
 
 class ReductionKernel(Averaging):
     """`parameters.Kernel` without an optimizer."""
 
+    changes_kept = True
     hyper: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
@@ -53,9 +54,10 @@ class ReductionKernel(Averaging):
         master: Bytes,
         slots: Sequence[Bytes],
         states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> Tile:
         """As `parameters.Kernel.bind`."""
-        return AveragedTile(cell.dtype, master, slots, states)
+        return AveragedTile(cell.dtype, master, slots, states, kept)
 
     def bind_rows(self, table: TensorSpec, master: Bytes, states: Mapping[str, Bytes]) -> Lookup:
         """As `parameters.Kernel.bind_rows`."""

@@ -19,7 +19,13 @@ def tensor_over(array: Bytes, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Averaging:
-    """What all kernels have in common."""
+    """What all kernels have in common.
+
+    Attributes:
+        changes_kept: as of `parameters.Kernel`.
+    """
+
+    changes_kept = False
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
         """As `parameters.Kernel.average`; the bits are those of torch's `lerp`."""
@@ -39,16 +45,24 @@ class CellTile:
         master: the cell's parameters.
         slots: the gradients of each slice.
         states: the arrays of the optimizer's state.
+        kept: where a reduced gradient stays; it may be the first slot.
     """
 
     def __init__(
-        self, dtype: str, master: Bytes, slots: Sequence[Bytes], states: Mapping[str, Bytes]
+        self,
+        dtype: str,
+        master: Bytes,
+        slots: Sequence[Bytes],
+        states: Mapping[str, Bytes],
+        kept: Bytes,
     ) -> None:
         kind = getattr(torch, dtype)
         self._master = tensor_over(master, kind)
         self._item = self._master.element_size()
         self._slots = [tensor_over(slot, kind) for slot in slots]
         self._states = {name: tensor_over(state, kind) for name, state in states.items()}
+        self._kept = tensor_over(kept, kind)
+        self._kept_in_slot = self._kept.data_ptr() == self._slots[0].data_ptr()
         self._bytes = self._master.nbytes
         self._reduced = self._slots[0]  # what the last reduce() made, of its bytes
         self._divisor: torch.Tensor | None = None  # what it is still to be divided by
@@ -69,10 +83,11 @@ class CellTile:
         ]
         first, weight = weights[0]
         self._divisor, self._in_scratch = None, False
-        if len(weights) == 1 and weight == 1.0 and (first == 0 or not keep):
+        there = not keep or (first == 0 and self._kept_in_slot)
+        if len(weights) == 1 and weight == 1.0 and there:
             self._reduced = parts[0]
             return
-        target = self._slots[0] if keep else scratch(self._master)
+        target = self._kept if keep else scratch(self._master)
         self._in_scratch = not keep
         self._reduced = target = self._part(target, start, stop)
         if self._master.dtype == torch.float32 and all(w == weight for _, w in weights[1:]):
@@ -96,7 +111,7 @@ class CellTile:
     def square_sum(self, start: int, stop: int) -> float:
         """See `parameters.Tile.square_sum`."""
         a, b = start // self._item, stop // self._item
-        norm = torch.linalg.vector_norm(self._slots[0][a:b], dtype=torch.float64)
+        norm = torch.linalg.vector_norm(self._kept[a:b], dtype=torch.float64)
         return float(norm * norm)
 
     def step(
@@ -114,10 +129,10 @@ class CellTile:
 
     def _gradient(self, start: int, stop: int, kept: bool, scale: float) -> torch.Tensor:
         """The reduced gradient, scaled; still to be divided by the divisor unless kept."""
-        gradient = self._part(self._slots[0], start, stop) if kept else self._reduced
+        gradient = self._part(self._kept, start, stop) if kept else self._reduced
         if scale == 1.0:
             return gradient
-        # Not in place: slot 0 stays what it is, and its padding free of what is not finite.
+        # Not in place: what is kept stays what it is, its padding free of what is not finite.
         return torch.mul(gradient, scale, out=scratch(self._master)[: gradient.numel()])
 
 

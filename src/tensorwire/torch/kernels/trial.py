@@ -30,8 +30,9 @@ from tensorwire.parameters import (
     padded,
 )
 
-from .optimizer_spec import GroupOptions, OptimizerSpec
+from .optimizer_spec import GroupOptions, OptimizerSpec, is_permitted
 from .own_step import OwnStepKernel, plain_step_of
+from .watching import ShapeWatch
 
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how torch computes, and not what: the servers' answer is no for all of them."""
@@ -46,8 +47,18 @@ OF_ALL = frozenset({
 # compute otherwise: there servers, whose cells are whole vectors, come to other bits.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1023,), 2: (33, 31), 3: (7, 11, 5)}
 _OF_MORE = 3, 7, 3, 1  # repeated
+# Classes that torch does not have may treat large, square or even ones otherwise.
+_LARGER: dict[int, tuple[int, ...]] = {
+    1: (4096,),
+    2: (128, 128),
+    3: (16, 16, 16),
+    4: (16, 16, 4, 4),
+}
+_LARGEST = 1 << 19  # bytes of a parameter whose own shape is tried
 _RATES = 1.0, 1.0, 0.5, 0.5, 0.5, 1.5, 1.5, 0.1, 0.1, 2.0, 1.0, 0.7
-_WITHOUT_GRADIENT = 3, 7  # steps, from 0, whose gradients are zero
+# Of gradients: some classes cut off what is large, or round what is small.
+_SCALES = 0.1, 0.1, 1.0, 0.0, 1e-4, 1e-2, 0.1, 0.0, 10.0, 1e3, 0.1, 1.0
+_FLOAT16_SCALE = 10.0  # at most, so that squares are finite
 _FIRST_RATE = 0.01  # where the present one is 0, as at the start of a warm-up
 _CUTS = 5
 
@@ -63,6 +74,7 @@ class ParameterKind(NamedTuple):
     dtype: torch.dtype
     dimensions: int
     is_table: bool
+    shape: tuple[int, ...] = ()  # which some classes look at
 
 
 class _Problem(NamedTuple):
@@ -115,11 +127,15 @@ class Trial:
     ) -> None:
         self._optimizer, self._cls, self._spec, self._hyper = optimizer, cls, spec, hyper
         self._rate = list(spec.numbers).index("lr") if "lr" in spec.numbers else None
+        self._is_torchs = is_permitted(cls.__module__, ())
+        self._watch = ShapeWatch()
         order = sorted(kinds, key=lambda each: (each.group, str(each.dtype), each.is_table))
-        self._problems = [
-            _problem(*key, sorted({kind.dimensions for kind in some}))
-            for key, some in groupby(order, lambda each: (each.group, each.dtype, each.is_table))
-        ]
+        self._problems = []
+        for key, some in groupby(order, lambda each: (each.group, each.dtype, each.is_table)):
+            alike = list(some)
+            dimensions = sorted({kind.dimensions for kind in alike})
+            more = [] if self._is_torchs or key[2] else _more_shapes(alike)
+            self._problems.append(_problem(*key, dimensions, more))
 
     def find(self, stands_for: Sequence[int]) -> OptimizerSpec:
         """The whole description.
@@ -172,7 +188,8 @@ class Trial:
         if not dense:
             return spec
         # Of 16-bit numbers torch rounds differently behind the last whole vector of a tensor.
-        if spec.states_have_shape and all(each.dtype.itemsize >= 4 for each, _ in dense):
+        by_shape = not spec.states_have_shape or (self._watch.seen and not self._is_torchs)
+        if not by_shape and all(each.dtype.itemsize >= 4 for each, _ in dense):
             found = [self._differs(spec, *each, _in_cells) for each in dense]
             if not any(found):
                 return spec
@@ -215,7 +232,7 @@ class Trial:
             for index, parameter in enumerate(parameters):
                 parameter.grad = problem.gradient(number, index)
             decoy.grad = problem.gradient(number, 0)
-            with torch.no_grad():
+            with torch.no_grad(), self._watch:
                 plain_step_of(self._cls)(made)
             if problem.rows is None:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -223,6 +240,9 @@ class Trial:
                         self._spec = replace(self._spec, edits_gradient=True)
             if changed := _difference(before, _options_and_attributes(made)):
                 raise NotOnServersError(f"its step() changes {changed}")
+            for key in made.state:
+                if not isinstance(key, torch.Tensor):
+                    raise NotOnServersError(f"its state has {key!r}, which is no parameter")
             entries = [self._entry(made.state[each], each) for each in parameters]
             outcome.values.append([_bytes(each) for each in parameters])
             outcome.states.append([arrays for arrays, _ in entries])
@@ -232,7 +252,25 @@ class Trial:
                 for a, b in zip(outcome.states[0], outcome.states[-1], strict=True)
             ):
                 raise NotOnServersError("its state has other entries after some steps")
+        self._check_without_gradient(problem, made, parameters)
         return outcome
+
+    def _check_without_gradient(
+        self, problem: _Problem, made: torch.optim.Optimizer, parameters: list[nn.Parameter]
+    ) -> None:
+        """Servers leave alone what has no gradient, be there state of it or not."""
+        for index, parameter in enumerate(parameters):
+            parameter.grad = problem.gradient(0, index)
+        left = parameters[-1]
+        entry: dict[str, Any]
+        for entry in made.state.pop(left), {}:
+            made.state[left], left.grad = entry, None
+            before = _bytes(left), repr(self._entry(entry, left) if entry else entry)
+            with torch.no_grad():
+                plain_step_of(self._cls)(made)
+            entry = made.state[left]
+            if before != (_bytes(left), repr(self._entry(entry, left) if entry else entry)):
+                raise NotOnServersError("its step() changes parameters that have no gradient")
 
     def _object_for(
         self, problem: _Problem, lazy: bool
@@ -338,7 +376,28 @@ class Trial:
         return ""
 
 
-def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[int]) -> _Problem:
+def _more_shapes(kinds: Sequence[ParameterKind]) -> list[tuple[int, ...]]:
+    """What a class is tried with that torch does not have: larger tensors, and the user's own."""
+    sizes = {
+        kind.shape: kind.dtype.itemsize * torch.Size(kind.shape).numel()
+        for kind in kinds
+        if len(kind.shape) == kind.dimensions
+    }
+    own = sorted(
+        (shape for shape, size in sizes.items() if shape and 0 < size <= _LARGEST),
+        key=lambda shape: (sizes[shape], shape),
+    )
+    larger = [_LARGER[each] for each in sorted({k.dimensions for k in kinds}) if each in _LARGER]
+    return list(dict.fromkeys([*larger, *own[:1], *own[-1:]]))
+
+
+def _problem(
+    group: int,
+    dtype: torch.dtype,
+    is_table: bool,
+    dimensions: list[int],
+    more: list[tuple[int, ...]],
+) -> _Problem:
     generator = torch.Generator().manual_seed(0)
 
     def draw(shape: Sequence[int]) -> torch.Tensor:
@@ -348,11 +407,14 @@ def _problem(group: int, dtype: torch.dtype, is_table: bool, dimensions: list[in
     order = [*filter(None, dimensions), *(each for each in dimensions if not each)]
     shapes = [_SHAPES.get(each, (_OF_MORE * each)[:each]) for each in order if any(dimensions)]
     shapes = shapes or [_SHAPES[1], _SHAPES[0]]
+    shapes += more
     shapes += shapes[:1]  # two at least, as some classes look at all tensors together
     start = [draw(shape) for shape in shapes]
     gradients, rows = [], []
     for step in range(len(_RATES)):
-        scale = 0.0 if step in _WITHOUT_GRADIENT else 0.1
+        scale = _SCALES[step]
+        if dtype == torch.float16:
+            scale = min(scale, _FLOAT16_SCALE)
         here = torch.randperm(shapes[0][0], generator=generator)[:9].sort()[0] if is_table else None
         if here is not None:
             rows.append(here)
@@ -449,7 +511,8 @@ class _Memory:
         """A part of it as a cell."""
         cell = Cell(0, "trained", group, self.dtype, part.start, part.stop, ())
         states = {name: state[part] for name, state in self.states.items()}
-        return kernel.bind(cell, shape, self.master[part], [self.slot[part]], states)
+        slot = self.slot[part]
+        return kernel.bind(cell, shape, self.master[part], [slot], states, slot)
 
 
 def _in_cells(

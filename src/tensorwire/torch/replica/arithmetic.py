@@ -22,9 +22,11 @@ from ..kernels import (
     TorchKernel,
     alike,
     describe,
+    has_other_attributes,
     ignored_options,
     kernel_of,
     options_of,
+    plain_class_of,
 )
 
 APPLIERS = ("auto", "servers", "worker")
@@ -68,7 +70,11 @@ class Arithmetic:
         self._optimizer, self._permitted, self.ema = optimizer, permitted, ema
         self._kinds = {
             ParameterKind(
-                each.group, getattr(torch, each.dtype), len(each.shape), each.kind == "rows"
+                each.group,
+                getattr(torch, each.dtype),
+                len(each.shape),
+                each.kind == "rows",
+                tuple(each.shape),
             )
             for each in tensors
             if each.kind in WITH_GRADIENT
@@ -113,6 +119,9 @@ class Arithmetic:
                 'use torch.optim.SGD without them or with sparse="lazy", Adagrad or SparseAdam, or '
                 "a table with sparse=False"
             )
+        self._without_momentum = [
+            index for index, group in enumerate(optimizer.param_groups) if not group.get("momentum")
+        ]
         self._options: Options | None = None
         self._texts: dict[Options, str] = {}
         self._looks: list[list[tuple[str, object]]] | None = None  # of groups that were described
@@ -172,7 +181,13 @@ class Arithmetic:
         if self.by_worker:
             return False
         if self._options is None:
-            return describe(self._optimizer, (), self._permitted, self.lazy_rows) != self.text
+            now = describe(self._optimizer, (), self._permitted, self.lazy_rows)
+            return now != self.text or self._begins_damped()
+        kernel = self.kernel
+        if isinstance(kernel, OwnStepKernel) and has_other_attributes(
+            self._optimizer, kernel.spec.attributes
+        ):
+            return True
         looks = [
             [(key, _look(value)) for key, value in group.items() if key != "params"]
             for group in self._optimizer.param_groups
@@ -191,9 +206,19 @@ class Arithmetic:
         self._looks = looks
         return False
 
+    def _begins_damped(self) -> bool:
+        """A group of SGD begins with momentum later than others: its first step is not damped.
+
+        Servers know first steps of tensors, and not of their momentum, which is 0 until then.
+        """
+        if not self.text.startswith("torch.optim.SGD:momentum_buffer"):
+            return False
+        groups = self._optimizer.param_groups
+        return any(groups[i]["momentum"] and groups[i]["dampening"] for i in self._without_momentum)
+
     def step(self) -> None:
         """Makes a step of the optimizer's own class, in this process."""
-        step: Any = _plain_class(self._optimizer).step
+        step: Any = plain_class_of(self._optimizer).step
         # Its hooks run around the step of which this is a part.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         step(self._optimizer)
@@ -214,7 +239,7 @@ class Arithmetic:
 
 def check_possible(optimizer: torch.optim.Optimizer) -> None:
     """Raises UnavailableError for an optimizer that nobody can apply in a distributed step."""
-    cls, name = _plain_class(optimizer), _name_of(optimizer)
+    cls, name = plain_class_of(optimizer), _name_of(optimizer)
     closure = inspect.signature(inspect.unwrap(cls.step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnavailableError(
@@ -228,13 +253,6 @@ def check_possible(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The user's class, also of a distributed one."""
-    cls = type(optimizer)
-    found: type[torch.optim.Optimizer] = getattr(cls, "_plain_class", cls)
-    return found
-
-
 def _look(value: Any) -> object:
     """What of an option decides on a description: equal ones do not change it."""
     if isinstance(value, bool | int | float):
@@ -246,7 +264,7 @@ def _look(value: Any) -> object:
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    cls = _plain_class(optimizer)
+    cls = plain_class_of(optimizer)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from tensorwire.parameters import AVERAGE, Bytes, Store
 
-from ..kernels import OwnStepKernel, scalar_of
+from ..kernels import OwnStepKernel, TorchKernel, scalar_of
 from ..session import Session
 from ..views import tensor_at
 from .arithmetic import Arithmetic
 from .ownership import Pipelined, Replicated
 
 Entry = dict[str, Any]
+
+
+class StateAtServers(defaultdict[Any, Entry]):
+    """Stands for an optimizer's `state` that the servers keep: to use it is an error.
+
+    Its length and its `items()`, at which libraries look, say that there is nothing here.
+    """
+
+    def refuse(self, *args: Any, **options: Any) -> NoReturn:
+        """Raises RuntimeError, with what to do instead."""
+        raise RuntimeError(
+            "the servers keep the state of a distributed optimizer, and opt.state has nothing: "
+            "opt.state_dict() reads it; edit that, and opt.load_state_dict() it, on all workers"
+        )
+
+
+for _name in (
+    "__contains__ __delitem__ __getitem__ __ior__ __iter__ __setitem__ "
+    "clear get keys pop popitem setdefault update values"
+).split():
+    setattr(StateAtServers, _name, StateAtServers.refuse)
 
 
 class OptimizerState:
@@ -45,6 +66,9 @@ class OptimizerState:
         self._arithmetic, self._ownership = arithmetic, ownership
         self._trained = {i: parameters[i] for i in store.layout.trained}
         self._frozen: dict[Any, Entry] = {}
+        self._parameters = parameters
+        self._frozen_averages: dict[int, torch.Tensor] = {}
+        self._averaged = 0  # values, of which the averages of frozen parameters are
 
     # ---- as torch has it
 
@@ -64,7 +88,7 @@ class OptimizerState:
         entries = {self._trained[i]: entry for i, entry in found.items()}
         state = self._ownership.state_dict(plain, {**entries, **self._frozen}, found)
         if self._arithmetic.ema:
-            averages = {id(self._trained[i]): each for i, each in self.averages().items()}
+            averages = {id(self._parameters[i]): each for i, each in self.averages().items()}
             order = [p for group in self._optimizer.param_groups for p in group["params"]]
             numbered = ((n, averages.get(id(p))) for n, p in enumerate(order))
             state["ema"] = {n: each for n, each in numbered if each is not None}
@@ -74,33 +98,57 @@ class OptimizerState:
         """The state that goes to a new store; what worker 0 keeps stays with it."""
         return {"state": {}} if self._arithmetic.by_worker else self._optimizer.state_dict()
 
-    def load(self, ema: Mapping[int, torch.Tensor] | None = None) -> None:
+    def load(
+        self,
+        ema: Mapping[int, torch.Tensor] | None = None,
+        more: Mapping[Any, Entry] | None = None,
+    ) -> None:
         """What `optimizer.state` holds now becomes everybody's, from worker 0.
 
         Args:
-            ema: averages of weights, as in `state_dict`; where there is none, the average begins
-                anew with the next step.
+            ema: averages of weights, as in `state_dict`; if there are none, they begin anew with
+                the next step. What has none beside others had its present value so far.
+            more: by parameter, what `optimizer.state` holds besides.
         """
+        own = vars(self._optimizer)
+        entries = {**dict(own["state"].items()), **(more or {})}
         if self._arithmetic.by_worker:
-            if self._session.rank != 0:
-                self._optimizer.state = defaultdict(dict)
-            return  # it stays where it is
-        entries, self._optimizer.state = self._optimizer.state, defaultdict(dict)
+            own["state"] = defaultdict(dict, entries if self._session.rank == 0 else {})
+            return
+        own["state"] = StateAtServers(dict)
         if self._ownership.split and entries:
             raise ValueError("of a split model, load the optimizer's state when it is distributed")
         ids = {id(parameter) for parameter in self._trained.values()}
         # Kept for when they are trained again.
         self._frozen = {p: entry for p, entry in entries.items() if id(p) not in ids}
+        averages = self._numbered(ema) if self._arithmetic.ema and ema else {}
+        self._frozen_averages = {
+            i: average.to(self._parameters[i].dtype, copy=True)
+            for i, average in averages.items()
+            if i not in self._trained
+        }
+        self._session.barrier()  # others may still read what worker 0 is about to overwrite
         if self._session.rank == 0:
             if entries or self._store.counts().any():
                 self._write({i: entries[p] for i, p in self._trained.items() if p in entries})
-            if self._arithmetic.ema and (ema or self._store.counts(averaged=True).any()):
-                order = [p for group in self._optimizer.param_groups for p in group["params"]]
-                given = {id(order[n]): each for n, each in (ema or {}).items() if n < len(order)}
-                self._write_averages(
-                    {i: given[id(p)] for i, p in self._trained.items() if id(p) in given}
-                )
+            if self._arithmetic.ema and (averages or self._store.counts(averaged=True).any()):
+                self._write_averages({i: averages[i] for i in self._trained if i in averages})
         self._session.barrier()
+        self._averaged = self._count_averaged() if self._frozen_averages else 0
+
+    def check_complete(self, arithmetic: Arithmetic, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError, in all workers, if `load` would after a move to another store."""
+        if not _is_made_at_once(arithmetic.kernel):
+            return
+        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(order):
+            if parameter.requires_grad and number not in saved["state"]:
+                raise _incomplete(arithmetic.tensors[number].name)
+
+    def leave(self) -> None:
+        """The optimizer is not distributed any more: its `state` is an ordinary one."""
+        if isinstance(self._optimizer.state, StateAtServers):
+            vars(self._optimizer)["state"] = defaultdict(dict)
 
     def load_whole(self, given: dict[str, Any]) -> None:
         """A shared model's state becomes everybody's, from worker 0."""
@@ -124,7 +172,7 @@ class OptimizerState:
         scalars, counts = store.scalars().tolist(), store.counts().tolist()
         found = {}
         for index, parameter in self._trained.items():
-            if not (counts[index] or self._is_made_at_once):
+            if not (counts[index] or _is_made_at_once(kernel)):
                 continue
             place = store.layout.places[index]
             entry: Entry = {}
@@ -149,13 +197,9 @@ class OptimizerState:
         store, kernel = self._store, self._arithmetic.kernel
         for index in self._trained:
             self._check(index, entries.get(index, {}))
-        for index in self._trained if self._is_made_at_once else ():
+        for index in self._trained if _is_made_at_once(kernel) else ():
             if not entries.get(index):
-                raise ValueError(
-                    f"parameter {store.layout.spec.tensors[index].name!r} has no state, which this "
-                    "optimizer makes when it is made, as where a group was added later: make the "
-                    "optimizer with all parameters"
-                )
+                raise _incomplete(store.layout.spec.tensors[index].name)
         for name in kernel.states:
             array = np.zeros(store.layout.size_bytes, np.uint8)
             for index, parameter in self._trained.items():
@@ -196,12 +240,6 @@ class OptimizerState:
                     f"and not {tuple(size)}"
                 )
 
-    @property
-    def _is_made_at_once(self) -> bool:
-        """The optimizer's class makes the state of a parameter before its first step."""
-        kernel = self._arithmetic.kernel
-        return isinstance(kernel, OwnStepKernel) and not kernel.spec.lazy
-
     def _shapes_of(self, index: int) -> Mapping[str, torch.Size]:
         """The arrays of state that a parameter has, and their shapes."""
         parameter, kernel = self._trained[index], self._arithmetic.kernel
@@ -213,17 +251,46 @@ class OptimizerState:
 
     # ---- averages of weights
 
+    def average_frozen(self) -> None:
+        """The averages of frozen parameters become what they are after the last step.
+
+        Called before their values change, and before the averages are read: a frozen value is
+        averaged as often as there were steps, and servers do not know it.
+        """
+        if not self._frozen_averages:
+            return
+        before, self._averaged = self._averaged, self._count_averaged()
+        for index, average in self._frozen_averages.items():
+            value = self._parameters[index].detach()
+            for _ in range(before, self._averaged):
+                last = average.clone()
+                if torch.equal(average.lerp_(value, 1 - self._arithmetic.ema), last):
+                    break
+
+    def _count_averaged(self) -> int:
+        """Steps since the averages were loaded."""
+        return int(self._store.counts(averaged=True).max())
+
+    def _numbered(self, ema: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Averages as in `state_dict`, by index in the store."""
+        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        found = {id(p): ema.get(n, p).detach() for n, p in enumerate(order)}
+        indices = {id(p): i for i, p in enumerate(self._parameters)}
+        return {indices[p]: each for p, each in found.items() if each.is_floating_point()}
+
     def averages(self) -> dict[int, torch.Tensor]:
         """The averages of weights, of parameters that have one."""
+        self.average_frozen()
         store = self._store
         data = np.empty(store.layout.size_bytes, np.uint8)
         store.read_state(AVERAGE, data)
         counts = store.counts(averaged=True)
-        return {
+        trained = {
             i: tensor_at(data[store.layout.places[i].start : store.layout.places[i].end], parameter)
             for i, parameter in self._trained.items()
             if counts[i]
         }
+        return {**trained, **{i: each.clone() for i, each in self._frozen_averages.items()}}
 
     def _write_averages(self, averages: Mapping[int, torch.Tensor]) -> None:
         """Overwrites all averages; what has none begins anew."""
@@ -236,6 +303,18 @@ class OptimizerState:
             counts[index] = 1
         store.write_state(AVERAGE, data)
         store.set_counts(counts, averaged=True)
+
+
+def _is_made_at_once(kernel: TorchKernel) -> bool:
+    """The optimizer's class makes the state of a parameter before its first step."""
+    return isinstance(kernel, OwnStepKernel) and not kernel.spec.lazy
+
+
+def _incomplete(name: str) -> ValueError:
+    return ValueError(
+        f"parameter {name!r} has no state, which this optimizer makes when it is made, as where a "
+        "group was added later: make the optimizer with all parameters"
+    )
 
 
 def _array_at(data: Bytes, size: torch.Size, parameter: torch.Tensor) -> torch.Tensor:

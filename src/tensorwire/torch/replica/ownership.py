@@ -74,11 +74,12 @@ class Replicated:
             state: of its parameters.
             entries: state by index in the store.
         """
-        self._optimizer.state = defaultdict(dict, state)
+        own = vars(self._optimizer)
+        at_servers, own["state"] = own["state"], defaultdict(dict, state)
         try:
             return plain()
         finally:
-            self._optimizer.state = defaultdict(dict)
+            own["state"] = at_servers
 
     def own_state_dict(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this process's optimizer can load of that of all parameters."""

@@ -6,6 +6,7 @@ each is known here. The protocol of a step is the `Replica`'s.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -389,11 +390,15 @@ class Reducer:
                 blocks[state.index] = state.block or 0
         return bytes(present), tuple(blocks)
 
-    def push_edited(self, averages: dict[int, tuple[torch.Tensor, Bytes]]) -> None:
+    def push_edited(
+        self, averages: dict[int, tuple[torch.Tensor, Bytes]], spoiled: bool = False
+    ) -> None:
         """Sends those averaged gradients that the script has edited.
 
         Args:
             averages: by index, `.grad` and its bytes as they were before.
+            spoiled: they were not finite before, so what is sent is not either: a GradScaler's
+                step is skipped even if the script has clipped what was infinite.
 
         Raises:
             RuntimeError: one is gone.
@@ -406,6 +411,8 @@ class Reducer:
             if now is None:
                 raise RuntimeError(f"the gradient of {state.name} is gone since synchronize()")
             data = flat_bytes(now.detach(), state.parameter)
+            if spoiled:
+                data = flat_bytes(torch.full_like(now.detach(), math.nan), state.parameter)
             # By its bytes: what goes through `.data` leaves no other trace.
             if now is not gradient or not same_bytes(data, average):
                 self.count_copied(state, self._store.push(self.slice_index, state.index, data))

@@ -38,6 +38,7 @@ from ..session import Session
 from ..views import flat_bytes, tensor_at
 from .arithmetic import Arithmetic
 from .buffers import Buffers
+from .closed import JOB_CLOSED
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
@@ -111,7 +112,7 @@ class Replica:
         self._same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
         self._editing = False
-        self._open()
+        self._open(self._plan())
         if session.rank == 0:
             self.arithmetic.tell()
         self._publish()
@@ -119,25 +120,24 @@ class Replica:
 
     # ---- planning
 
-    def _open(self) -> None:
+    def _plan(self) -> tuple[list[torch.Tensor], Arithmetic]:
+        """The parameters of a store for all tensors and what is done to them; changes nothing."""
+        others = [each for each in self._others if each is not self]
+        declared, parameters = self.ownership.declare(others)
+        if not any(tensor.kind in WITH_GRADIENT for tensor in declared):
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        return parameters, Arithmetic(
+            self.optimizer, declared, self._apply, self._ema, self._lazy_rows,
+            self.session.imports, self.ownership.split,
+        )  # fmt: skip
+
+    def _open(self, plan: tuple[list[torch.Tensor], Arithmetic]) -> None:
         """Opens a store for all tensors."""
         session, ownership = self.session, self.ownership
+        self.parameters, self.arithmetic = plan
         self._names = names = {id(p): name for name, p in self.model.named_parameters()}
-        others = [each for each in self._others if each is not self]
-        declared, self.parameters = ownership.declare(others)
-        self.arithmetic = arithmetic = Arithmetic(
-            self.optimizer,
-            declared,
-            self._apply,
-            self._ema,
-            self._lazy_rows,
-            session.imports,
-            ownership.split,
-        )
-        tensors = arithmetic.tensors
+        tensors, arithmetic = self.arithmetic.tensors, self.arithmetic
         here = [i for i, p in enumerate(self.parameters) if id(p) in names]
-        if not any(tensor.kind in WITH_GRADIENT for tensor in tensors):
-            raise ValueError("no parameter of the optimizer requires a gradient")
         self.trained = [i for i in here if tensors[i].kind in WITH_GRADIENT]
         self._tables = {i for i in self.trained if tensors[i].kind == "rows"}
         self.buffers = Buffers(
@@ -148,15 +148,9 @@ class Replica:
         speaks = [*self._sends, *self.buffers.mine]
         part = Part([*here, *self.buffers.here], speaks) if ownership.split else None
         spec = Spec(
-            arithmetic.text,
-            arithmetic.kernel.hyper,
-            len(self.optimizer.param_groups),
-            session.slices,
-            tuple(tensors),
-            session.pipeline,
-            arithmetic.kernel.scalars,
-            self._ema,
-        )
+            arithmetic.text, arithmetic.kernel.hyper, len(self.optimizer.param_groups),
+            session.slices, tuple(tensors), session.pipeline, arithmetic.kernel.scalars, self._ema,
+        )  # fmt: skip
         spec.check()
         self.store: Store = session.open_store(spec, arithmetic.kernel, part)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -213,23 +207,27 @@ class Replica:
             )
 
     def replan(self, saved: dict[str, Any]) -> None:
-        """Moves all tensors into a new store, after the optimizer got another group."""
+        """Moves all tensors into a new store, after the optimizer got another group.
+
+        If that cannot be, everything is as before.
+        """
         self._residency.guard.check()
         self.withdraw()
+        plan = self._plan()
+        self.state.check_complete(plan[1], saved)
         self._residency.make_private()
-        self._move(saved)
+        self._move(saved, plan)
 
-    def _move(self, saved: dict[str, Any]) -> None:
-        """Private parameters into a new store, planned anew."""
+    def _move(self, saved: dict[str, Any], plan: tuple[list[torch.Tensor], Arithmetic]) -> None:
+        """Private parameters into a new store."""
         reducer, old = self.reducer, self.store
         reducer.close()
-        self._open()
+        self._open(plan)
         self.reducer.accumulating, self.reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
         self.session.release_store(old)
-        for index, entry in saved["state"].items():
-            self.optimizer.state[self._own[index]] = entry
-        self.state.load(saved.get("ema"))
+        state = {self._own[index]: entry for index, entry in saved["state"].items()}
+        self.state.load(saved.get("ema"), state)
 
     def _name(self, index: int) -> str:
         return repr(self._names[id(self.parameters[index])])
@@ -338,7 +336,8 @@ class Replica:
         if self.arithmetic.keeps_other_state():
             raise RuntimeError(
                 "momentum, amsgrad or another option that decides what servers keep was changed "
-                "after DistributedOptimizer was made; set it (or make the scheduler) before"
+                "after DistributedOptimizer was made, or an attribute of the optimizer; set it (or "
+                'make the scheduler) before, or use apply="worker"'
             )
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
@@ -352,7 +351,9 @@ class Replica:
             if self._averages is None:
                 reducer.check_all_unchanged()
             elif self.session.replica == 0:
-                reducer.push_edited(self._averages)
+                reducer.push_edited(
+                    self._averages, check_finite and not math.isfinite(self.last_norm)
+                )
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
@@ -368,7 +369,7 @@ class Replica:
         result = self.store.wait()
         self.last_norm = result.norm
         self.buffers.take(self.store)
-        if self.arithmetic.by_worker and result.finite:
+        if self.arithmetic.by_worker and (result.finite or not check_finite):
             if self.session.rank == 0:
                 self._residency.begin_edit(self._edit_memory)
                 self._worker_steps.step()
@@ -489,6 +490,7 @@ class Replica:
         self.between_steps("edit()")
         self._residency.guard.check()
         self.withdraw()
+        self.state.average_frozen()
         residency = self._residency
         before = residency.formats()
         try:
@@ -502,6 +504,7 @@ class Replica:
             frozen = residency.guard.frozen_or_not() is not None
             if frozen:
                 self.ownership.check_movable("freezing inside edit()")
+                plan = self._plan()
             else:
                 self._publish(edited=True)
         except BaseException:
@@ -509,7 +512,7 @@ class Replica:
             self._adopt()
             raise
         if frozen:
-            self._move(self.state.saved())
+            self._move(self.state.saved(), plan)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -536,10 +539,7 @@ class Replica:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RuntimeError(
-                "this optimizer or its job was closed, and the model keeps its last values: to go "
-                "on, call tw.init() and make the optimizer anew"
-            )
+            raise RuntimeError(JOB_CLOSED)
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if, outside of an edit, a parameter has a value of its own here."""
@@ -570,6 +570,7 @@ class Replica:
     def close(self, private: bool = True) -> None:
         """Parameters become the process's own memory again if `private`; idempotent."""
         self.closed = True
+        self._others = ()  # they have it, and it would keep its memory
         self._let_go(private)
         self.store.close()
 
@@ -583,5 +584,6 @@ class Replica:
 
     def _let_go(self, private: bool) -> None:
         self.reducer.close()
+        self.state.leave()
         if private:
             self._residency.make_private()

@@ -8,8 +8,9 @@ from ..session import Session
 class SampleCount:
     """Counts the samples of one optimizer's slices.
 
-    A batch counts once, when a gradient comes while it is the loader's present one. So evaluation,
-    a look at a batch, and what was withdrawn do not count.
+    A batch counts once, when a gradient comes while it is the present one of a loader that is being
+    iterated, of several the innermost; or if it is what `next(iter(loader))` gave and no step has
+    used it. So evaluation, a pass that is over and what was withdrawn do not count.
     """
 
     def __init__(self, session: Session) -> None:
@@ -20,11 +21,10 @@ class SampleCount:
 
     def gradient_comes(self) -> None:
         """A gradient has arrived. A hook calls it, so it is cheap."""
-        session = self._session
-        if session.batches != self._batch:
-            self._batch = session.batches
-            if session.batches > 0:
-                self._samples += session.batch_samples
+        present = self._session.present_batch()
+        if present is not None and present[0] != self._batch:
+            self._batch = present[0]
+            self._samples += present[1]
 
     def withdraw(self) -> None:
         """The gradients since the last step do not count."""
@@ -32,8 +32,9 @@ class SampleCount:
 
     def weight(self) -> float:
         """Samples since the last step; 1 where no loader gives them."""
-        if self._samples == 0 and self._session.batches > self._before:
-            return float(self._session.batch_samples)  # the model had no gradient for them
+        present = self._session.present_batch()
+        if self._samples == 0 and present is not None and present[0] > self._before:
+            return float(present[1])  # the model had no gradient for them
         return float(self._samples or 1)
 
     def stepped(self) -> None:

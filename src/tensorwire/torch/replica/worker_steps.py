@@ -9,6 +9,7 @@ import torch
 
 from tensorwire.parameters import Store
 
+from ..loader import seed_of
 from ..views import tensor_at
 from .arithmetic import Arithmetic
 
@@ -35,17 +36,44 @@ class WorkerSteps:
         self._counts = np.zeros(len(store.layout.places), np.int64)
 
     def step(self) -> None:
-        """Each gradient is the average meanwhile, and None where no worker has one."""
+        """Each gradient is the average meanwhile, and None where no worker has one.
+
+        Parameters keep their order in memory, and the script's random numbers are those that it
+        has in the other workers too.
+
+        Raises:
+            RuntimeError: the step has changed a parameter's shape or dtype.
+        """
         data = np.empty(self._store.own.size_bytes, np.uint8)
         self._store.read_reduced(data)
         counts = self._store.counts()
         present, self._counts = counts > self._counts, counts
         gradients = {i: self._parameters[i].grad for i in self._trained}
+        before = {i: self._parameters[i].detach() for i in self._trained}
         try:
             for i, parameter in ((i, self._parameters[i]) for i in self._trained):
                 average = data[self._store.own.place(i)]
                 parameter.grad = tensor_at(average, parameter) if present[i] else None
-            self._arithmetic.step()
+            with torch.random.fork_rng(devices=[]):
+                drawn = int(torch.randint(1 << 62, ()))  # another one in every step of a loader
+                torch.manual_seed(seed_of(drawn, self._store.version))
+                self._arithmetic.step()
+            for i, old in before.items():
+                _take_order(self._parameters[i], old)
         finally:
             for i, gradient in gradients.items():
                 self._parameters[i].grad = gradient
+
+
+def _take_order(parameter: torch.Tensor, old: torch.Tensor) -> None:
+    """Lets a parameter have its values in the order in memory that it had before."""
+    now = parameter.detach()
+    if now.shape != old.shape or now.dtype != old.dtype:
+        parameter.grad, parameter.data = None, old
+        raise RuntimeError(
+            f"step() of the optimizer has made a parameter of the shape {tuple(old.shape)} and "
+            f"{old.dtype} one of {tuple(now.shape)} and {now.dtype}; other workers cannot follow"
+        )
+    if now.stride() != old.stride():
+        kept = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype)
+        parameter.data = kept.copy_(now)

@@ -1,0 +1,247 @@
+"""The script that the jobs of `bench faults` run: small models that train for some seconds.
+
+    tensorwire run --durable faults_job.py SCENARIO FOLDER PACE EPOCHS
+
+Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
+that it survives a kill; at the end it writes FOLDER/final-RANK. Worker 0 writes to FOLDER/progress
+how many steps it has made. PACE is the seconds that it sleeps per batch, which changes no bit. What
+is in the files is judged by faults_judge.py; nothing here knows that servers are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+from torch.utils.data import TensorDataset
+
+import tensorwire.torch as tw
+
+_FEATURES, _CLASSES, _ROWS = 40, 10, 400
+
+
+@dataclass
+class Training:
+    """What a job trains.
+
+    Attributes:
+        models: whose final values count, by name.
+        optimizers: distributed, by name.
+        loss: of a batch; makes the backward pass too where the model is split.
+        after: called after the last slice of a step, before the next.
+        before: called before a slice's step.
+    """
+
+    models: Mapping[str, Any]
+    optimizers: Mapping[str, Any]
+    loss: Callable[[torch.Tensor, torch.Tensor], Any]
+    after: Callable[[], object] = lambda: None
+    before: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A kind of job.
+
+    Attributes:
+        make: makes what is trained.
+        samples, batch_size, accumulate: of the loader; no sample is left over.
+        init: options of `tw.init`.
+        tables: whether inputs are indexes of rows.
+    """
+
+    make: Callable[[], Training]
+    samples: int = 1280
+    batch_size: int = 8
+    accumulate: int = 1
+    init: Mapping[str, Any] = field(default_factory=dict)
+    tables: bool = False
+
+
+def _batchnorm() -> Training:
+    model = nn.Sequential(
+        nn.Linear(_FEATURES, 200), nn.BatchNorm1d(200), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, _CLASSES),
+    )  # fmt: skip
+    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    opt = tw.DistributedOptimizer(opt, model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 500)
+    return Training(
+        {"model": model}, {"SGD": opt}, lambda x, y: F.cross_entropy(model(x), y), schedule.step
+    )
+
+
+def _tables() -> Training:
+    table, rest = nn.Embedding(_ROWS, 16, sparse=True), nn.Linear(4 * 16, _CLASSES)
+    model = nn.Sequential(table, nn.Flatten(), rest)
+    opt = tw.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), 0.1), model)
+    return Training({"model": model}, {"Adagrad": opt}, lambda x, y: F.cross_entropy(model(x), y))
+
+
+def _two_optimizers() -> Training:
+    body = nn.Sequential(nn.Linear(_FEATURES, 200), nn.ReLU(), nn.Linear(200, 100), nn.ReLU())
+    head = nn.Linear(100, _CLASSES)
+    adam = tw.DistributedOptimizer(torch.optim.Adam(body.parameters(), 1e-3), body, ema=0.9)
+    sgd = torch.optim.SGD(head.parameters(), 0.1, momentum=0.9)
+    sgd = tw.DistributedOptimizer(sgd, head)
+    return Training(
+        {"body": body, "head": head},
+        {"Adam": adam, "SGD": sgd},
+        lambda x, y: F.cross_entropy(head(body(x)), y),
+        before=lambda: tw.clip_grad_norm_(sgd, 0.5),
+    )
+
+
+def _whole() -> Training:
+    body = nn.Sequential(
+        nn.Linear(_FEATURES, 120, bias=False), nn.ReLU(), nn.Linear(120, 80, bias=False), nn.ReLU()
+    )
+    head = nn.Linear(80, _CLASSES)
+    muon = tw.DistributedOptimizer(torch.optim.Muon(body.parameters(), 0.01), body)
+    nadam = tw.DistributedOptimizer(torch.optim.NAdam(head.parameters(), 1e-3), head)
+    return Training(
+        {"body": body, "head": head},
+        {"Muon": muon, "NAdam": nadam},
+        lambda x, y: F.cross_entropy(head(body(x)), y),
+    )
+
+
+def _pipeline() -> Training:
+    model = nn.Sequential(
+        nn.Linear(_FEATURES, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(),
+        nn.Linear(100, _CLASSES),
+    )  # fmt: skip
+    split = tw.split(
+        model, {"2": SplitPoint.BEGINNING}, example=[torch.zeros(4, _FEATURES)],
+        loss=F.cross_entropy, microbatches=2,
+    )  # fmt: skip
+    opt = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
+    opt = tw.DistributedOptimizer(opt, split, max_norm=1.0)
+    return Training({"model": split}, {"SGD": opt}, lambda x, y: split.step(x, target=y))
+
+
+SCENARIOS = {
+    "batchnorm": Scenario(_batchnorm, samples=2560, accumulate=2, init={"slices": 4}),
+    "tables": Scenario(_tables, tables=True),
+    "two optimizers": Scenario(_two_optimizers),
+    "whole": Scenario(_whole),
+    "pipeline": Scenario(_pipeline, init={"slices": 2, "pipeline": 2}),
+}
+
+
+def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
+    """Trains, and leaves what is judged."""
+    torch.set_num_threads(1)
+    scenario = SCENARIOS[scenario_name]
+    job = tw.init(seed=3, **scenario.init)
+    training = scenario.make()
+    data = _data(scenario)
+    split = job.pipeline > 1
+    # Each process of a pipeline gets the batches of its replica.
+    names = {
+        name: f"{name} of stage {job.stage}" if split else name for name in training.optimizers
+    }
+    log = os.open(folder / f"events-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT, 0o600)
+    optimizers, means, step = training.optimizers, [], 0
+    group = scenario.accumulate * len(job.my_slices)
+    for epoch in job.epochs(epochs):
+        samples: list[int] = []
+        losses: list[float] = []
+        loader = job.loader(data, scenario.batch_size, shuffle=True, accumulate=scenario.accumulate)
+        total = 0.0
+        for batch, (x, y, indexes) in enumerate(loader):
+            loss = training.loss(x, y)
+            time.sleep(pace_s)
+            samples += indexes.tolist()
+            losses.append(float("nan") if loss is None else float(loss.detach()))
+            last = (batch + 1) % scenario.accumulate == 0
+            if not split:
+                with ExitStack() as stack:
+                    for opt in () if last else optimizers.values():
+                        stack.enter_context(opt.accumulate())
+                    (loss / scenario.accumulate).backward()
+            if not last:
+                continue
+            training.before()
+            place = batch % group // scenario.accumulate
+            shared = {
+                "epoch": epoch, "step": step, "slice": job.my_slices[place], "samples": samples,
+                "losses": [value.hex() for value in losses],
+            }  # fmt: skip
+            for name, opt in optimizers.items():
+                opt.step()
+                opt.zero_grad()
+                line = {"optimizer": names[name], **shared, "at": time.monotonic()}
+                os.write(log, json.dumps(line).encode() + b"\n")
+            total += sum(losses)
+            samples, losses = [], []
+            if place == len(job.my_slices) - 1:
+                step += 1
+                training.after()
+                if job.rank == 0:
+                    os.pwrite(progress, b"%10d" % step, 0)
+        means.append(job.mean(None if split and total != total else total))
+    state: dict[str, Any] = {"means": means}
+    state |= {name: model.state_dict() for name, model in training.models.items()}
+    state |= {f"optimizer {name}": opt.state_dict() for name, opt in optimizers.items()}
+    if scenario_name == "two optimizers":
+        state["average"] = optimizers["Adam"].ema_state_dict()
+    write_final(folder / f"final-{job.rank}", state)
+    job.barrier()
+
+
+def _data(scenario: Scenario) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    count = scenario.samples
+    if scenario.tables:
+        x = torch.randint(0, _ROWS, (count, 4), generator=generator)
+        y = x.sum(1) % _CLASSES
+    else:
+        x = torch.randn(count, _FEATURES, generator=generator)
+        y = x[:, :_CLASSES].argmax(1)
+    return TensorDataset(x, y, torch.arange(count))
+
+
+def write_final(path: Path, state: Mapping[str, Any]) -> None:
+    """One line of JSON, [[name, type, shape, bytes], …], then the bytes of all values in a row."""
+    head: list[Sequence[Any]] = []
+    bodies: list[bytes] = []
+    for name, value in _walk("", state):
+        if isinstance(value, torch.Tensor):
+            array = value.detach().contiguous().numpy()
+            kind, shape, body = str(array.dtype), list(array.shape), array.tobytes()
+        else:
+            kind, shape = type(value).__name__, []
+            body = (value.hex() if isinstance(value, float) else repr(value)).encode()
+        head.append([name, kind, shape, len(body)])
+        bodies.append(body)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(json.dumps(head).encode() + b"\n" + b"".join(bodies))
+    partial.replace(path)
+
+
+def _walk(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _walk(f"{name}/{key}", each)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _walk(f"{name}/{index}", each)
+    else:
+        yield name, value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,134 @@
+"""Judges a job whose servers were killed, by the files that it and an undisturbed one left behind.
+
+    python faults_judge.py UNDISTURBED DISTURBED WORKERS SAMPLES
+
+Prints what is wrong as JSON, {"parameters": […], "samples": […], "steps": […]}, and exits with 1 if
+anything is. It reads only the events and final values that faults_job.py has written, imports
+nothing of tensorwire, and knows of no kill.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+_MOST = 5  # sentences of one kind
+
+Event = dict[str, Any]
+
+
+def judge(undisturbed: Path, disturbed: Path, workers: int, samples: int) -> dict[str, list[str]]:
+    """What is wrong with the disturbed job: sentences by "parameters", "samples", "steps".
+
+    Args:
+        undisturbed: the folder of the job that counts.
+        disturbed: that of the other one.
+        workers: whose files are there.
+        samples: of an epoch; each is used once by each optimizer.
+    """
+    found: dict[str, list[str]] = {"parameters": [], "samples": [], "steps": []}
+    for rank in range(workers):
+        files = (folder / f"final-{rank}" for folder in (undisturbed, disturbed))
+        found["parameters"] += _compare_finals(rank, *files)
+    try:
+        expected, events = (_events(each, workers) for each in (undisturbed, disturbed))
+        found["samples"] += _check_samples(events, samples)
+        found["steps"] += _check_steps(expected, events)
+        found["parameters"] += _compare_losses(expected, events)
+    except (OSError, ValueError, KeyError) as error:
+        found["steps"].append(f"the events cannot be read: {error!r}")
+    return {kind: sentences[:_MOST] for kind, sentences in found.items()}
+
+
+def _events(folder: Path, workers: int) -> list[Event]:
+    return [
+        json.loads(line)
+        for rank in range(workers)
+        for line in (folder / f"events-{rank}").read_text().splitlines()
+    ]
+
+
+def _key(event: Event) -> tuple[str, int, int]:
+    return event["optimizer"], event["step"], event["slice"]
+
+
+def _said(key: tuple[str, int, int]) -> str:
+    return f"{key[0]}, step {key[1]}, slice {key[2]}"
+
+
+def _compare_finals(rank: int, undisturbed: Path, disturbed: Path) -> list[str]:
+    try:
+        one, other = (_final(each) for each in (undisturbed, disturbed))
+    except (OSError, ValueError) as error:
+        return [f"worker {rank} has left no final values: {error}"]
+    if not one:
+        return [f"worker {rank} has left no final values"]
+    return [
+        f"worker {rank}: {name} differs" if name in one and name in other
+        else f"worker {rank}: {name} is in one of the jobs only"
+        for name in one | other
+        if one.get(name) != other.get(name)
+    ]  # fmt: skip
+
+
+def _final(path: Path) -> dict[str, tuple[Any, bytes]]:
+    head, _, body = path.read_bytes().partition(b"\n")
+    found, at = {}, 0
+    for name, kind, shape, size in json.loads(head):
+        found[name] = (kind, tuple(shape)), body[at : at + size]
+        at += size
+    if at != len(body):
+        raise ValueError(f"{path} has {len(body)} bytes of values, not {at}")
+    return found
+
+
+def _check_samples(events: list[Event], samples: int) -> list[str]:
+    used: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+    for event in events:
+        used[event["optimizer"], event["epoch"]].update(event["samples"])
+    wrong = []
+    for (optimizer, epoch), counts in used.items():
+        for sample in sorted({*range(samples), *counts}):
+            times = counts[sample]
+            if times != 1 or not 0 <= sample < samples:
+                wrong.append(f"{optimizer}, epoch {epoch}: sample {sample} used {times} times")
+    return wrong
+
+
+def _check_steps(expected: list[Event], events: list[Event]) -> list[str]:
+    counts = Counter(map(_key, events))
+    wrong = [f"{_said(key)}: made {times} times" for key, times in counts.items() if times > 1]
+    there = {_key(event) for event in expected}
+    if not there:
+        wrong.append("the undisturbed job has made no step")
+    wrong += [f"{_said(key)}: never made" for key in sorted(there - counts.keys())]
+    wrong += [f"{_said(key)}: made here only" for key in sorted(counts.keys() - there)]
+    return wrong
+
+
+def _compare_losses(expected: list[Event], events: list[Event]) -> list[str]:
+    """In the order of steps: the first one is where the jobs part."""
+    losses = {_key(event): (event["losses"], event["samples"]) for event in expected}
+    differ = {
+        _key(event)
+        for event in events
+        if losses.get(_key(event), ()) != (event["losses"], event["samples"])
+    }
+    return [
+        f"{_said(key)}: other losses or samples" for key in sorted(differ, key=lambda key: key[1])
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """As a program; returns its exit code."""
+    undisturbed, disturbed, workers, samples = arguments
+    found = judge(Path(undisturbed), Path(disturbed), int(workers), int(samples))
+    print(json.dumps(found))
+    return 1 if any(found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Places at which a test lets a process end itself or stop: what a kill can leave behind.
+
+`TENSORWIRE_FAIL=server-0:cell.armed:3:kill` lets server 0 kill itself at the third time it reaches
+`cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. A successor of a server ignores
+it. Without the variable a place costs a call.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+FAILPOINTS = {
+    "opening.described": "a server has noted what workers describe of a store",
+    "opening.ready": "it has all regions of the store, and has told nobody",
+    "opening.told": "it has told workers that the store is open",
+    "version.gathered": "it has the commits of all slices",
+    "version.reduced": "the reduced gradient of a first pass is kept",
+    "norms.sent": "its sums of squares are at other servers",
+    "version.begun": "counts and numbers are noted, and nothing is changed",
+    "cell.saved": "a copy of a cell is made and not yet in force",
+    "cell.armed": "it is in force, and the cell about to be changed",
+    "cell.changed": "the cell is changed, and not yet marked as done",
+    "cell.done": "it is marked, and the copy still in force",
+    "table.saved": "a copy of rows of a table is made and not yet in force",
+    "table.armed": "it is in force, and the rows about to be changed",
+    "table.changed": "the rows are changed, and not yet marked as done",
+    "version.applied": "all cells and counts have their new values, and nobody knows",
+    "version.published": "the version is noted as complete, and nobody is told",
+    "version.told": "the workers are told",
+    "store.released": "a store is noted as freed, and its regions are there",
+    "store.freed": "they are gone",
+    "sum.gathered": "a sum of all workers is made, and not noted",
+    "sum.noted": "it is noted, and nobody is told",
+    "sum.told": "the workers are told",
+}
+"""What has happened where, in the order of a job."""
+
+_lock = threading.Lock()
+_name, _left, _signal = "", 0, signal.SIGKILL
+
+
+def arm(process: str, text: str) -> None:
+    """Makes this process end at the place that a text names, if it names this process.
+
+    Args:
+        process: this one, as "server-0".
+        text: "process:place:times:kill" or "…:stop"; "" arms nothing.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    global _name, _left, _signal
+    if not text:
+        return
+    whose, _, rest = text.partition(":")
+    name, _, more = rest.partition(":")
+    times, _, action = more.partition(":")
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+    if name not in FAILPOINTS or not times.isdigit() or int(times) < 1 or action not in signals:
+        raise ValueError(
+            f"TENSORWIRE_FAIL is {text!r}; it is 'server-0:PLACE:TIMES:kill' or '…:stop', with a "
+            f"place of {', '.join(FAILPOINTS)}"
+        )
+    if whose == process:
+        _name, _left, _signal = name, int(times), signals[action]
+
+
+def failpoint(name: str) -> None:
+    """This process has reached a place of `FAILPOINTS`. Any thread."""
+    global _left
+    if name != _name:
+        return
+    with _lock:
+        _left -= 1
+        if _left == 0:
+            os.kill(os.getpid(), _signal)

@@ -1,0 +1,279 @@
+"""What one server has handed to the launcher: descriptors that outlive it, for its successor.
+
+The messages, JSON on a SOCK_SEQPACKET socket with descriptors beside it, are in docs/launch.md.
+Knows no process and no policy: who is replaced, and when, is decided in restarts.py. Nothing here
+blocks.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import socket
+import struct
+import termios
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+MOST_KEYS = 4096
+LONGEST_MESSAGE = 1 << 16
+# The key without which nobody could take the place of a server: the socket that workers know.
+LISTENER = "listener"
+_MOST_PER_MESSAGE = 100
+# The most that the kernel lets through in one message (SCM_MAX_FD): with room for them the control
+# data is cut off only where this process may open no more files.
+_MOST_DESCRIPTORS = 253
+# So many messages are read before the supervisor looks at something else.
+_AT_ONCE = 64
+# More than a socket holds: what a dead process has left is read to its end.
+_ALL = 1 << 16
+
+
+class KeeperError(Exception):
+    """A server said what the launcher does not understand, or cannot hold; the text says what."""
+
+
+class _Kept(NamedTuple):
+    descriptor: int
+    entry: str  # [KEY, ABOUT] as JSON
+    progress: int | None  # offset in the file
+
+
+def make_pair() -> tuple[socket.socket, socket.socket]:
+    """The launcher's end of a server's socket, which never blocks, and the server's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+class Keeper:
+    """The descriptors of one server, and the socket to the process that is this server now.
+
+    Invariants: every descriptor that came is either in `_held` or closed; `_queue` is what the
+    process has yet to be told before it may say anything itself.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._held: dict[str, _Kept] = {}
+        self._queue: collections.deque[tuple[bytes, list[int]]] = collections.deque()
+        self._reset = False
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket, ready for reading when `read` has something; None if nothing more comes."""
+        return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def sending(self) -> bool:
+        """Whether `send` has something left that waits for room in the socket."""
+        return self._socket is not None and bool(self._queue)
+
+    @property
+    def restorable(self) -> bool:
+        """Whether a successor could go on with what is held."""
+        return LISTENER in self._held
+
+    @property
+    def taken(self) -> bool:
+        """Whether the process has read all that it was told. True where there was nothing."""
+        if self._reset or self._queue:
+            return False
+        if self._socket is None:
+            return True
+        unread = fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4))
+        return struct.unpack("i", unread) == (0,)
+
+    def attach(self, ours: socket.socket) -> None:
+        """Takes the launcher's end of a socket to a process that is this server from now on."""
+        self._disconnect()
+        self._queue.clear()
+        self._reset = False
+        self._socket = ours
+
+    def hand_over(self, arguments: list[str], term: int) -> None:
+        """Tells the attached process, a standby, to start, and what it gets. Keeps it all too.
+
+        Args:
+            arguments: options of the server that it replaces.
+            term: how often that was replaced, with this time.
+
+        Raises:
+            KeeperError: see `send`.
+        """
+        messages = list(_batches(self._held.values()))
+        start = {"start": arguments, "term": term, "messages": len(messages)}
+        self._queue.append((json.dumps(start).encode(), []))
+        self._queue.extend(messages)
+        self.send()
+
+    def send(self) -> None:
+        """Sends what waits, as far as there is room.
+
+        Raises:
+            KeeperError: the kernel does not take it.
+        """
+        while self._queue and self._socket is not None:
+            data, descriptors = self._queue[0]
+            rights = array.array("i", descriptors)
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+            try:
+                self._socket.sendmsg([data], beside, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                self._reset = True  # it ends, or has; whoever watches the process will know
+                return
+            except OSError as error:
+                text = f"its successor cannot be told what it had: {error.strerror}"
+                raise KeeperError(text) from error
+            self._queue.popleft()
+
+    def read(self) -> None:
+        """Reads what has come and does it; a part, if it is much.
+
+        Raises:
+            KeeperError: it is nothing that a server says; the socket is closed.
+        """
+        self._read(_AT_ONCE)
+
+    def read_all(self) -> None:
+        """Reads all that a process has left which has ended. Raises as `read` does."""
+        self._read(_ALL)
+
+    def progress(self) -> int:
+        """How far the server has come, by the numbers in the files that it said to count."""
+        total = 0
+        for kept in self._held.values():
+            if kept.progress is not None:
+                with contextlib.suppress(OSError):
+                    data = os.pread(kept.descriptor, 8, kept.progress)
+                    total += int.from_bytes(data, "little") if len(data) == 8 else 0
+        return total
+
+    def close(self) -> None:
+        """Closes the socket and everything that is held; may be called again."""
+        self._disconnect()
+        self._queue.clear()
+        for kept in self._held.values():
+            os.close(kept.descriptor)
+        self._held.clear()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _read(self, most: int) -> None:
+        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+        for _ in range(most):
+            if self._socket is None:
+                return
+            try:
+                data, beside, flags, _ = self._socket.recvmsg(
+                    LONGEST_MESSAGE, space, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # It has closed its end and left unread what it was told. The kernel says so once
+                # and then gives out what had come before.
+                self._reset = True
+                continue
+            descriptors = _descriptors(beside)
+            if not data and not descriptors:
+                self._disconnect()
+                return
+            try:
+                self._take(data, descriptors, flags)
+            except KeeperError:
+                self._disconnect()
+                raise
+            finally:
+                for descriptor in descriptors:  # that were not kept
+                    os.close(descriptor)
+
+    def _take(self, data: bytes, descriptors: list[int], flags: int) -> None:
+        """Does what a message says; takes the descriptor that it keeps out of the list."""
+        if flags & socket.MSG_CTRUNC:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise KeeperError(
+                f"the launcher cannot hold more of its descriptors than {len(self._held)}: it may "
+                f"have {soft} open files; raise the hard limit (ulimit -Hn) or use --no-durable"
+            )
+        if flags & socket.MSG_TRUNC:
+            raise KeeperError(f"a message is longer than {LONGEST_MESSAGE} bytes")
+        if self._queue:
+            raise KeeperError("it spoke before it had read what it was told")
+        message = _parsed(data)
+        if isinstance(key := message.get("drop"), str) and "keep" not in message:
+            if descriptors:
+                raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")
+            if (kept := self._held.pop(key, None)) is not None:
+                os.close(kept.descriptor)
+        elif isinstance(key := message.get("keep"), str) and "drop" not in message:
+            if len(descriptors) != 1:
+                raise KeeperError(f"a keep of {key!r} came with {len(descriptors)} descriptors")
+            self._keep(key, message.get("about"), descriptors)
+        else:
+            raise KeeperError(f"a message has no key: {_shown(data)}")
+
+    def _keep(self, key: str, about: Any, descriptors: list[int]) -> None:
+        offset = about.get("progress") if isinstance(about, dict) else None
+        if offset is not None and (type(offset) is not int or not 0 <= offset < 1 << 62):
+            raise KeeperError(f"the progress of {key!r} is at {offset!r}, which is no offset")
+        entry = json.dumps([key, about])
+        if len(entry) > LONGEST_MESSAGE:
+            raise KeeperError(f"what is said about {key!r} is longer than {LONGEST_MESSAGE} bytes")
+        former = self._held.get(key)
+        if former is None and len(self._held) == MOST_KEYS:
+            raise KeeperError(f"it keeps more than {MOST_KEYS} descriptors")
+        self._held[key] = _Kept(descriptors.pop(), entry, offset)
+        if former is not None:
+            os.close(former.descriptor)
+
+
+def _batches(held: Iterable[_Kept]) -> Iterator[tuple[bytes, list[int]]]:
+    """The messages that hand all over: none too long, none with too many descriptors."""
+    entries: list[str] = []
+    descriptors: list[int] = []
+    for kept in held:
+        length = sum(map(len, entries)) + len(kept.entry)
+        if entries and (length > LONGEST_MESSAGE or len(entries) == _MOST_PER_MESSAGE):
+            yield _batch(entries), descriptors
+            entries, descriptors = [], []
+        entries.append(kept.entry)
+        descriptors.append(kept.descriptor)
+    if entries:
+        yield _batch(entries), descriptors
+
+
+def _batch(entries: list[str]) -> bytes:
+    return f'{{"kept": [{", ".join(entries)}]}}'.encode()
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise KeeperError(f"a message is no JSON: {_shown(data)}") from error
+    if not isinstance(message, dict):
+        raise KeeperError(f"a message is no object: {_shown(data)}")
+    return message
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:100].decode(errors="replace"))
+
+
+def _descriptors(beside: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()

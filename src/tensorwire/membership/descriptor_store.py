@@ -1,0 +1,110 @@
+"""Descriptors that a server hands to its launcher, so that they outlive it: memory, and its door.
+
+As systemd's FDSTORE: the launcher keeps them under a key and gives them to the successor of a
+server that was killed. The messages are in docs/launch.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from typing import Any, NamedTuple
+
+LISTENER = "listener"
+"""The key of the socket on which a server listens."""
+
+_MOST_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 128
+
+
+class Kept(NamedTuple):
+    """What was kept under a key: what its owner told about it, and the descriptor, owned by us."""
+
+    about: dict[str, Any]
+    descriptor: int
+
+
+class Takeover(NamedTuple):
+    """What a standby is told: the options of the server whose place it takes, and which one it is.
+
+    `term` is 1 for the first successor of a server, and rises.
+    """
+
+    arguments: list[str]
+    term: int
+
+
+class DescriptorStore:
+    """A server's end. Any thread may use it.
+
+    Args:
+        channel: the socket towards the launcher, owned from now on.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._kept: dict[str, Kept] = {}
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of_descriptor(descriptor: int) -> DescriptorStore:
+        """The store behind a descriptor that was inherited.
+
+        Raises:
+            OSError: it is no socket.
+        """
+        os.set_inheritable(descriptor, False)
+        return DescriptorStore(socket.socket(fileno=descriptor))
+
+    def wait_for_takeover(self) -> Takeover | None:
+        """A standby's wait until it is needed, with all that was kept; None: it is not.
+
+        Raises:
+            ValueError: the messages are not those of a launcher.
+        """
+        data, _ = self._receive()
+        if not data:
+            return None
+        try:
+            told = json.loads(data)
+            start = Takeover([str(each) for each in told["start"]], int(told["term"]))
+            for _ in range(int(told["messages"])):
+                data, descriptors = self._receive()
+                entries = json.loads(data)["kept"]
+                for (key, about), descriptor in zip(entries, descriptors, strict=True):
+                    self._kept[key] = Kept(about, descriptor)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the launcher told a standby {data[:100]!r}: {error}") from error
+        return start
+
+    def keep(self, key: str, about: dict[str, Any], descriptor: int) -> None:
+        """Hands a duplicate to the launcher, in place of what was kept under the key."""
+        self._send({"keep": key, "about": about}, [descriptor])
+
+    def drop(self, key: str) -> None:
+        """The launcher closes what it keeps under the key."""
+        self._send({"drop": key}, [])
+
+    def take(self, key: str) -> Kept | None:
+        """What a former server has kept under a key, once; the launcher keeps it too."""
+        with self._lock:
+            return self._kept.pop(key, None)
+
+    def left(self) -> list[str]:
+        """The keys that nobody has taken."""
+        with self._lock:
+            return list(self._kept)
+
+    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        # Without its launcher the server is about to be killed.
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        data, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, _MOST_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return data, descriptors

@@ -1,0 +1,279 @@
+"""What a server writes down while it makes a version, in memory that outlives its process.
+
+A step overwrites parameters and state where they lie. A server that is killed in the middle of it
+leaves cells of three kinds: untouched, complete, and for each thread at most one that is torn. The
+journal tells them apart and has a copy of what the torn ones were, so that a successor, which has
+the same memory, restores those, goes on with the cells that are not complete, and makes the very
+same version. What was published is never made again: workers may have overwritten their gradients.
+
+No store needs a fence or a flush: a process that is killed leaves a prefix of what each of its
+threads has done, in the order of the program. Source: the undo log of write-ahead logging (Mohan
+et al., ARIES, 1992), with a cell for a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.failpoints import failpoint
+
+from .kernel import Rows, Scalars
+from .layout import Share, padded
+from .messages import RESULT_BYTES, Bytes
+from .rows import Table, tables_of
+
+MOST_THREADS = 64
+"""That can each be in the middle of a cell."""
+
+PROGRESS_AT = 0
+"""Where the number of the last version that was published lies in the memory of a journal."""
+
+_PUBLISHED, _BEGUN, _RELEASED = 0, 1, 2
+_HEAD_WORDS = 8
+_CELL_BITS = 24  # of an armed word, which also has the version; Layout has fewer cells
+
+
+class Numbers(NamedTuple):
+    """What a shard keeps of each tensor, in memory that a step overwrites too.
+
+    Attributes:
+        counts: steps that were applied to it.
+        averaged: values that are averaged.
+        scalars: a row of numbers of its optimizer.
+    """
+
+    counts: NDArray[np.int64]
+    averaged: NDArray[np.int64]
+    scalars: NDArray[np.float64]
+
+
+class Journal:
+    """The journal of one store at one server.
+
+    Methods are called by one thread at a time, but `cell` and `table` by each that works on cells,
+    for different cells.
+
+    Args:
+        share: the cells of the server.
+        scalars: how many numbers an optimizer keeps of a tensor.
+        memory: of `size_bytes`, zeroed at first.
+        undo: of `undo_bytes`.
+        table_undo: of `table_undo_bytes`.
+        arrays: for each cell that a step changes, the arrays that it changes.
+        tables: likewise for each table, by its first cell: whole arrays.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        scalars: int,
+        memory: Bytes,
+        undo: Bytes,
+        table_undo: Bytes,
+        arrays: Mapping[int, Sequence[Bytes]],
+        tables: Mapping[int, Sequence[Bytes]],
+    ) -> None:
+        tensors, cells = len(share.layout.spec.tensors), len(share.cells)
+        self._arrays, self._undo = arrays, undo
+        parts = _parts(tensors, cells, scalars)
+        words = memory[: parts.result].view(np.uint64)
+        self._head = words[:_HEAD_WORDS]
+        self._armed = words[_HEAD_WORDS : _HEAD_WORDS + MOST_THREADS]
+        self._done = words[_HEAD_WORDS + MOST_THREADS :][:cells]
+        self._armed_tables = words[_HEAD_WORDS + MOST_THREADS + cells :][:cells]
+        self._result = memory[parts.result : parts.counts]
+        counts = memory[parts.counts : parts.scalars].view(np.int64).reshape(2, -1)[:, :tensors]
+        numbers = memory[parts.scalars : parts.stop].view(np.float64)[: 2 * tensors * scalars]
+        before, self._scalars_after = numbers.reshape(2, tensors, scalars)
+        self._before = Numbers(counts[0], counts[1], before)
+        self._room = _room(arrays)
+        # Parts of `undo`; pop and append are atomic.
+        self._free = list(range(len(undo) // self._room))
+        self._tables: dict[int, _TableUndo] = {}
+        start = 0
+        for table in tables_of(share):
+            first = table.cells.start
+            self._tables[first] = _TableUndo(table, table_undo[start:], tables[first])
+            start += _table_bytes(table, len(tables[first]))
+        self._restore()
+
+    @staticmethod
+    def size_bytes(share: Share, scalars: int) -> int:
+        """Of the memory of a journal."""
+        return _parts(len(share.layout.spec.tensors), len(share.cells), scalars).stop
+
+    @staticmethod
+    def undo_bytes(arrays: Mapping[int, Sequence[Bytes]], threads: int) -> int:
+        """Of the memory for copies of cells, one for each thread."""
+        return min(threads, MOST_THREADS) * _room(arrays)
+
+    @staticmethod
+    def table_undo_bytes(share: Share, states: int) -> int:
+        """Likewise for copies of rows, with so many arrays of state."""
+        return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
+
+    # ---- versions
+
+    @property
+    def published(self) -> int:
+        """The last version that was published; 0: none, and the store is not open."""
+        return int(self._head[_PUBLISHED])
+
+    @property
+    def result(self) -> Bytes:
+        """What was told of it; nothing is copied."""
+        return _place(self._result, self.published)
+
+    @staticmethod
+    def last(share: Share, scalars: int, memory: Bytes) -> tuple[int, Bytes] | None:
+        """The last version that a store will have and what was told of it; None: it is not made.
+
+        Args:
+            share: as of the class.
+            scalars: likewise.
+            memory: likewise.
+        """
+        parts = _parts(len(share.layout.spec.tensors), len(share.cells), scalars)
+        head = memory[: 8 * _HEAD_WORDS].view(np.uint64)
+        if not head[_PUBLISHED] or head[_RELEASED] != head[_PUBLISHED]:
+            return None
+        version = int(head[_PUBLISHED])
+        return version, _place(memory[parts.result : parts.counts], version)
+
+    def publish(self, version: int, result: Bytes, last: bool = False) -> None:
+        """Notes that a version is complete, before anybody is told; `last`: none will follow."""
+        _place(self._result, version)[: len(result)] = result  # that before it stays
+        if last:
+            self._head[_RELEASED] = version
+        self._head[_PUBLISHED] = version
+
+    def begin(self, version: int, numbers: Numbers) -> None:
+        """Notes what a step will overwrite of small things, or puts it back if it was begun."""
+        if self._head[_BEGUN] == version:
+            for kept, each in zip(self._before, numbers, strict=True):
+                each[:] = kept[: len(each)]
+            return
+        for kept, each in zip(self._before, numbers, strict=True):
+            kept[: len(each)] = each
+        self._head[_BEGUN] = version
+        failpoint("version.begun")
+
+    # ---- cells
+
+    def is_done(self, cell: int, version: int) -> bool:
+        """A cell, or the table that begins with it, has its values of a version."""
+        return bool(self._done[cell] == version)
+
+    @contextmanager
+    def cell(self, cell: int, version: int) -> Iterator[None]:
+        """A step changes the arrays of a cell within this; afterwards it is done."""
+        slot = self._free.pop()
+        at = slot * self._room
+        for array in self._arrays[cell]:
+            self._undo[at : at + len(array)] = array
+            at += len(array)
+        failpoint("cell.saved")
+        self._armed[slot] = version << _CELL_BITS | cell
+        failpoint("cell.armed")
+        yield
+        failpoint("cell.changed")
+        self._done[cell] = version
+        failpoint("cell.done")
+        self._armed[slot] = 0
+        self._free.append(slot)
+
+    @contextmanager
+    def table(self, cell: int, version: int, rows: Rows) -> Iterator[None]:
+        """A step changes some rows of the table that begins with a cell within this."""
+        self._tables[cell].save(rows)
+        failpoint("table.saved")
+        self._armed_tables[cell] = version
+        failpoint("table.armed")
+        yield
+        failpoint("table.changed")
+        self._done[cell] = version
+        self._armed_tables[cell] = 0
+
+    def note(self, tensors: Sequence[int], scalars: Scalars) -> None:
+        """Keeps the numbers of tensors after a step, until all cells are done."""
+        self._scalars_after[tensors] = scalars
+
+    def noted(self, tensor: int) -> Scalars:
+        """What `note` was given."""
+        return tuple(self._scalars_after[tensor].tolist())
+
+    def _restore(self) -> None:
+        """Puts back what a process was in the middle of when it ended."""
+        for slot in np.flatnonzero(self._armed).tolist():
+            version, cell = divmod(int(self._armed[slot]), 1 << _CELL_BITS)
+            if self._done[cell] < version:
+                at = slot * self._room
+                for array in self._arrays[cell]:
+                    array[:] = self._undo[at : at + len(array)]
+                    at += len(array)
+            self._armed[slot] = 0
+        for cell in np.flatnonzero(self._armed_tables).tolist():
+            if self._done[cell] < self._armed_tables[cell]:
+                self._tables[cell].put_back()
+            self._armed_tables[cell] = 0
+
+
+class _TableUndo:
+    """The copies of the rows of a table that a step changes."""
+
+    def __init__(self, table: Table, memory: Bytes, arrays: Sequence[Bytes]) -> None:
+        kind, numbers = np.dtype((np.void, table.row_bytes)), 8 * (1 + table.height)
+        self._numbers = memory[:numbers].view(np.int64)
+        self._arrays = [array.view(kind) for array in arrays]
+        start, size = padded(numbers), table.height * table.row_bytes
+        self._copies = [
+            memory[start + i * padded(size) :][:size].view(kind) for i in range(len(arrays))
+        ]
+
+    def save(self, rows: Rows) -> None:
+        self._numbers[0] = len(rows)
+        self._numbers[1 : 1 + len(rows)] = rows
+        for array, copy in zip(self._arrays, self._copies, strict=True):
+            copy[: len(rows)] = array[rows]
+
+    def put_back(self) -> None:
+        rows = self._numbers[1 : 1 + int(self._numbers[0])]
+        for array, copy in zip(self._arrays, self._copies, strict=True):
+            array[rows] = copy[: len(rows)]
+
+
+def _room(arrays: Mapping[int, Sequence[Bytes]]) -> int:
+    """Bytes for a copy of any cell."""
+    return padded(max((sum(map(len, each)) for each in arrays.values()), default=1))
+
+
+def _table_bytes(table: Table, arrays: int) -> int:
+    numbers = padded(8 * (1 + table.height))
+    return numbers + arrays * padded(table.height * table.row_bytes)
+
+
+class _Parts(NamedTuple):
+    """Where what lies in the memory of a journal, behind its words."""
+
+    result: int
+    counts: int
+    scalars: int
+    stop: int
+
+
+def _place(results: Bytes, version: int) -> Bytes:
+    """Of the memory for two results, that for a version."""
+    size = len(results) // 2
+    return results[size * (version % 2) :][:RESULT_BYTES]
+
+
+def _parts(tensors: int, cells: int, scalars: int) -> _Parts:
+    result = padded(8 * (_HEAD_WORDS + MOST_THREADS + 2 * cells))
+    counts = result + 2 * padded(RESULT_BYTES)
+    at = counts + 2 * padded(8 * tensors)
+    return _Parts(result, counts, at, at + padded(2 * 8 * tensors * scalars))

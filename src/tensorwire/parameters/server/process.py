@@ -1,0 +1,173 @@
+"""A server as a process: its options, its place in the job, its end; arithmetic is handed in."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from tensorwire import failpoints
+from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.membership import (
+    LISTENER,
+    CollectiveServer,
+    DescriptorStore,
+    JobFile,
+    RunningServer,
+    ServerMember,
+    server_name,
+)
+from tensorwire.memory import Node
+
+from ..kernel import Kernel
+from .server import Server, most_threads
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(
+    arguments: list[str] | None,
+    program: str,
+    make_kernels: Callable[[argparse.Namespace], Callable[[str], Kernel]],
+) -> int:
+    """Serves one job.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+        program: its name, for people.
+        make_kernels: gives what makes the arithmetic for a Spec's optimizer, for these options;
+            ValueError or OSError ends the server.
+
+    Returns:
+        The exit code; 0 when all workers have left in good order.
+    """
+    parser = _parser(program)
+    options = parser.parse_args(arguments)
+    store: DescriptorStore | None = None
+    term = 0
+    if options.descriptor_store >= 0:
+        store = DescriptorStore.of_descriptor(options.descriptor_store)
+    if options.standby:
+        if store is None:
+            parser.error("--standby needs --descriptor-store")
+        takeover = store.wait_for_takeover()
+        if takeover is None:
+            return 0
+        options, term = parser.parse_args(takeover.arguments), takeover.term
+    else:
+        failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""))
+    # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    if options.parent:
+        _end_with(options.parent)
+    name = server_name(options.index)
+    server: Server | None = None
+    job_file: JobFile | None = None
+    try:
+        make_kernel = make_kernels(options)
+        with _make_node(name, options, store) as node:
+            member = ServerMember(options.index, options.workers, node, options.count, store, term)
+            member.connect(tuple(filter(None, options.servers.split(","))))
+            # Before anybody knows the address: workers look for it at once.
+            collective = CollectiveServer(member) if options.index == 0 else None
+            if options.address_fd >= 0:
+                with os.fdopen(options.address_fd, "w") as channel:
+                    channel.write(f"{node.address}\n")
+            job_file = _tell_of_job(options, node)
+            member.gather()
+            threads = options.threads or most_threads()
+            server = Server(member, make_kernel, threads, collective)
+            if collective:
+                collective.start(server.fail)
+            server.run()
+    except (TensorwireError, ValueError, OSError) as error:
+        # In one piece: workers may write to the same place.
+        sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
+        return 1
+    finally:
+        if server:
+            server.join()
+        if job_file:
+            job_file.close()
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    description = "A server of a job. Started by a launcher, never by hand."
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--index", type=int, default=0, help="place among the servers, from 0")
+    parser.add_argument("--workers", type=int, default=1, help="how many workers there are")
+    parser.add_argument("--count", type=int, default=None, help="how many servers there are")
+    parser.add_argument("--servers", default="", help="addresses of the servers before this one")
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    parser.add_argument("--advertise", default=None, metavar="HOST", help="how others reach it")
+    parser.add_argument("--address-fd", type=int, default=-1, help="where to write the address")
+    parser.add_argument("--descriptor-store", type=int, default=-1, help="who keeps its memory")
+    parser.add_argument(
+        "--standby", action="store_true", help="wait there until a server is to be replaced"
+    )
+    parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    parser.add_argument("--command", default="", help="what the workers run, for people")
+    parser.add_argument("--import-from", metavar="FOLDER", help="where modules may be, too")
+    parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
+    return parser
+
+
+def _make_node(name: str, options: argparse.Namespace, store: DescriptorStore | None) -> Node:
+    """The server's Node; with a store, that of the server in whose place this one is."""
+    if store is None:
+        return Node(name, listen=options.listen, advertise=options.advertise)
+    kept = store.take(LISTENER)
+    if kept is not None:
+        try:
+            return Node(
+                name,
+                listen=options.listen,
+                advertise=options.advertise,
+                incarnation=kept.about["incarnation"],
+                listener=kept.descriptor,
+            )
+        finally:
+            os.close(kept.descriptor)
+    node = Node(name, listen=options.listen, advertise=options.advertise)
+    descriptor = node.listener()
+    try:
+        store.keep(LISTENER, {"incarnation": node.incarnation}, descriptor)
+    finally:
+        os.close(descriptor)
+    return node
+
+
+def _tell_of_job(options: argparse.Namespace, node: Node) -> JobFile | None:
+    """Lets `tensorwire status` find the job; without that the job runs as well."""
+    told = RunningServer(
+        index=options.index,
+        address=node.address,
+        pid=os.getpid(),
+        workers=options.workers,
+        command=options.command,
+        started=time.time(),
+        secret=os.environ.get("TENSORWIRE_SECRET", ""),
+        secret_file=os.environ.get("TENSORWIRE_SECRET_FILE", ""),
+    )
+    try:
+        return JobFile(told)
+    except (UnavailableError, OSError) as error:
+        text = f"server {options.index}: tensorwire status will not list this job: {error}\n"
+        sys.stderr.write(text)
+        return None
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,23 @@
+"""What a closed optimizer has in the place of its Replica: nothing but the error of every use."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+JOB_CLOSED = (
+    "this optimizer or its job was closed, and the model keeps its last values: to go on, call "
+    "tw.init() and make the optimizer anew"
+)
+
+
+class ClosedReplica:
+    """Stands for the Replica of an optimizer that was closed, and keeps none of its memory."""
+
+    def __init__(self, text: str = JOB_CLOSED) -> None:
+        self._text = text
+
+    def withdraw(self) -> None:
+        """There is nothing to withdraw: `zero_grad()` clears gradients as in torch."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(self._text)

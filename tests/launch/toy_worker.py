@@ -1,0 +1,127 @@
+"""A worker without torch that uses all that servers do; prints a digest of what came out of it.
+
+It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
+parameters, sums with others, and a second store after the first was freed.
+"""
+
+import hashlib
+import math
+import os
+import time
+
+import numpy as np
+
+from tensorwire.membership import Collective, WorkerMember, World
+from tensorwire.parameters import (
+    APPLY,
+    PRODUCED,
+    PUBLISH,
+    PUSHED,
+    REDUCE,
+    REDUCED,
+    WANT_NORM,
+    Commit,
+    RemoteStore,
+    Spec,
+    TensorSpec,
+)
+
+STEPS = int(os.environ.get("TOY_STEPS", "12"))
+PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
+
+
+def main() -> None:
+    world = World.from_environment()
+    assert world is not None
+    member = WorkerMember.join(world)
+    digest, collective = hashlib.sha256(), Collective(member)
+    for number in range(2):
+        train(member, collective, number, digest)
+    total = collective.sum([float(world.rank)])
+    digest.update(repr(total).encode())
+    member.close()
+    print("digest", digest.hexdigest()[:16], flush=True)
+
+
+def train(
+    member: WorkerMember, collective: Collective, number: int, digest: "hashlib._Hash"
+) -> None:
+    world = member.place
+    shapes = {"a": (300_000,), "b": (700, 501), "table": (4000, 16)}
+    tensors = tuple(
+        TensorSpec(name, "float32", shape, "rows" if name == "table" else "trained", 0)
+        for name, shape in shapes.items()
+    )
+    # Numbers of each tensor begin at 0; with the decay of averages left out, as tables want it.
+    spec = Spec("toy", ("lr",), 1, world.slices, tensors, 1, ("warmth",))
+    store = RemoteStore(member, number, spec)
+    places = {i: store.places(i) for i in world.my_slices}
+    version = 1
+
+    def commit(operation: int, present: bytes, flags: int = 0, max_norm: float = math.inf) -> None:
+        nonlocal version
+        version += 1
+        for i in world.my_slices:
+            mine = present if operation != PUBLISH or i == 0 else bytes(len(tensors))
+            store.commit(
+                i, Commit(version, operation, flags, 1.0, max_norm, 1.0 + i, ((0.1,),), mine)
+            )
+        result = store.wait()
+        digest.update(repr((result.finite, result.norm)).encode())
+
+    def publish(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for tensor, spec in enumerate(tensors):
+            values = random.standard_normal(spec.elements).astype(np.float32)
+            if 0 in world.my_slices:
+                store.push(0, tensor, values.view(np.uint8))
+            store.settle()
+        commit(PUBLISH, bytes([PUSHED]) * len(tensors))
+
+    publish(1)
+    for step in range(STEPS):
+        present = bytearray([PUSHED]) * len(tensors)
+        for i in world.my_slices:
+            random = np.random.default_rng((number, step, i))
+            for tensor, each in enumerate(tensors):
+                if each.kind == "rows":
+                    rows = np.flatnonzero(random.random(each.shape[0]) < 0.1).astype(np.int64)
+                    values = random.standard_normal((len(rows), each.shape[1]))
+                    flat = values.astype(np.float32).reshape(-1).view(np.uint8)
+                    store.push_rows(i, tensor, rows, flat)
+                    continue
+                gradient = random.standard_normal(each.elements).astype(np.float32)
+                place = places[i][tensor]
+                if step % 2 and not isinstance(place, str) and place.shared:
+                    place.memory[:] = gradient.view(np.uint8)
+                    present[tensor] = PRODUCED
+                else:
+                    store.push(i, tensor, gradient.view(np.uint8))
+                    store.settle()
+        if step % 4 == 1:
+            commit(APPLY, bytes(present), WANT_NORM, 0.5)
+        elif step % 4 == 3:
+            # Tables keep what is reduced in a server's own memory, which is not restored.
+            dense = bytes([*present[:2], 0])
+            commit(REDUCE, dense)
+            reduced = np.zeros(store.own.size_bytes, np.uint8)
+            store.read_reduced(reduced)
+            digest.update(reduced[: 4 * 300_000].tobytes())
+            commit(APPLY, dense, REDUCED, 0.7)
+        else:
+            commit(APPLY, bytes(present))
+        if step == STEPS // 2:
+            publish(2)
+            digest.update(repr(collective.sum([1.0, float(world.rank)])).encode())
+        time.sleep(PAUSE_S)
+    values = np.zeros(store.layout.size_bytes, np.uint8)
+    store.read_values(values)
+    digest.update(values.tobytes())
+    store.read_state("velocity", values)
+    digest.update(values.tobytes())
+    digest.update(store.counts().tobytes() + store.scalars().tobytes())
+    digest.update(repr(collective.gather(b"x")).encode())
+    store.release()
+
+
+main()

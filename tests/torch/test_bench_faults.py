@@ -1,0 +1,153 @@
+"""`tensorwire bench faults`: its judge finds each kind of violation, and the command runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tensorwire.cli import main
+from tensorwire_benchmarks import faults, faults_judge
+from tensorwire_benchmarks.faults_job import write_final
+
+SAMPLES, STEPS = 8, 2
+Events = list[dict[str, Any]]
+
+
+def events_of(rank: int) -> Events:
+    return [
+        {
+            "optimizer": "SGD", "epoch": 0, "step": step, "slice": rank,
+            "samples": [4 * step + 2 * rank, 4 * step + 2 * rank + 1],
+            "losses": [(0.5 + step).hex()], "at": 1.0 + step,
+        }
+        for step in range(STEPS)
+    ]  # fmt: skip
+
+
+def write_events(folder: Path, rank: int, events: Events) -> None:
+    (folder / f"events-{rank}").write_text("".join(json.dumps(each) + "\n" for each in events))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Those of a job that was not disturbed, and of one that did the same."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    for rank in range(2):
+        write_events(one, rank, events_of(rank))
+        state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "means": [0.5, None]}
+        write_final(one / f"final-{rank}", state)
+    shutil.copytree(one, other)
+    return one, other
+
+
+def test_equal_jobs_are_equal_at_other_times(folders: tuple[Path, Path]) -> None:
+    write_events(folders[1], 1, [{**event, "at": 9.0} for event in events_of(1)])
+    assert not any(faults_judge.judge(*folders, 2, SAMPLES).values())
+
+
+def test_a_byte_is_found(folders: tuple[Path, Path]) -> None:
+    path = folders[1] / "final-1"
+    content = path.read_bytes()
+    head_bytes = content.index(b"\n") + 1
+    for at in range(head_bytes, len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        found = faults_judge.judge(*folders, 2, SAMPLES)
+        assert len(found["parameters"]) == 1
+        assert found["parameters"][0].startswith("worker 1: /")
+        assert found["samples"] == found["steps"] == []
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]\n", b'[["x", "int", [], 3]]\n1'])
+def test_final_values_that_are_missing_are_found(
+    folders: tuple[Path, Path], content: bytes | None
+) -> None:
+    path = folders[1] / "final-0"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert faults_judge.judge(*folders, 2, SAMPLES)["parameters"]
+
+
+def repeat(events: Events) -> Events:
+    return [*events, events[-1]]
+
+
+def other_samples(events: Events) -> Events:
+    return [{**events[0], "samples": [1, 1]}, *events[1:]]
+
+
+def fewer_samples(events: Events) -> Events:
+    return [{**events[0], "samples": [0]}, *events[1:]]
+
+
+def further(events: Events) -> Events:
+    return [*events, {**events[-1], "step": 7, "samples": []}]
+
+
+def other_loss(events: Events) -> Events:
+    return [events[0], {**events[1], "losses": [(0.1).hex()]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        (repeat, {"steps", "samples"}),
+        (lambda events: events[1:], {"steps", "samples"}),
+        (other_samples, {"samples", "parameters"}),
+        (fewer_samples, {"samples", "parameters"}),
+        (further, {"steps", "parameters"}),
+        (other_loss, {"parameters"}),
+        (lambda events: [{}], {"steps"}),
+    ],
+)
+def test_each_violation_is_found(
+    folders: tuple[Path, Path], change: Callable[[Events], Events], kinds: set[str]
+) -> None:
+    write_events(folders[1], 0, change(events_of(0)))
+    found = faults_judge.judge(*folders, 2, SAMPLES)
+    assert {kind for kind, texts in found.items() if texts} == kinds
+    command = [sys.executable, faults_judge.__file__, *map(str, folders), "2", str(SAMPLES)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == found
+
+
+def test_recovery_ends_with_the_longest_pause() -> None:
+    times = [1.0, 2.0, 2.1, 3.6, 3.7]
+    assert faults.recovery_s(2.05, times) == pytest.approx(1.55)
+    assert faults.recovery_s(0.0, times) == pytest.approx(3.6)
+    assert faults.recovery_s(4.0, times) is None
+
+
+def test_what_is_unequal_fails() -> None:
+    good = faults.FaultRow(
+        "faults", "x", "tensorwire", 1, parameters_equal=True, samples_once=True, steps_once=True
+    )
+    report = faults.Report("faults", {}, [good])
+    assert not faults.fails(report)
+    report.rows.append(faults.FaultRow("faults", "y", "tensorwire", 1))
+    assert faults.fails(report)
+    assert [verdict.met for verdict in faults.judge(report)] == [False, None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    options = ["--kills", "2", "--scenario", "batchnorm", "--json", str(path)]
+    result = CliRunner().invoke(main, ["bench", "faults", *options])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["bench"], row["case"], row["system"]) == ("faults", "batchnorm", "tensorwire")
+    assert row["kills"] == 2
+    assert all(row[key] for key in ("parameters_equal", "samples_once", "steps_once"))
+    assert row["bytes"] > 4 * 200 * 200
+    assert row["ratio_to_limit"] is None
