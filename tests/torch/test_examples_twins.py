@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,20 @@ def test_pages(
     assert saved["tensorwire"]["epochs"] == epochs
 
 
+def _output_of_torch(command: Sequence[str], folder: Path) -> str:
+    """What a script prints that has nothing of tensorwire in it; it gets a second try.
+
+    On a busy machine torch sometimes aborts in the end of a process that has left its process
+    group: "terminate called without an active exception".
+    """
+    try:
+        return output_of(command, folder)
+    except AssertionError as error:
+        if "terminate called without an active exception" not in str(error):
+            raise
+    return output_of(command, folder)
+
+
 @pytest.mark.slow
 def test_from_ddp(run: Callable[..., str], repository: Path, tmp_path: Path) -> None:
     """The script before and the script after learn the same task; each goes on where it ended."""
@@ -173,7 +187,7 @@ def test_from_ddp(run: Callable[..., str], repository: Path, tmp_path: Path) -> 
     ddp, count = program_of(repository, page, tmp_path, "python")
     assert count == 2
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = output_of([*torchrun, str(ddp)], tmp_path)
+    printed = _output_of_torch([*torchrun, str(ddp)], tmp_path)
     before = re.findall(r"^epoch (\d): accuracy (\S+)$", printed, re.MULTILINE)
     ours, count = program_of(repository, page, tmp_path)
     assert count == 6
@@ -185,5 +199,5 @@ def test_from_ddp(run: Callable[..., str], repository: Path, tmp_path: Path) -> 
     saved = [torch.load(tmp_path / name, weights_only=True) for name in ("ddp.pt", "checkpoint")]
     names = [[key.removeprefix("module.") for key in each["model"]] for each in saved]
     assert names[0] == names[1]
-    assert "epoch " not in output_of([*torchrun, str(ddp)], tmp_path)
+    assert "epoch " not in _output_of_torch([*torchrun, str(ddp)], tmp_path)
     assert "epoch " not in run(None, str(ours))
