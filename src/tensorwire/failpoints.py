@@ -1,8 +1,8 @@
 """Places at which a test lets a process end itself or stop: what a kill can leave behind.
 
 `TENSORWIRE_FAIL=server-0:cell.armed:3:kill` lets server 0 kill itself at the third time it reaches
-`cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. A successor of a server ignores
-it. Without the variable a place costs a call.
+`cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. A successor ignores it. Without
+the variable a place costs a call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ FAILPOINTS = {
     "sum.noted": "it is noted, and nobody is told",
     "sum.told": "the workers are told",
 }
-"""What has happened where, in the order of a job."""
+"""What has happened where at a server, in the order of a job."""
+
+WORKER_FAILPOINTS = {
+    "part.sent": "a worker has sent its part of a sum",
+    "answer.noted": "the result of the sum is noted",
+    "position.noted": "its position in the script is noted",
+    "commit.noted": "a slice's gradients are at all servers and its commit is noted, and not sent",
+    "commit.sent": "the commit is at all servers",
+    "result.noted": "the result of a version is noted",
+}
+"""What has happened where at a worker that another process can take the place of."""
 
 _lock = threading.Lock()
 _name, _left, _signal = "", 0, signal.SIGKILL
@@ -58,17 +68,18 @@ def arm(process: str, text: str) -> None:
     name, _, more = rest.partition(":")
     times, _, action = more.partition(":")
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    if name not in FAILPOINTS or not times.isdigit() or int(times) < 1 or action not in signals:
+    places = FAILPOINTS | WORKER_FAILPOINTS
+    if name not in places or not times.isdigit() or int(times) < 1 or action not in signals:
         raise ValueError(
             f"TENSORWIRE_FAIL is {text!r}; it is 'server-0:PLACE:TIMES:kill' or '…:stop', with a "
-            f"place of {', '.join(FAILPOINTS)}"
+            f"place of {', '.join(places)}"
         )
     if whose == process:
         _name, _left, _signal = name, int(times), signals[action]
 
 
 def failpoint(name: str) -> None:
-    """This process has reached a place of `FAILPOINTS`. Any thread."""
+    """This process has reached one of these places. Any thread."""
     global _left
     if name != _name:
         return

@@ -3,7 +3,9 @@
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
+from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
+from .history import History, Kind
 from .identity import (
     GOODBYE,
     LOOPBACK,
@@ -31,7 +33,10 @@ __all__ = [
     "Collective",
     "CollectiveServer",
     "DescriptorStore",
+    "DurableMemory",
+    "History",
     "JobFile",
+    "Kind",
     "RunningServer",
     "ServerMember",
     "Start",
@@ -49,6 +54,7 @@ __all__ = [
     "is_there",
     "listed",
     "lost",
+    "open_node",
     "read_status",
     "reader_name",
     "refusal",

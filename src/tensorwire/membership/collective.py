@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.failpoints import failpoint
-from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes, wait_all
+from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes
 
+from .history import Kind
 from .identity import called
 from .server import ServerMember
 from .worker import WorkerMember
@@ -83,13 +85,13 @@ class CollectiveServer:
                     answer = self._last_answer[:_PLACE]
                 for rank, peer in member.workers.items():
                     if rank not in self._outboxes:  # it is there: its owner has called
-                        self._outboxes[rank] = peer.region(_REGION, None)
+                        region = member.persist(peer, peer.region, _REGION, None)
+                        self._outboxes[rank] = region
+                boxes = {rank: RemoteMailbox(e[:_BLOCK]) for rank, e in self._outboxes.items()}
                 with self._sending:
                     if self._failed:
                         return
-                    boxes = [RemoteMailbox(each[:_BLOCK]) for each in self._outboxes.values()]
-                    sent = [box.send(answer, number) for box in boxes]
-                wait_all(sent)
+                    member.tell_workers(boxes, answer, number)
                 failpoint("sum.told")
         except BaseException as error:
             if not member.node.closed and not member.all_left():
@@ -107,9 +109,12 @@ class CollectiveServer:
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
 
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
-        member = self._member
+        member, inbox = self._member, self._inboxes[rank]
+        peer = member.workers.get(rank)
         try:
-            return self._inboxes[rank].wait(number, peer=member.workers.get(rank))
+            if peer is None:
+                return inbox.wait(number)
+            return member.persist(peer, partial(inbox.wait, number, peer=peer))
         except PeerLostError:
             if not member.has_left(rank):
                 raise
@@ -153,13 +158,26 @@ class Collective:
 
     def __init__(self, member: WorkerMember) -> None:
         self._member = member
-        region = member.node.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
+        region = member.memory.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
         self._inbox, self._reason = Mailbox(region[:_BLOCK]), region[_BLOCK:].array()
         offset = _BLOCK * member.place.rank
         server = member.servers[0]
         theirs = member.persist(server, server.region, _REGION)[offset : offset + _BLOCK]
         self._outbox = RemoteMailbox(theirs)
         self._number = 0
+        if (history := member.history) is not None and history.succeeds:
+            history.asked = int(theirs.array()[:8].view(np.uint64)[0])
+
+    @property
+    def number(self) -> int:
+        """Of the last message."""
+        return self._number
+
+    def go_on(self, number: int) -> None:
+        """The next message follows this one, which a predecessor of this process has sent."""
+        self._number = number
+        if self._member.history is not None:
+            self._member.history.answered = number
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all workers, of any number of numbers; all give equally many.
@@ -194,6 +212,12 @@ class Collective:
     def _ask(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
         """Sends a message; the content of the answer."""
         self._number += 1
+        history, size = self._member.history, content.nbytes
+        size *= 1 if kind >= 0 else self._member.place.workers
+        if history is not None:
+            history.answered = self._number
+            if (noted := history.take(Kind.SUM, number=self._number)) is not None:
+                return np.frombuffer(noted, np.uint8).copy()
         try:
             answer = self._member.persist(self._member.servers[0], self._exchange, kind, content)
         except TensorwireError as error:
@@ -208,12 +232,18 @@ class Collective:
                 "the workers call mean() or barrier() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
-        size = content.nbytes * (1 if kind >= 0 else self._member.place.workers)
-        return answer[8 : 8 + size].copy()
+        found = answer[8 : 8 + size].copy()
+        if history is not None:
+            history.note(Kind.SUM, found.tobytes(), number=self._number)
+            failpoint("answer.noted")
+        return found
 
     def _exchange(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
-        if self._inbox.count < self._number:
+        history = self._member.history
+        asked = 0 if history is None else history.asked
+        if self._inbox.count < self._number and asked < self._number:
             self._outbox.send(_message(kind, content), self._number).wait()
+            failpoint("part.sent")
         return self._inbox.wait(self._number, peer=self._member.servers[0])
 
     def _text(self) -> str:

@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tensorwire.errors import PeerLostError, TensorwireError
-from tensorwire.memory import Node, Peer, Region
+from tensorwire.memory import Node, Peer, RemoteMailbox, Transfer
 
 from .descriptor_store import DescriptorStore
+from .durable_memory import DurableMemory
 from .identity import (
     CONTROL,
     CONTROL_BYTES,
@@ -33,7 +37,6 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 _TAKEOVER_S = 2.0  # for a successor to answer, before others are looked after
-_REGION = "region "  # in front of a region's name: the key under which it is kept
 
 
 class ServerMember:
@@ -52,6 +55,8 @@ class ServerMember:
         workers: Peers by rank, complete after `gather`.
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.
+        durable: what it allocates outlives this process.
+        allocate, free, forget: its memory, see `DurableMemory`.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class ServerMember:
     ) -> None:
         self.index = index
         self.node = node
-        self._store, self._term = store, term
+        self._term = term
         self.count = workers
         self._servers = count
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
@@ -73,79 +78,12 @@ class ServerMember:
         self.servers: dict[int, Peer] = {}
         self.readers: list[Peer] = []
         self._gone = False  # a server, for good
-        self._restored = {} if store is None else self._restore(store)
+        memory = DurableMemory(node, store)
+        self.durable = memory.durable
+        self.allocate, self.free, self.forget = memory.allocate, memory.free, memory.forget
         self._status = StatusRegion(node)
-        if store is not None:
-            node.allocate(1, name=RESTORED, access="none")
         self.control = self.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
-
-    @property
-    def durable(self) -> bool:
-        """What it allocates outlives this process."""
-        return self._store is not None
-
-    def allocate(
-        self, size_bytes: int, *, name: str, access: str = "rw", progress: int | None = None
-    ) -> Region:
-        """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
-
-        Args:
-            size_bytes: of the region; the same as the predecessor's.
-            name: of the region.
-            access: of peers; not "r" where it is durable.
-            progress: where in it 64 bits lie that count what this server has achieved.
-
-        Raises:
-            ValueError: a predecessor's region is of another size.
-        """
-        if self._store is None:
-            return self.node.allocate(size_bytes, name=name, access=access)
-        if (region := self._restored.pop(name, None)) is not None:
-            if region.size_bytes != size_bytes:
-                raise ValueError(f"{region!r} was to have {size_bytes} bytes")
-            return region
-        region = self.node.allocate(size_bytes, name=name, access=access)
-        handle = region.handle()
-        about: dict[str, Any] = {"id": handle.id, "generation": handle.generation}
-        about |= {"size_bytes": size_bytes, "access": access}
-        if progress is not None:
-            about["progress"] = progress
-        descriptor = region.descriptor()
-        try:
-            self._store.keep(f"{_REGION}{name}", about, descriptor)
-        finally:
-            os.close(descriptor)
-        return region
-
-    def free(self, region: Region) -> None:
-        """Frees what `allocate` has given."""
-        region.free()
-        if self._store is not None:
-            self._store.drop(f"{_REGION}{region.name}")
-
-    def forget(self, prefix: str) -> None:
-        """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
-        for name in [each for each in self._restored if each.startswith(prefix)]:
-            self.free(self._restored.pop(name))
-
-    def _restore(self, store: DescriptorStore) -> dict[str, Region]:
-        """All regions of a predecessor by name; first of all, because others could get their ids.
-
-        Raises:
-            ValueError: what was kept is no region.
-        """
-        found = {}
-        for key in store.left():
-            kept = store.take(key) if key.startswith(_REGION) else None
-            if kept is not None:
-                name = key.removeprefix(_REGION)
-                about = {each: value for each, value in kept.about.items() if each != "progress"}
-                try:
-                    found[name] = self.node.restore(kept.descriptor, name=name, **about)
-                finally:
-                    os.close(kept.descriptor)
-        return found
 
     def persist(
         self,
@@ -154,7 +92,7 @@ class ServerMember:
         *args: Arguments.args,
         **options: Arguments.kwargs,
     ) -> Answer:
-        """What concerns another server, done again when that one was replaced. Not the main thread.
+        """What concerns another member, done again when that was replaced. Not the main thread.
 
         Raises:
             PeerLostError: it is gone for good.
@@ -163,12 +101,37 @@ class ServerMember:
             try:
                 return action(*args, **options)
             except PeerLostError:
+                rank = self._ranks.get(peer.name, -1)
                 if not self.durable or ended_in_order(peer):
                     raise
-                while peer.lost:  # `check` connects to its successor
-                    if self.node.closed or self._gone:
+                while peer.lost:  # the main thread finds its successor
+                    if self.node.closed or self._gone or (rank >= 0 and self.has_left(rank)):
                         raise
                     time.sleep(0.005)
+
+    def tell_workers(
+        self, boxes: Mapping[int, RemoteMailbox], data: NDArray[np.uint8], number: int
+    ) -> None:
+        """Writes a message to workers, by rank; to one that was killed when it was replaced.
+
+        Not the main thread.
+
+        Raises:
+            PeerLostError: one is gone for good.
+        """
+        sent: dict[int, Transfer] = {}
+        for rank, box in boxes.items():
+            with contextlib.suppress(PeerLostError):  # the others need not wait for it
+                sent[rank] = box.send(data, number)
+        for rank, box in boxes.items():
+            try:
+                sent.pop(rank).wait()
+            except (KeyError, PeerLostError):
+                self.persist(self.workers[rank], _send, box, data, number)
+
+    def give_up(self) -> None:
+        """Nobody who is lost is waited for any more: the job is over."""
+        self._gone = True
 
     def connect(self, addresses: tuple[str, ...], timeout_s: float = 60.0) -> None:
         """Connects to the servers that were started before this one, unless all workers left."""
@@ -220,7 +183,7 @@ class ServerMember:
         return [i for i in range(self.index + 1, self._servers) if i not in self.servers]
 
     def _admit(self, peer: Peer) -> None:
-        if self._is_reader(peer):
+        if self._is_reader(peer) or self._take_member(peer):
             return
         missing = {
             name: (self.workers, rank)
@@ -250,7 +213,7 @@ class ServerMember:
         with contextlib.suppress(TimeoutError):
             while True:
                 peer = self.node.accept(timeout_s=0)
-                if self._is_reader(peer) or self._take_server(peer):
+                if self._is_reader(peer) or self._take_member(peer):
                     continue
                 before = self.workers.get(self._ranks.get(peer.name, -1))
                 if before is None:
@@ -261,13 +224,12 @@ class ServerMember:
                     self._turn_away(peer, f"{called(before)} is here already, and the job runs")
         return None
 
-    def _take_server(self, peer: Peer) -> bool:
-        """Takes the successor of a server that had connected to this one."""
-        index = {server_name(i): i for i in self.servers}.get(peer.name, -1)
-        if not self.durable or index < self.index:
-            return False
-        before = self.servers[index]
-        if before.incarnation != peer.incarnation:
+    def _take_member(self, peer: Peer) -> bool:
+        """Takes the successor of a worker or server that had connected to this server."""
+        found = {server_name(i): each for i, each in self.servers.items() if i > self.index}
+        found |= {worker_name(rank): each for rank, each in self.workers.items()}
+        before = found.get(peer.name)
+        if not self.durable or before is None or before.incarnation != peer.incarnation:
             return False
         before.close()  # nobody is there any more
         before.succeed(peer)
@@ -335,7 +297,8 @@ class ServerMember:
     def check(self) -> None:
         """Raises PeerLostError if a worker is gone without a goodbye, or a server is gone."""
         for rank, peer in self.workers.items():
-            if peer.lost and not self.has_left(rank):
+            if peer.lost and not self.has_left(rank) and not self._returns(peer):
+                self._gone = True
                 raise lost(peer)
         for index, peer in self.servers.items():
             if not peer.lost:
@@ -344,6 +307,10 @@ class ServerMember:
                 self._recover(index, peer)
             elif not self._all_leave(2.0):
                 raise lost(peer)
+
+    def _returns(self, worker: Peer) -> bool:
+        """A worker that is lost was killed, and may have a successor: its socket is still held."""
+        return self.durable and not ended_in_order(worker) and is_open(worker.address)
 
     def _recover(self, index: int, peer: Peer) -> None:
         """Connects to the successor of a server, if it does not connect itself.
@@ -376,3 +343,7 @@ class ServerMember:
                 return False
             time.sleep(0.01)
         return True
+
+
+def _send(box: RemoteMailbox, data: NDArray[np.uint8], number: int) -> None:
+    box.send(data, number).wait()

@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from tensorwire import failpoints
 from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, RemoteWord
 
 from .colocation import Colocation
+from .descriptor_store import LISTENER, DescriptorStore
+from .durable_memory import DurableMemory, open_node
+from .history import HISTORY_BYTES, POSITIONS_AT, History
 from .identity import (
     CONTROL,
     CONTROL_BYTES,
@@ -27,6 +31,7 @@ from .identity import (
 )
 from .world import World
 
+_STORE, _TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
 _WATCH_S = 0.05
 _TAKEOVER_S = 60.0  # a successor may have to be started first, on a busy machine
 Arguments = ParamSpec("Arguments")
@@ -41,12 +46,24 @@ class WorkerMember:
         node: its Node.
         servers: Peers, in order.
         colocation: which other workers are on this host.
+        memory: its regions.
+        history: what it has got from others; None: no process could take its place.
         takeovers_s: for each server that was killed, how long this worker was without it.
     """
 
-    def __init__(self, place: World, node: Node, servers: tuple[Peer, ...]) -> None:
+    def __init__(
+        self,
+        place: World,
+        node: Node,
+        servers: tuple[Peer, ...],
+        memory: DurableMemory,
+        history: History | None,
+        store: DescriptorStore | None,
+    ) -> None:
         self.place = place
         self.node = node
+        self.memory, self.history = memory, history
+        self._store = store
         self.servers = servers
         self.colocation = Colocation(place, node, servers)
         offset = CONTROL_BYTES * place.rank
@@ -67,18 +84,28 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        node = _worker_node(place)
+        store = _descriptor_store(place.rank) if place.durable else None
+        node = _worker_node(place, store)
         try:
+            memory, history = DurableMemory(node, store), None
+            if memory.durable:
+                region = memory.allocate(
+                    HISTORY_BYTES, name="history", access="none", progress=POSITIONS_AT
+                )
+                history = History(region, place.rank)
+                history.check()
+                if place.pipeline > 1:
+                    history.refuse("its model is split over several workers")
             peers = []
             for index, address in enumerate(place.servers):
                 try:
-                    peers.append(node.connect(address, timeout_s=timeout_s))
+                    peers.append(_connect(node, address, timeout_s, memory.durable))
                     check_name(peers[-1], server_name(index), address)
                 except TensorwireError as error:
                     raise UnavailableError(
                         f"worker {place.rank} cannot join: server {index} at {address}: {error}"
                     ) from error
-            return WorkerMember(place, node, tuple(peers))
+            return WorkerMember(place, node, tuple(peers), memory, history, store)
         except BaseException:
             node.close()
             raise
@@ -163,6 +190,8 @@ class WorkerMember:
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
                 self.persist(peer, _raise_word, word, GOODBYE)
+        if goodbye and self._store is not None:
+            self._store.drop(LISTENER)  # nobody could take the place of one that has left
         self.node.close()
 
 
@@ -170,7 +199,34 @@ def _raise_word(word: RemoteWord, value: int) -> None:
     word.set(value).wait(30.0)
 
 
-def _worker_node(place: World) -> Node:
+def _descriptor_store(rank: int) -> DescriptorStore | None:
+    """That of the launcher, with what it keeps of a worker whose place this process takes."""
+    number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
+    if not number:
+        return None
+    store = DescriptorStore.of_descriptor(int(number))
+    if term:
+        store.wait_for_takeover()
+    else:
+        failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""))
+    return store
+
+
+def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:
+    """Connects to a server, or to the successor of one that is killed meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            peer = node.connect(address, timeout_s=max(deadline - time.monotonic(), 0.1))
+            if durable:
+                peer.wait_region(RESTORED)
+            return peer
+        except PeerLostError:
+            if not (durable and is_open(address)) or time.monotonic() > deadline:
+                raise
+
+
+def _worker_node(place: World, store: DescriptorStore | None) -> Node:
     """Only workers of this host connect to a worker, so it is not seen on the network.
 
     Such a Node does not look for rdma by itself; where servers are on other hosts it does.
@@ -181,4 +237,4 @@ def _worker_node(place: World) -> Node:
         # Else by tcp; a PathWarning tells it if the servers have rdma.
         with contextlib.suppress(UnavailableError, MemoryError):
             return Node(name, listen=listen, transports=["shm", "rdma", "tcp"])
-    return Node(name, listen=listen)
+    return open_node(name, store, listen=listen)

@@ -12,8 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.membership import ServerMember
-from tensorwire.memory import Node, Region, mailbox_bytes
+from tensorwire.membership import ServerMember, WorkerMember
+from tensorwire.memory import Region, mailbox_bytes
 
 from .journal import PROGRESS_AT
 from .layout import Share, padded
@@ -57,11 +57,15 @@ def region_name(store: int, kind: RegionKind, which: int | str | None = None) ->
 
 
 def allocate_at_worker(
-    node: Node, store: int, kind: RegionKind, size_bytes: int, which: int | None = None
+    member: WorkerMember, store: int, kind: RegionKind, size_bytes: int, which: int | None = None
 ) -> Region:
     """Allocates a region of a worker."""
     name, access = region_name(store, kind, which), _AT_WORKER.get(kind, "rw")
-    return node.allocate(size_bytes, name=name, access=access, mappable=kind == RegionKind.VIEW)
+    if kind == RegionKind.VIEW:  # where no server shares memory, so that none outlives its process
+        return member.node.allocate(size_bytes, name=name, access=access, mappable=True)
+    if access == "r" and member.memory.durable:
+        access = "rw"
+    return member.memory.allocate(size_bytes, name=name, access=access)
 
 
 def result_block(server: int) -> slice:

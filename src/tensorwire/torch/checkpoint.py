@@ -86,6 +86,25 @@ def save(
     return Path(path)
 
 
+def is_at_servers(thing: Any, replica: Replica) -> bool:
+    """What is kept is the model of a distributed optimizer, or that optimizer."""
+    return thing is replica.optimizer or _is_model_of(thing, replica)
+
+
+def saved(thing: Any) -> Any:
+    """What is in an object that is kept; the object may still have the same tensors."""
+    return thing if _is_plain(thing) else thing.state_dict()
+
+
+def fill(thing: Any, value: Any) -> None:
+    """Puts into an object what `saved` has returned."""
+    if not _is_plain(thing):
+        thing.load_state_dict(value)
+        return
+    thing.clear()
+    (thing.update if isinstance(thing, dict) else thing.extend)(value)
+
+
 def _saved(name: str, thing: Any) -> Any:
     """What the file has of an object that is kept; raises for what `load` would refuse."""
     try:
@@ -195,9 +214,7 @@ def load(
         with editing(thing) if is_trained else nullcontext():
             thing.load_state_dict(content[key])
     for key, thing in plain.items():
-        value = _copied(content[key])  # with `mapped` it lies in the file
-        thing.clear()
-        (thing.update if isinstance(thing, dict) else thing.extend)(value)
+        fill(thing, _copied(content[key]))  # with `mapped` it lies in the file
     return Loaded(int(head["epochs"]), head["position"], found)
 
 

@@ -32,6 +32,7 @@ from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .session import Session
+from .worker_state import WorkerState
 
 _current: Job | None = None
 
@@ -182,9 +183,12 @@ class Job:
         self._saves: dict[str, int] = {}  # calls of `save`, by path
         self._first_epoch = 0
         self._epochs: object = None  # the present loop of `epochs`
-        self._done = 0  # epochs that a checkpoint of now has behind it
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
+        if session.rejoin is not None:
+            mine = WorkerState(session, self.local_replicas, self._kept, self._saves)
+            session.rejoin.save, session.rejoin.load = mine.save, mine.load
+            session.rejoin.is_between_steps = mine.is_between_steps
         self._plain_steps = PlainSteps(self.size) if self.size > 1 and self.rank == 0 else None
         torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
@@ -363,10 +367,14 @@ class Job:
         loop = self._epochs = object()
         try:
             first, self._first_epoch = self._first_epoch, 0
-            for epoch in range(first, count):
-                self.session.epoch = epoch
-                self.session.position.begin_epoch(epoch)
-                self._done = epoch + 1
+            session, rejoin = self.session, self.session.rejoin
+            given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
+            for epoch in given:
+                session.epoch = epoch
+                session.position.begin_epoch(epoch)
+                self.session.done = epoch + 1
+                if rejoin is not None and (where := rejoin.begin_epoch()) is not None:
+                    session.position.load(where)
                 if progress:
                     progress.begin(epoch)
                 yield epoch
@@ -376,6 +384,8 @@ class Job:
         finally:
             if self._epochs is loop:
                 self.session.position.leave_epochs()
+                if session.rejoin is not None and not session.closed:
+                    session.rejoin.end_loop()
             if progress:
                 progress.close()
             if self._progress is progress:
@@ -457,7 +467,7 @@ class Job:
         if self._saves[where] % every:
             return None
         position = self.session.position.saved()
-        done = self._done if position is None else position["epoch"]
+        done = self.session.done if position is None else position["epoch"]
         return checkpoint.save(
             path, self._kept, self.local_replicas, done, self.seed, position, keep
         )
@@ -490,9 +500,9 @@ class Job:
                 f"worker {others[0]} has loaded another checkpoint than worker 0: {path} was "
                 "written while it was read. Call job.barrier() between save and load"
             )
-        self._done = loaded.epochs
+        self.session.done = loaded.epochs
         self.session.position.load(loaded.position)
-        self._first_epoch = self.session.epoch = self._done
+        self._first_epoch = self.session.epoch = self.session.done
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Where the time of this worker's steps went; see docs/training.md.

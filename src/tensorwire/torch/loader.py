@@ -195,6 +195,8 @@ class Loader:
             yield from self._give(batches[first:], seeds[first:], begun)
         finally:
             session.position.end(self._name, begun)
+            if session.rejoin is not None and not session.closed:
+                session.rejoin.end_pass(self._name, number)
 
     def _give(
         self, batches: list[_Batch], seeds: list[int], of: LoaderPass | None
@@ -203,8 +205,15 @@ class Loader:
         self._batches.now = batches
         session, looked_at = self._session, of is None or of.first_step == 0
         this = object()
+        given = zip(batches, seeds, self._loader, strict=True)
+        rejoin = None if of is None else session.rejoin
         try:
-            for batch, seed, data in zip(batches, seeds, self._loader, strict=True):
+            while True:
+                if rejoin is not None and of is not None and batches:
+                    rejoin.begin_batch(self._name, of.number, of.given == 0)
+                if (each := next(given, None)) is None:
+                    break
+                batch, seed, data = each
                 torch.default_generator.manual_seed(seed)
                 session.batch_comes(this, len(batch))
                 if of is not None:

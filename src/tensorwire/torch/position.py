@@ -134,15 +134,26 @@ class Position:
 
         Before its first step an epoch begins anew, or goes on where a checkpoint was.
         """
-        before = self._from or {"passes": {}, "over": {}}
         if self._epoch is None:
             return self._from
-        if not self._passes and self._stepped:
+        return None if not self._passes and self._stepped else self.now()
+
+    def now(self) -> dict[str, Any] | None:
+        """Where it is, passes that are over included; None outside of the epochs."""
+        if self._epoch is None:
             return None
-        waiting = {name: p for name, p in before["passes"].items() if name not in self._taken}
         passes = {name: [p.number, p.steps, p.data] for name, p in self._passes.items()}
+        before = self._from or {"passes": {}, "over": {}}
+        waiting = {name: p for name, p in before["passes"].items() if name not in self._taken}
         over = {**before["over"], **self._begun}
         return {"epoch": self._epoch, "passes": {**waiting, **passes}, "over": over}
+
+    @property
+    def inside(self) -> str:
+        """Where steps are made that a script makes from data which the job has chosen; "" if so."""
+        if self._epoch is None:
+            return "it makes steps outside of job.epochs"
+        return "" if self._passes else "it makes steps with batches that no job.loader has given"
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Goes on from what `saved` has returned when the checkpoint was saved."""

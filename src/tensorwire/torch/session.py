@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tensorwire.errors import TensorwireError, consequence
 from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
@@ -18,6 +18,7 @@ from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
 from .kernels import TorchKernel, permitted_imports
 from .position import Position
+from .rejoin import Rejoin
 from .statistics import Statistics
 
 _ADDRESS_BYTES = 256
@@ -42,11 +43,13 @@ class Session:
 
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
+        done: epochs that a checkpoint of now has behind it.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         position: the same, for a checkpoint.
         statistics: of the steps.
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
+        rejoin: where its script is, for a process in its place; None: nobody takes its place.
         closed: true after `close`.
     """
 
@@ -61,6 +64,7 @@ class Session:
         self.slices = world.slices
         self.my_slices = world.my_slices
         self.epoch = 0
+        self.done = 0
         self.batches = 0
         self.batch_samples = 0
         self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
@@ -70,6 +74,7 @@ class Session:
         self.position = Position()
         self.statistics = Statistics()
         self.after_step: list[Callable[[Result], None]] = []
+        self.rejoin: Rejoin | None = None
         self._stores: list[Store] = []
         self._opened = 0  # stores, those that are gone included
         self._machines: Machines | None = None
@@ -77,6 +82,8 @@ class Session:
         self._collective: Collective | None = None
         if world.servers:
             self.member = WorkerMember.join(world)
+            if self.member.history is not None:
+                self.rejoin = Rejoin(self.member.history, world.rank)
             try:
                 self._collective = Collective(self.member)
                 seed = self._introduce(self.member, seed)
@@ -140,13 +147,19 @@ class Session:
     def release_store(self, store: Store) -> None:
         """The servers free it too; all workers call it. Not a second time after an interrupt."""
         if store in self._stores:
+            if self.rejoin is not None:
+                self.rejoin.refuse("an optimizer was closed, or got other parameters or groups")
             try:
                 store.release()
             finally:
                 self._stores.remove(store)
 
-    def stepped(self, result: Result) -> None:
-        """A version of a store is in place."""
+    def stepped(self, result: Result, repeated: bool = False) -> None:
+        """A version of a store is in place; see `Rejoin.stepped`."""
+        if self.rejoin is not None:
+            if where := self.position.inside:
+                self.rejoin.refuse(where)
+            self.rejoin.stepped(repeated)
         self.statistics.step(result)
         self.position.stepped()
         self._used = self.batches
@@ -166,6 +179,32 @@ class Session:
             if time.monotonic() >= deadline:
                 return error
             time.sleep(0.01)
+
+    # ---- for a process in the place of this one
+
+    def saved(self) -> dict[str, Any]:
+        """Where this worker is."""
+        return {
+            "epoch": self.epoch,
+            "done": self.done,
+            "batches": self.batches,
+            "batch_samples": self.batch_samples,
+            "position": self.position.now(),
+            "statistics": vars(self.statistics),
+            "sums": 0 if self._collective is None else self._collective.number,
+            "versions": [store.version for store in self._stores],
+        }
+
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        """The script is where `saved` was made, by a process in whose place this one is."""
+        self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
+        self.batch_samples, self._used = saved["batch_samples"], self.batches
+        vars(self.statistics).update(saved["statistics"])
+        self.statistics.begin_pass()
+        if self._collective is not None:
+            self._collective.go_on(saved["sums"])
+        for store, version in zip(self._stores, saved["versions"], strict=True):
+            store.go_on(version)
 
     # ---- together
 

@@ -155,7 +155,8 @@ class Gatherer:
         try:
             while True:
                 try:
-                    contributor.mailbox.wait(version, 1.0, peer=peer)
+                    wait = partial(contributor.mailbox.wait, version, 1.0, peer=peer)
+                    wait() if peer is None else self._member.persist(peer, wait)
                     return
                 except TimeoutError:
                     if peer is None:

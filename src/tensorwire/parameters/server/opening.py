@@ -124,12 +124,17 @@ class Opening:
 
 def _read_descriptions(member: ServerMember, number: int) -> list[bytes]:
     found = []
+    name = region_name(number, RegionKind.SPEC)
     for _, peer in sorted(member.workers.items()):
-        region = peer.region(region_name(number, RegionKind.SPEC))
-        data = np.empty(region.size_bytes, np.uint8)
-        region.read(data).wait()
-        found.append(data.tobytes())
+        found.append(member.persist(peer, _read_all, peer, name))
     return found
+
+
+def _read_all(peer: Peer, name: str) -> bytes:
+    region = peer.region(name)
+    data = np.empty(region.size_bytes, np.uint8)
+    region.read(data).wait()
+    return data.tobytes()
 
 
 def _checked(texts: Sequence[bytes], servers: int) -> dict[int, Description]:

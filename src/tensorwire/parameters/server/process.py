@@ -13,12 +13,12 @@ from collections.abc import Callable
 from tensorwire import failpoints
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.membership import (
-    LISTENER,
     CollectiveServer,
     DescriptorStore,
     JobFile,
     RunningServer,
     ServerMember,
+    open_node,
     server_name,
 )
 from tensorwire.memory import Node
@@ -70,7 +70,8 @@ def serve(
     job_file: JobFile | None = None
     try:
         make_kernel = make_kernels(options)
-        with _make_node(name, options, store) as node:
+        options_of_node = {"listen": options.listen, "advertise": options.advertise}
+        with open_node(name, store, **options_of_node) as node:
             member = ServerMember(options.index, options.workers, node, options.count, store, term)
             member.connect(tuple(filter(None, options.servers.split(","))))
             # Before anybody knows the address: workers look for it at once.
@@ -116,31 +117,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--import-from", metavar="FOLDER", help="where modules may be, too")
     parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
     return parser
-
-
-def _make_node(name: str, options: argparse.Namespace, store: DescriptorStore | None) -> Node:
-    """The server's Node; with a store, that of the server in whose place this one is."""
-    if store is None:
-        return Node(name, listen=options.listen, advertise=options.advertise)
-    kept = store.take(LISTENER)
-    if kept is not None:
-        try:
-            return Node(
-                name,
-                listen=options.listen,
-                advertise=options.advertise,
-                incarnation=kept.about["incarnation"],
-                listener=kept.descriptor,
-            )
-        finally:
-            os.close(kept.descriptor)
-    node = Node(name, listen=options.listen, advertise=options.advertise)
-    descriptor = node.listener()
-    try:
-        store.keep(LISTENER, {"incarnation": node.incarnation}, descriptor)
-    finally:
-        os.close(descriptor)
-    return node
 
 
 def _tell_of_job(options: argparse.Namespace, node: Node) -> JobFile | None:

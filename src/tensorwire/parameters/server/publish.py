@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
 from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
-from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, Transfer, wait_all
+from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer
 
 from ..kernel import Rows
 from ..layout import Selection, Share
@@ -213,13 +213,16 @@ class Results:
         mailboxes = self._find()
         if len(mailboxes) < self._member.count:
             raise PeerLostError("a worker left while a store was opened")
-        for mailbox in mailboxes:
+        for mailbox in mailboxes.values():
             mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
 
     def tell_again(self, version: int, data: Bytes) -> None:
         """Tells workers that are there what a predecessor has told some of them, or none."""
-        for mailbox in self._find():
-            mailbox.send(data, version).wait(30.0)
+        for rank, peer in self._member.workers.items():
+            if rank not in self._mailboxes:
+                with contextlib.suppress(LookupError, TensorwireError):
+                    self._mailboxes[rank] = self._member.persist(peer, self._mailbox, peer)
+        self._member.tell_workers(self._mailboxes, data, version)
 
     def tell(self, result: Result) -> None:
         """Tells every worker that a version is in place; ClosedError if they know of the end."""
@@ -227,8 +230,7 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            sent = [each.send(data, result.version) for each in self._mailboxes.values()]
-        wait_all(sent)
+            self._member.tell_workers(self._mailboxes, data, result.version)
 
     def poison(self, text: str) -> None:
         """Tells every worker that no version will follow. Called once, by the main thread."""
@@ -237,7 +239,7 @@ class Results:
         with self._sending:
             self._over = True
         result = Result(0, failed=True, message=text).to_bytes()
-        for mailbox in self._find():
+        for mailbox in self._find().values():
             with contextlib.suppress(TensorwireError):  # it is the one that is lost, or leaves too
                 mailbox.send(result, POISON).wait(2.0)
 
@@ -246,11 +248,13 @@ class Results:
         self._over = True
         self._mailboxes.clear()
 
-    def _find(self) -> list[RemoteMailbox]:
+    def _mailbox(self, worker: Peer) -> RemoteMailbox:
+        return RemoteMailbox(worker.region(self._name, 5.0)[result_block(self._member.index)])
+
+    def _find(self) -> dict[int, RemoteMailbox]:
         """Looks for the regions of workers that are there; the mailboxes of all that were found."""
         for rank, peer in self._member.workers.items():
             if rank not in self._mailboxes and not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):
-                    block = peer.region(self._name, 5.0)[result_block(self._member.index)]
-                    self._mailboxes[rank] = RemoteMailbox(block)
-        return list(self._mailboxes.values())
+                    self._mailboxes[rank] = self._mailbox(peer)
+        return self._mailboxes

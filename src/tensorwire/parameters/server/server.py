@@ -105,6 +105,7 @@ class Server:
                 store.thread.start()
         except BaseException as error:
             failure = self._failure or error
+            self.member.give_up()
             self.member.await_ends(2.0)
             self._tell(failure)
             raise failure from None

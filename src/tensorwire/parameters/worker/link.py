@@ -42,6 +42,17 @@ class Answers:
         finite, slowest = all(each.finite for each in results), max(r.work_s for r in results)
         return Result(version, finite, results[0].norm, results[0].wait_s, slowest)
 
+    def wait_opened(self) -> None:
+        """Returns when all servers have opened the store, perhaps for a predecessor."""
+        self.wait_reached(1)
+
+    def wait_reached(self, version: int) -> None:
+        """Returns when a version, or a later one, is in place at all servers."""
+        for peer, mailbox in self._mailboxes:
+            self.attempt(peer, partial(mailbox.wait, version, peer=peer))
+        if reason := self.reason():
+            raise consequence(reason)
+
     def reason(self) -> str:
         """See `Store`."""
         for _, mailbox in self._mailboxes:
@@ -135,6 +146,10 @@ class Link:
     def commit(self, slice_index: int, commit: Commit, data: Bytes) -> None:
         """Writes a slice's commit, of which `data` are the bytes."""
         self._answers.attempt(self._peer, self._senders[slice_index].commit, commit, data)
+
+    def committed(self, slice_index: int) -> int:
+        """The last version that was committed for a slice; where memory is shared."""
+        return self._senders[slice_index].committed
 
     def flush(self) -> None:
         """Sends what was pushed of any slice and not yet sent."""

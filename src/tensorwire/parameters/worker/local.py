@@ -95,6 +95,12 @@ class LocalStore:
                 at += each.nbytes
         self._commits[slice_index] = commit
 
+    def is_committed(self, slice_index: int) -> bool:
+        return False
+
+    def go_on(self, version: int) -> None:
+        raise RuntimeError("nobody takes the place of a worker that is alone")
+
     def wait(self) -> Result:
         self.version += 1
         commits = [self._commits[i] for i in range(len(self._memory))]

@@ -34,7 +34,13 @@ class _Sender:
         self._heads: RemoteRegion | None = None
         if regions.tables:
             self._heads = peer.region(regions.name(RegionKind.ROWS, slice_index))
-        self._commits = RemoteMailbox(peer.region(regions.name(RegionKind.COMMIT, commit)))
+        self._commit = peer.region(regions.name(RegionKind.COMMIT, commit))
+        self._commits = RemoteMailbox(self._commit)
+
+    @property
+    def committed(self) -> int:
+        """The last version that was committed; where the memory is mapped."""
+        return int(self._commit.array()[:8].view(np.uint64)[0])
 
     def _find(self, tensor: int, begin: int, end: int) -> tuple[RemoteRegion, slice | None] | None:
         """Where a tensor's bytes in [begin, end) go, and which they are if they are not all."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.membership import WorkerMember
+from tensorwire.failpoints import failpoint
+from tensorwire.membership import Kind, WorkerMember
 from tensorwire.memory import Region
 
 from ..kernel import Rows
@@ -138,6 +140,18 @@ class Store(Protocol):
     def commit(self, slice_index: int, commit: Commit) -> None:
         """All that was pushed for a slice is valid; every slice commits every version once."""
 
+    def is_committed(self, slice_index: int) -> bool:
+        """A process in whose place this one is has committed a slice of the next version.
+
+        Nothing that is pushed for it leaves, and its commit is the one that was made.
+        """
+
+    def go_on(self, version: int) -> None:
+        """The next version follows this one, which a process in whose place this one is has seen.
+
+        Returns when parameters do not change until this process commits.
+        """
+
     def wait(self) -> Result:
         """The version that the commits asked for.
 
@@ -190,6 +204,7 @@ class RemoteStore:
         self, member: WorkerMember, number: int, spec: Spec, part: Part | None = None
     ) -> None:
         self._member, self._number = member, number
+        self._history = member.history
         self.layout = layout = Layout(spec)
         self.own = Selection(layout, None if part is None else part.wants)
         self._sends = range(len(spec.tensors)) if part is None else frozenset(part.sends)
@@ -206,7 +221,7 @@ class RemoteStore:
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
-        self._answers.wait(1)
+        self._answers.wait_opened()
 
         shares = layout.deal(len(servers))
         regions = [ServerRegions(number, shares, server) for server in range(len(servers))]
@@ -221,7 +236,7 @@ class RemoteStore:
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
 
     def _allocate(self, kind: RegionKind, size_bytes: int, which: int | None = None) -> Region:
-        region = allocate_at_worker(self._member.node, self._number, kind, size_bytes, which)
+        region = allocate_at_worker(self._member, self._number, kind, size_bytes, which)
         self._regions.append(region)
         return region
 
@@ -257,10 +272,23 @@ class RemoteStore:
 
         return [place_of(tensor, place) for tensor, place in enumerate(self.layout.places)]
 
+    def is_committed(self, slice_index: int) -> bool:
+        return self._committed(slice_index) is not None
+
+    def _committed(self, slice_index: int) -> bytes | None:
+        """What a process in whose place this one is has noted of the next commit of a slice."""
+        if self._history is None or not self._history.succeeds:
+            return None
+        return self._history.was_committed(self._number, self.version + 1, slice_index)
+
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
+        if self.is_committed(slice_index):
+            return 0
         return sum(link.push(slice_index, tensor, data) for link in self._links)
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        if self.is_committed(slice_index):
+            return 0
         self._gradients[slice_index][tensor] = rows, values
         return sum(link.rows_copied(tensor, rows) for link in self._links)
 
@@ -272,18 +300,57 @@ class RemoteStore:
 
     def commit(self, slice_index: int, commit: Commit) -> None:
         """See `Store`. Over a network it goes ahead of what is still under way."""
+        history, number = self._history, self._number
+        if (noted := self._committed(slice_index)) is not None:
+            assert history is not None
+            history.take(Kind.COMMIT, number, commit.version, slice_index)
+            self._commit_again(slice_index, noted)
+            return
         gradients = take_meant(self._gradients[slice_index], commit)
         for link in self._links:
             link.send_rest(slice_index, gradients)
         data = commit.to_bytes()
+        if history is not None:
+            # All gradients are where servers read them; they are not made again.
+            text = data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
+            history.note(Kind.COMMIT, text, number, commit.version, slice_index)
+        failpoint("commit.noted")
         for link in self._links:
             link.commit(slice_index, commit, data)
+        failpoint("commit.sent")
+
+    def _commit_again(self, slice_index: int, noted: bytes) -> None:
+        """Sends a commit to those servers that have not got it."""
+        spec = self.layout.spec
+        shape = spec.groups, len(spec.hyper), len(spec.tensors)
+        data = np.frombuffer(noted, np.uint8)
+        commit = Commit.from_bytes(data, *shape)
+        size = Commit.size_bytes(*shape)
+        commit = replace(commit, blocks=data[size:].view(np.uint32).tolist())
+        for link in self._links:
+            if link.committed(slice_index) < commit.version:
+                link.commit(slice_index, commit, data[:size])
+
+    def go_on(self, version: int) -> None:
+        self.version = version
+        noted = [(index, self._committed(index)) for index in self._gradients]
+        for index, each in noted:
+            if each is not None:
+                self._commit_again(index, each)
+        if all(each is not None for _, each in noted):
+            self._answers.wait_reached(version + 1)
 
     def wait(self) -> Result:
         self.version += 1
+        key = Kind.VERSION, self._number, self.version
+        if self._history is not None and (noted := self._history.take(*key)) is not None:
+            return Result.from_bytes(np.frombuffer(noted, np.uint8))
         result = self._answers.wait(self.version)
         self.settle()
         self._source.take_changes(result.version)
+        if self._history is not None:
+            self._history.note(Kind.VERSION, result.to_bytes().tobytes(), *key[1:])
+            failpoint("result.noted")
         return result
 
     def read_reduced(self, target: Bytes) -> None:
@@ -313,6 +380,8 @@ class RemoteStore:
 
     def _move(self, kind: RegionKind, which: str | None, whole: Bytes, write: bool = False) -> None:
         """Reads a region of every server into its part of the whole store, or writes it there."""
+        if write and self._is_behind:
+            return
         for link in self._links:
             if size := link.share.size_bytes:
                 part = whole[link.share.start : link.share.stop]
@@ -329,7 +398,7 @@ class RemoteStore:
 
     def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
         kind = RegionKind.AVERAGED if averaged else RegionKind.COUNTS
-        for link in self._links:
+        for link in self._links if not self._is_behind else ():
             link.write(link.region(kind)[: counts.nbytes], counts)
 
     def scalars(self) -> NDArray[np.float64]:
@@ -344,7 +413,7 @@ class RemoteStore:
         return total
 
     def set_scalars(self, scalars: NDArray[np.float64]) -> None:
-        for link in self._links if scalars.size else ():
+        for link in self._links if scalars.size and not self._is_behind else ():
             link.write(link.region(RegionKind.SCALARS)[: scalars.nbytes], scalars)
 
     def release(self) -> None:
@@ -357,6 +426,10 @@ class RemoteStore:
         self.wait()
         self.close()
 
+    @property
+    def _is_behind(self) -> bool:
+        return self._history is not None and self._history.is_behind
+
     def close(self) -> None:
         for region in self._regions:
-            region.free()
+            self._member.memory.free(region)

@@ -102,7 +102,7 @@ class ViewSource:
         self._starts = changed_starts(layout.deal(len(paths)))
         sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}
         self.allocated = {
-            kind: allocate_at_worker(member.node, store, kind, size)
+            kind: allocate_at_worker(member, store, kind, size)
             for kind, size in sizes.items()
             if size and self.home < 0 and self._neighbour is None
         }

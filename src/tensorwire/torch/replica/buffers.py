@@ -38,7 +38,7 @@ class Buffers:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
         # One slice agrees with itself, and nobody has only a part of it: they are not in the store.
         declared = session.slices > 1 or session.pipeline > 1
-        self._kind = kind
+        self.kind = kind
         self._slices = session.my_slices
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
@@ -82,7 +82,7 @@ class Buffers:
 
     def specs(self) -> list[TensorSpec]:
         """Returns what the servers are told of the buffers."""
-        kind = _KINDS[self._kind]
+        kind = _KINDS[self.kind]
         specs = []
         for full, tensor in self._likes.items():
             assert tensor is not None
@@ -114,9 +114,9 @@ class Buffers:
 
     def push(self, store: Store, slice_index: int) -> None:
         """Sends the buffers after a slice's forward and backward."""
-        if self._kind == "local" or not self._owners:
+        if self.kind == "local" or not self._owners:
             return
-        if self._kind == "broadcast" and slice_index != 0:
+        if self.kind == "broadcast" and slice_index != 0:
             return
         for index, data in self.values():
             store.push(slice_index, index, data)
@@ -125,7 +125,7 @@ class Buffers:
         """The version's buffers become the model's, and are what the next step begins with."""
         if not self._owners:
             return
-        if self._kind != "local" or published:
+        if self.kind != "local" or published:
             tensors = self.tensors
             if not self._arrived:
                 for index, like in zip(self.here, self._leaving, strict=True):
@@ -140,7 +140,7 @@ class Buffers:
         if len(self._slices) == 1 or not self._owners:
             return
         values = self._before
-        if self._kind == "local":
+        if self.kind == "local":
             self._own[turn - 1] = [tensor.detach().clone() for tensor in self.tensors]
             values = self._own.get(turn % len(self._slices), self._before)
         elif turn == len(self._slices):

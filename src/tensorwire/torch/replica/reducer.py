@@ -133,6 +133,7 @@ class Reducer:
         sealed: the gradients of this step were averaged already.
         turn: which of this worker's slices is being computed.
         samples: weight of the slice.
+        waits: a gradient has come that no version was made of.
     """
 
     def __init__(
@@ -150,6 +151,8 @@ class Reducer:
         self.accumulating = False
         self.sealed = False
         self.turn = 0
+        self.waits = False
+        self._waits_since = 0  # versions that were repeated before the first of them came
         self.samples = SampleCount(session)
         self._session = session
         self._store = store
@@ -204,6 +207,8 @@ class Reducer:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self.samples.gradient_comes()
+        if not self.waits and self._session.rejoin is not None:
+            self.waits, self._waits_since = True, self._session.rejoin.repeated
         state, gradient = self._of[id(parameter)], parameter.grad
         assert gradient is not None
         slots, where = self._slots, None
@@ -424,6 +429,7 @@ class Reducer:
         if any(state.left is not None for state in self.states):
             self._store.settle()
         self.forget()
+        self.waits = self.turn > 0
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
@@ -432,6 +438,21 @@ class Reducer:
         """What left was committed, or was withdrawn."""
         for state in self.states:
             state.left, state.block = None, None
+
+    def check_repeated(self) -> None:
+        """Raises RuntimeError if gradients depend on a version that came too early.
+
+        A process that takes the place of another one computes its last step again. If one optimizer
+        had made it and this one had not, this one's gradients were made with new parameters of the
+        other.
+        """
+        rejoin = self._session.rejoin
+        if self.waits and rejoin is not None and rejoin.repeated != self._waits_since:
+            raise RuntimeError(
+                f"worker {self._session.rank} was killed when one optimizer had stepped and another "
+                "had gradients of the same batch, which cannot be computed again. The job can go "
+                "on from its last checkpoint: job.load"
+            )
 
     def begin_step(self, now: float) -> None:
         """The script calls `step()`; pushes went on beside its computation until then."""
@@ -445,6 +466,7 @@ class Reducer:
         self.forget()
         self.samples.stepped()
         self.turn = (self.turn + 1) % len(self._session.my_slices)
+        self.waits = self.turn > 0
         return self.turn == 0
 
     def stepped(self) -> None:

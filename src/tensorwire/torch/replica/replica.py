@@ -77,6 +77,8 @@ class Replica:
             applied if they are not finite; a scaler sets it.
         finite: the last step's gradient was, where a scaler asked.
         closed: true after `close`.
+        same_batches: looks whether several workers compute the same.
+        was_scaled: a scaler has made steps.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Replica:
         self.steps = 0
         self.scaling: tuple[float | None, bool] = (None, False)
         self.finite = True
+        self.was_scaled = False
         self._others = others
         self._placement = placement
         self._apply, self._ema, self._lazy_rows = apply, ema, lazy_rows
@@ -109,7 +112,7 @@ class Replica:
         self.ownership = Replicated(model, optimizer)
         if index is not None:
             self.ownership = Pipelined(model, optimizer, session, index)
-        self._same_batches = SameBatches(session)
+        self.same_batches = SameBatches(session)
         self._edit_memory = EditMemory()
         self._editing = False
         self._open(self._plan())
@@ -245,7 +248,7 @@ class Replica:
             self._publish_part(part)
             self._residency.adopt(part)
             give_back_freed()
-        self._adopt()
+        self.adopt()
 
     def _publish_part(self, part: range, edited: bool = False) -> None:
         session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
@@ -263,7 +266,7 @@ class Replica:
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
         self.store.wait()
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""
         self._residency.adopt()
         self.buffers.take(self.store, published=True)
@@ -344,6 +347,7 @@ class Replica:
         flags = CHECK_FINITE if check_finite else 0
         if self.arithmetic.by_worker:
             flags |= WANT_NORM  # the average is kept, for worker 0 to read
+        self.was_scaled = self.was_scaled or scale is not None
         slice_index = reducer.slice_index
         if reducer.sealed:
             flags |= REDUCED
@@ -359,6 +363,9 @@ class Replica:
             self._scaled = 1.0 if scale is None else scale
             present = self._take()
         self._check_hyper()
+        repeated = self.store.is_committed(slice_index)
+        if not repeated:
+            reducer.check_repeated()
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
         complete = reducer.slice_committed()
@@ -381,16 +388,16 @@ class Replica:
         self.finite = result.finite
         self.steps += 1
         self._edit_memory.stepped()
-        if self._same_batches.looks:
-            self._same_batches.stepped()
+        if self.same_batches.looks:
+            self.same_batches.stepped()
         reducer.stepped()
-        self.session.stepped(result)
+        self.session.stepped(result, repeated)
 
     def _take(self) -> tuple[bytes, tuple[int, ...]]:
         """This slice's own gradients, before they are averaged; returns what a commit says."""
         self.reducer.take()
-        if self._same_batches.looks:
-            self._same_batches.slice_comes(self.reducer.gradients())
+        if self.same_batches.looks:
+            self.same_batches.slice_comes(self.reducer.gradients())
         return self.reducer.present()
 
     def _check_hyper(self) -> None:
@@ -509,7 +516,7 @@ class Replica:
                 self._publish(edited=True)
         except BaseException:
             residency.take_format(before)
-            self._adopt()
+            self.adopt()
             raise
         if frozen:
             self._move(self.state.saved(), plan)

@@ -46,6 +46,14 @@ class SameBatches:
         """Gradients of this step are wanted."""
         return self._steps > 0
 
+    def saved(self) -> tuple[int, int, bool]:
+        """For a process in the place of this one."""
+        return self._steps, self._found, self._counts
+
+    def go_on(self, saved: tuple[int, int, bool]) -> None:
+        """Goes on where another process was."""
+        self._steps, self._found, self._counts = saved
+
     def slice_comes(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """A slice is committed with these gradients, by the index of the parameter."""
         found: list[int] = []

@@ -1,0 +1,126 @@
+"""Memory of a member that outlives its process: a launcher keeps it for the successor."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tensorwire.memory import Node, Region
+
+from .descriptor_store import LISTENER, DescriptorStore
+from .identity import RESTORED
+
+_REGION = "region "  # in front of a region's name: the key under which it is kept
+
+
+def open_node(name: str, store: DescriptorStore | None, **options: Any) -> Node:
+    """A member's Node; with a store, that of the member in whose place this one is.
+
+    Args:
+        name: of the Node.
+        store: has the socket on which a predecessor listened, or gets that of this one.
+        options: for `Node`.
+    """
+    if store is None:
+        return Node(name, **options)
+    kept = store.take(LISTENER)
+    if kept is not None:
+        try:
+            return Node(
+                name,
+                incarnation=kept.about["incarnation"],
+                listener=kept.descriptor,
+                **options,
+            )
+        finally:
+            os.close(kept.descriptor)
+    node = Node(name, **options)
+    descriptor = node.listener()
+    try:
+        store.keep(LISTENER, {"incarnation": node.incarnation}, descriptor)
+    finally:
+        os.close(descriptor)
+    return node
+
+
+class DurableMemory:
+    """The regions of one member. All of a predecessor's are restored when it is made.
+
+    Peers wait for the region RESTORED before they look for others.
+
+    Args:
+        node: of the member.
+        store: keeps the memory, and has that of a predecessor; None: it ends with this process.
+
+    Raises:
+        ValueError: what was kept is no region.
+    """
+
+    def __init__(self, node: Node, store: DescriptorStore | None) -> None:
+        self._node, self._store = node, store
+        # First of all, because others could get their ids.
+        self._restored = {} if store is None else self._restore(store)
+        if store is not None:
+            node.allocate(1, name=RESTORED, access="none")
+
+    @property
+    def durable(self) -> bool:
+        """What is allocated outlives this process."""
+        return self._store is not None
+
+    def allocate(
+        self, size_bytes: int, *, name: str, access: str = "rw", progress: int | None = None
+    ) -> Region:
+        """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
+
+        Args:
+            size_bytes: of the region; the same as the predecessor's.
+            name: of the region.
+            access: of peers; not "r" where it is durable.
+            progress: where in it 64 bits lie that count what the member has achieved.
+
+        Raises:
+            ValueError: a predecessor's region is of another size.
+        """
+        if self._store is None:
+            return self._node.allocate(size_bytes, name=name, access=access)
+        if (region := self._restored.pop(name, None)) is not None:
+            if region.size_bytes != size_bytes:
+                raise ValueError(f"{region!r} was to have {size_bytes} bytes")
+            return region
+        region = self._node.allocate(size_bytes, name=name, access=access)
+        handle = region.handle()
+        about: dict[str, Any] = {"id": handle.id, "generation": handle.generation}
+        about |= {"size_bytes": size_bytes, "access": access}
+        if progress is not None:
+            about["progress"] = progress
+        descriptor = region.descriptor()
+        try:
+            self._store.keep(f"{_REGION}{name}", about, descriptor)
+        finally:
+            os.close(descriptor)
+        return region
+
+    def free(self, region: Region) -> None:
+        """Frees what `allocate` has given."""
+        region.free()
+        if self._store is not None:
+            self._store.drop(f"{_REGION}{region.name}")
+
+    def forget(self, prefix: str) -> None:
+        """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
+        for name in [each for each in self._restored if each.startswith(prefix)]:
+            self.free(self._restored.pop(name))
+
+    def _restore(self, store: DescriptorStore) -> dict[str, Region]:
+        found = {}
+        for key in store.left():
+            kept = store.take(key) if key.startswith(_REGION) else None
+            if kept is not None:
+                name = key.removeprefix(_REGION)
+                about = {each: value for each, value in kept.about.items() if each != "progress"}
+                try:
+                    found[name] = self._node.restore(kept.descriptor, name=name, **about)
+                finally:
+                    os.close(kept.descriptor)
+        return found

@@ -1,0 +1,246 @@
+"""What a worker has got from the others, in order, noted where its successor finds it.
+
+A worker that takes another one's place runs the script from its beginning. What the former one has
+asked of others it does not ask again: it gets what is noted here. So that this does not become ever
+longer, the script's position is noted from time to time, a checkpoint of what this process alone
+has; then only what follows counts, and what the script does again on its way to that position.
+
+Where a note ends is told behind it, so that a death leaves whole ones.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import deque
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.memory import Region
+
+HISTORY_BYTES = 4 << 20
+"""Size of the region; pages that are never written to need no memory."""
+POSITIONS_AT = 32
+"""Where in it 64 bits lie that count the positions that were noted."""
+
+_HEAD_BYTES = 1024
+_REASON = slice(64, _HEAD_BYTES)
+_FIRST = slice(_HEAD_BYTES, 1 << 20)  # before there is a position
+_HALVES = slice(1 << 20, 5 << 19), slice(5 << 19, HISTORY_BYTES)
+_ENTRY = struct.Struct("<qqqqq")  # length, kind, store, number, slice
+_GOES_ON = "The job can go on from its last checkpoint: job.load"
+
+
+class Kind(IntEnum):
+    """What a note is about: a sum of all workers, a slice's commit, a version of a store."""
+
+    SUM = 1
+    COMMIT = 2
+    VERSION = 3
+
+
+class Entry(NamedTuple):
+    """A note; `number` is that of the sum or version, `store` and `slice` are 0 where none is."""
+
+    kind: Kind
+    data: bytes
+    store: int = 0
+    number: int = 0
+    slice: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """What it is about, without what is said of it."""
+        return self.kind, self.store, self.number, self.slice
+
+
+class History:
+    """That of one worker. One thread uses it.
+
+    It is replayed until its end, in a process that has another one's place; from then on, and in
+    others from the beginning, notes are added.
+
+    Args:
+        region: zeroed, or that of a predecessor; of HISTORY_BYTES.
+        rank: of the worker, for messages.
+
+    Attributes:
+        position: where the predecessor was, as it was given to `mark`; None: nowhere yet, or it has
+            been reached.
+        succeeds: this process has another one's place.
+        asked: the number of the last sum for which a predecessor has sent its part.
+        answered: that of the last whose result this process has.
+    """
+
+    def __init__(self, region: Region, rank: int) -> None:
+        self._memory: NDArray[np.uint8] = region.array()
+        # Bytes that are used: of the first part and of both halves; which half is in force.
+        self._numbers: NDArray[np.int64] = self._memory[:64].view(np.int64)
+        self._rank = rank
+        self._passing = False  # inside of a pass over a loader, which is not made again
+        self._outside: list[Entry] = []  # what is done again on the way to the next position
+        self._before = 0  # how many of them were made before the present loop of epochs
+        self.position: dict[str, Any] | None = None
+        self._later: list[Entry] = []
+        first = list(self._entries(_FIRST, int(self._numbers[0])))
+        if self._half >= 0:
+            entries = self._entries(_HALVES[self._half], int(self._numbers[1 + self._half]))
+            body = pickle.loads(next(entries).data)  # the worker's own, in memory of its own
+            self.position, self._outside, self._before, self._passing = body
+            self._later = list(entries)
+        self._ahead = deque([*first, *self._outside])
+        self.succeeds = bool(self._ahead) or self.position is not None
+        self.asked = self.answered = 0
+        notes = [*self._ahead, *self._later]
+        self._commits = {each.key: each.data for each in notes if each.kind == Kind.COMMIT}
+
+    @property
+    def _half(self) -> int:
+        return int(self._numbers[3]) - 1
+
+    @property
+    def replaying(self) -> bool:
+        """A predecessor has got further than this process."""
+        return bool(self._ahead or self._later) or self.position is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """What this process is about to write a predecessor has written, and others went on."""
+        return self.replaying or self.asked > self.answered
+
+    # ---- what cannot be replaced
+
+    @property
+    def reason(self) -> str:
+        """Why no process could go on in the place of this one; "" if one could."""
+        return self._memory[_REASON].tobytes().rstrip(b"\0").decode(errors="replace")
+
+    def refuse(self, reason: str) -> bool:
+        """No process can go on in the place of this one, for that reason; the first one counts.
+
+        Returns:
+            Whether it was the first one.
+        """
+        if self.reason:
+            return False
+        text = reason.encode()[: _HEAD_BYTES - 65]
+        self._memory[_REASON][: len(text)] = np.frombuffer(text, np.uint8)
+        return True
+
+    def check(self) -> None:
+        """Raises RuntimeError in a process that cannot go on in the place of another one."""
+        if self.reason:
+            raise RuntimeError(
+                f"worker {self._rank} was killed, and no other process can take its place: "
+                f"{self.reason}. {_GOES_ON}"
+            )
+
+    # ---- replayed
+
+    def take(self, kind: Kind, store: int = 0, number: int = 0, slice_: int = 0) -> bytes | None:
+        """What was noted about what this process is about to do; None: it is to do it.
+
+        Raises:
+            RuntimeError: the predecessor has done something else.
+        """
+        if not self._ahead:
+            if self.position is not None:
+                raise self._different()
+            return None
+        if self._ahead[0].key != (kind, store, number, slice_):
+            raise self._different()
+        return self._ahead.popleft().data
+
+    def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
+        """The commit of a slice for a version, as a predecessor has made it or was about to."""
+        return self._commits.get((Kind.COMMIT, store, version, slice_))
+
+    def reach(self) -> None:
+        """This process has reached the position of its predecessor; what follows is replayed.
+
+        Raises:
+            RuntimeError: it has not done all that the predecessor had.
+        """
+        if self._ahead:
+            raise self._different()
+        self.position, self._ahead, self._later = None, deque(self._later), []
+
+    def _different(self) -> RuntimeError:
+        return RuntimeError(
+            f"worker {self._rank} was killed, and the process that took its place does other "
+            "things: the script's sums, barriers and steps have to be the same when it runs again, "
+            "also where it counts batches (enumerate(loader, loader.first_batch)). " + _GOES_ON
+        )
+
+    # ---- noted
+
+    def note(
+        self, kind: Kind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
+    ) -> None:
+        """Adds a note."""
+        if self.reason:
+            return
+        entry = Entry(kind, data, store, number, slice_)
+        part, used = (_FIRST, 0) if self._half < 0 else (_HALVES[self._half], 1 + self._half)
+        start = int(self._numbers[used])
+        if (end := self._write(part, start, entry)) is None:
+            self.refuse("its script has asked for more between two of its positions than is noted")
+            return
+        self._numbers[used] = end
+        if self._half >= 0 and not self._passing:
+            self._outside.append(entry)
+
+    def mark(self, position: dict[str, Any], *, passing: bool, again: bool = False) -> str:
+        """Notes a position, in place of the one before.
+
+        Args:
+            position: what this process alone has, and where it is.
+            passing: it is inside of a pass over a loader, and what follows is not made again.
+            again: an epoch begins: what was made in the one before is not made again.
+
+        Returns:
+            Why it cannot be noted; "" if it was.
+        """
+        if again:
+            del self._outside[self._before :]
+        self._passing = passing
+        half = 1 - max(self._half, 0)
+        body = pickle.dumps((position, self._outside, self._before, passing))
+        entry = Entry(Kind.SUM, body)
+        if (end := self._write(_HALVES[half], 0, entry)) is None:
+            return (
+                "what job.keep has named, beside models and distributed optimizers, has "
+                f"{len(body)} bytes, too many to be noted with each step"
+            )
+        self._numbers[1 + half] = end
+        self._numbers[3] = half + 1
+        self._numbers[POSITIONS_AT // 8] += 1
+        return ""
+
+    def begin_loop(self) -> None:
+        """A loop of epochs begins: what was made so far is made again by a successor."""
+        self._before = len(self._outside)
+
+    def _entries(self, part: slice, used: int) -> Iterator[Entry]:
+        memory, at = self._memory[part], 0
+        while at < used:
+            length, kind, store, number, slice_ = _ENTRY.unpack_from(memory[at:].data)
+            start = at + _ENTRY.size
+            data = memory[start : start + length].tobytes()
+            yield Entry(Kind(kind), data, store, number, slice_)
+            at = start + length + -length % 8
+
+    def _write(self, part: slice, start: int, entry: Entry) -> int | None:
+        """Where the entry ends; None if it does not fit."""
+        memory, length = self._memory[part], len(entry.data)
+        at = start + _ENTRY.size
+        end = at + length + -length % 8
+        if end > len(memory):
+            return None
+        _ENTRY.pack_into(memory[start:].data, 0, length, *entry.key)
+        memory[at : at + length] = np.frombuffer(entry.data, np.uint8)
+        return end

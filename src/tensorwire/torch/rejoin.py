@@ -1,0 +1,123 @@
+"""A worker that takes the place of one that was killed: its script runs again, to where that was.
+
+A script can go on where the job gives something out: an epoch, a batch, the end of a pass, the end
+of the epochs. There what this process alone has is noted (`History.mark`). A successor makes
+models, optimizers and loaders as the script says, gets what the former process has got from the
+others, skips the epochs and batches that are behind the position, and goes on there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tensorwire.failpoints import failpoint
+from tensorwire.membership import History
+
+
+class Rejoin:
+    """Notes where the script of a worker is, or brings it there.
+
+    Args:
+        history: of the worker.
+        rank: of the worker.
+
+    Attributes:
+        save: what this process alone has, to be noted; the job sets these three.
+        load: puts that back.
+        is_between_steps: no gradient waits for a step.
+        repeated: versions that were made of commits of a former process.
+    """
+
+    def __init__(self, history: History, rank: int) -> None:
+        self._history, self._rank = history, rank
+        self._loop = 0  # of epochs
+        self._stepped = False  # since the last position
+        self.repeated = 0
+        self.save: Callable[[], dict[str, Any]] = dict
+        self.load: Callable[[dict[str, Any]], None] = lambda state: None
+        self.is_between_steps: Callable[[], bool] = lambda: True
+
+    # ---- for the job and its loaders
+
+    def begin_loop(self, first: int, count: int) -> range:
+        """A loop of epochs begins; those that it gives out."""
+        self._loop += 1
+        there = self._history.position
+        if there is None:
+            self._history.begin_loop()
+            return range(first, count)
+        if there["loop"] > self._loop or self._is_at("done"):
+            return range(0)
+        return range(there["epoch"], count)
+
+    def end_loop(self) -> None:
+        """It is over."""
+        if self._history.position is None:
+            self._mark("done", again=True)
+        elif self._is_at("done"):
+            self._reach()
+
+    def begin_epoch(self) -> dict[str, Any] | None:
+        """An epoch is given out; where in it the script goes on, None: at its beginning."""
+        there = self._history.position
+        if there is None:
+            self._mark("epoch", again=True)
+            return None
+        if self._is_at("epoch"):
+            self._reach()
+        where: dict[str, Any] | None = there["state"]["position"]
+        return where
+
+    def begin_batch(self, loader: str, number: int, first: bool) -> None:
+        """A loader is about to read a batch of its pass."""
+        if self._history.position is not None:
+            if self._is_at("batch", loader, number):
+                self._reach()
+        elif first or self._stepped:
+            if self.is_between_steps():
+                self._mark("batch", loader, number, passing=True)
+            elif first:
+                self.refuse("gradients were there when a pass over a loader began")
+
+    def end_pass(self, loader: str, number: int) -> None:
+        """A pass over a loader is over, or was left."""
+        if self._history.position is None:
+            self._mark("over", loader, number)
+        elif self._is_at("over", loader, number):
+            self._reach()
+
+    def stepped(self, repeated: bool) -> None:
+        """A version is in place; `repeated`: of commits that a former process has made."""
+        self._stepped = True
+        self.repeated += repeated
+
+    def refuse(self, reason: str) -> None:
+        """No process can take the place of this one, or of another worker; worker 0 says so."""
+        if self._history.refuse(reason) and self._rank == 0:
+            text = f"a worker of this job that is killed is not replaced, as {reason}"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+
+    # ----
+
+    def _is_at(self, *where: Any) -> bool:
+        there = self._history.position
+        return there is not None and there["loop"] == self._loop and there["at"] == where
+
+    def _mark(self, *where: Any, passing: bool = False, again: bool = False) -> None:
+        self._stepped = False
+        if self._history.reason:
+            return
+        state = self.save()
+        position = {"at": where, "loop": self._loop, "epoch": state["epoch"], "state": state}
+        if too_long := self._history.mark(position, passing=passing, again=again):
+            self.refuse(too_long)
+        failpoint("position.noted")
+
+    def _reach(self) -> None:
+        there = self._history.position
+        assert there is not None
+        self._history.reach()
+        self._stepped = False
+        self.load(there["state"])

@@ -1,0 +1,140 @@
+"""What one worker of a job has for itself, and no server: noted for a process in its place."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from . import checkpoint
+from .replica.replica import Replica
+from .session import Session
+
+_GOES_ON = "The job can go on from its last checkpoint: job.load"
+
+
+class WorkerState:
+    """That of a job's worker.
+
+    Args:
+        session: of the worker.
+        replicas: of its optimizers; more may be added.
+        kept: what `job.keep` has named; more may be added.
+        saves: how often `job.save` was called, by path.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        replicas: Sequence[Replica],
+        kept: Mapping[str, Any],
+        saves: dict[str, int],
+    ) -> None:
+        self._session, self._replicas, self._kept, self._saves = session, replicas, kept, saves
+
+    def save(self) -> dict[str, Any]:
+        """All of it; for `pickle`, at once."""
+        session = self._session
+        self._find_obstacles()
+        return {
+            **session.saved(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "replicas": [_saved(replica) for replica in self._replicas],
+            "kept": {name: checkpoint.saved(self._kept[name]) for name in self._own_kept()},
+            "saves": dict(self._saves),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Puts it back.
+
+        Raises:
+            RuntimeError: the script has other objects than it had.
+        """
+        session = self._session
+        found = sorted(self._own_kept())
+        if found != sorted(state["kept"]) or len(self._replicas) != len(state["replicas"]):
+            raise RuntimeError(
+                f"worker {session.rank} was killed, and the process in its place has other "
+                f"optimizers, or named other objects to job.keep before job.epochs: {found} and "
+                f"not {sorted(state['kept'])}. {_GOES_ON}"
+            )
+        session.go_on(state)
+        for replica, each in zip(self._replicas, state["replicas"], strict=True):
+            _go_on(replica, each)
+        for name in found:
+            checkpoint.fill(self._kept[name], state["kept"][name])
+        self._check_kept()
+        self._saves.clear()
+        self._saves.update(state["saves"])
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        text = f"worker {session.rank}, in a new process, goes on in epoch {session.epoch + 1}"
+        print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+
+    def is_between_steps(self) -> bool:
+        """No gradient waits for a step."""
+        return not any(replica.reducer.waits for replica in self._replicas)
+
+    def _own_kept(self) -> list[str]:
+        """The names of what is kept and not at the servers."""
+        return [
+            name
+            for name, thing in self._kept.items()
+            if not any(checkpoint.is_at_servers(thing, replica) for replica in self._replicas)
+        ]
+
+    def _find_obstacles(self) -> None:
+        rejoin = self._session.rejoin
+        assert rejoin is not None
+        for replica in self._replicas:
+            if replica.arithmetic.by_worker and self._session.rank == 0:
+                rejoin.refuse("worker 0 makes the steps of an optimizer in its own memory")
+            if replica.buffers.kind == "local":
+                rejoin.refuse('each worker has buffers of its own (buffers="local")')
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rejoin.refuse("it uses torch.distributed, whose groups nobody can join later")
+
+    def _check_kept(self) -> None:
+        """Raises RuntimeError if what changes steps was not kept."""
+        kept = [thing for thing in self._kept.values() if not isinstance(thing, dict | list)]
+        missing = ""
+        for replica in self._replicas:
+            scheduled = any("initial_lr" in group for group in replica.optimizer.param_groups)
+            known = [getattr(thing, "optimizer", None) for thing in kept]
+            if scheduled and all(each is not replica.optimizer for each in known):
+                missing = "a learning rate scheduler: job.keep(scheduler=…)"
+            if replica.was_scaled and not any(hasattr(thing, "get_scale") for thing in kept):
+                missing = "a GradScaler: job.keep(scaler=…)"
+        if missing:
+            raise RuntimeError(
+                f"worker {self._session.rank} was killed, and no other process can take its place: "
+                f"the script has not kept {missing}. {_GOES_ON}"
+            )
+
+
+def _saved(replica: Replica) -> dict[str, Any]:
+    """What a worker has of an optimizer for itself."""
+    groups = replica.optimizer.param_groups
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    same = replica.same_batches.saved()
+    return {"groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled}
+
+
+def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
+    replica.adopt()
+    for group, options in zip(replica.optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in options.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    replica.steps, replica.was_scaled = saved["steps"], saved["scaled"]
+    replica.same_batches.go_on(saved["same"])
