@@ -73,8 +73,9 @@ class _Run(Command):
 @click.option(
     "--durable/--no-durable",
     default=None,
-    help="Whether a server that is killed, as by the kernel when memory runs out, is replaced by "
-    "another one, which goes on with its memory; no step is lost. It needs shm among the "
+    help="Whether a server or worker that is killed, as by the kernel when memory runs out, is "
+    "replaced by another process, which goes on with its memory; no step is lost. A worker's runs "
+    "the script again, to where it was (docs/fault-tolerance.md). It needs shm among the "
     "transports and --listen on this host. Without it any death ends the job. Default: not yet.",
 )
 @click.option(
@@ -82,7 +83,7 @@ class _Run(Command):
     type=int,
     default=3,
     metavar="N",
-    help="Ends a durable job when a server dies once more after N deaths in a row without a step "
+    help="Ends a durable job when a process dies once more after N deaths in a row without a step "
     "between them (default 3). What kills it each time would do so for ever.",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")

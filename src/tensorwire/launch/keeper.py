@@ -20,10 +20,10 @@ import termios
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from tensorwire.membership import LISTENER
+
 MOST_KEYS = 4096
 LONGEST_MESSAGE = 1 << 16
-# The key without which nobody could take the place of a server: the socket that workers know.
-LISTENER = "listener"
 _MOST_PER_MESSAGE = 100
 # The most that the kernel lets through in one message (SCM_MAX_FD): with room for them the control
 # data is cut off only where this process may open no more files.

@@ -40,9 +40,9 @@ def run(
     code, and the others with a line each; docs/launch.md has the rules.
 
     The first process that fails ends the job, and so does a signal (SIGINT, SIGTERM, SIGHUP), which
-    is passed on to the workers; `Patience` has the times. A server of a durable job that is killed
-    does not end it: another one takes its place (docs/launch.md, "A server that dies"). A second
-    Ctrl-C kills at once. If the caller is killed, the kernel kills the job. Must be called in the
+    is passed on to the workers; `Patience` has the times. A server or worker of a durable job that
+    is killed does not end it: another process takes its place (docs/launch.md, "A process that
+    dies"). A second Ctrl-C kills at once. If the caller is killed, the kernel kills the job. Must be called in the
     main thread, whose handlers for these signals are back when it returns.
 
     Args:
@@ -58,11 +58,11 @@ def run(
         server_command: the program of a server, to which its options are added; default this
             Python with `-m tensorwire.torch.server`.
         imports: modules that the servers may import for the optimizers of the script.
-        durable: whether a server that is killed is replaced: then processes have
+        durable: whether a server or worker that is killed is replaced: then processes have
             TENSORWIRE_DURABLE=1. This needs shm among the transports, and `listen` on loopback.
             Default: not yet.
-        restarts: the most deaths in a row of one server without progress between them, from which
-            it is replaced; with 0 the job is not durable.
+        restarts: the most deaths in a row of one process without progress between them, from
+            which it is replaced; with 0 the job is not durable.
         patience: other times than the usual ones.
 
     Returns:

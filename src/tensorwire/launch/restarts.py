@@ -1,9 +1,10 @@
-"""Which servers of a job are replaced, by which process, and how often: the policy.
+"""Which processes of a job are replaced, by which other one, and how often: the policy.
 
 A server that was killed gets a successor, a process that was started as a standby: a warm one,
-which has imported everything beforehand, or one that is started when it is needed. It starts no
-process itself and ends none but a successor that does not take over; when the job is in its end,
-the supervisor does not ask.
+which has imported everything beforehand, or one that is started when it is needed. The successor of
+a worker runs the worker's script, and finds out itself whether it can go on. This module starts no
+process itself and ends none but a server's successor that does not take over; when the job is in
+its end, the supervisor does not ask.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
@@ -25,15 +26,15 @@ _STANDBY_TRIES = 3
 
 
 @dataclass
-class _Server:
-    """One server through all of its processes.
+class _Member:
+    """One server or worker through all of its processes.
 
     Attributes:
-        arguments: its options, those of every successor too.
+        arguments: a server's options, those of every successor too.
         term: how often it was replaced.
         deaths: in a row without progress between them.
         reached: its progress at the last death.
-        successor: the process that is to take over, until it has.
+        successor: a server's process that is to take over, until it has.
         until: when it must have.
         overdue: whether it was killed because it had not.
     """
@@ -49,12 +50,13 @@ class _Server:
 
 
 class Restarts:
-    """The servers of one job that can be replaced, and the standby. Without any it does nothing.
+    """The members of one job that can be replaced, and the standby. Without any it does nothing.
 
     Args:
         job: that is run.
         patience: times.
         start: starts a standby with a command, and lets it inherit a descriptor.
+        start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
     """
 
@@ -63,125 +65,145 @@ class Restarts:
         job: JobSpec,
         patience: Patience,
         start: Callable[[list[str], int], Process],
+        start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
     ) -> None:
         self._job = job
         self._patience = patience
         self._start = start
+        self._start_worker = start_worker
         self._say = say
-        self._servers: dict[int, _Server] = {}
+        self._members: dict[tuple[str, int], _Member] = {}
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
         self._standby_deaths = 0
 
-    # --- servers --------------------------------------------------------------------------------
+    # --- members --------------------------------------------------------------------------------
 
-    def add(self, index: int, arguments: list[str]) -> socket.socket:
-        """A server is about to start; returns its end of the socket, which the caller closes."""
-        server = self._servers[index] = _Server(arguments)
+    def add(self, kind: str, index: int, arguments: Sequence[str] = ()) -> socket.socket:
+        """A member is about to start; returns its end of the socket, which the caller closes."""
+        member = self._members[kind, index] = _Member(list(arguments))
         ours, theirs = make_pair()
-        server.keeper.attach(ours)
+        member.keeper.attach(ours)
         return theirs
 
     def can_replace(self, process: Process) -> bool:
-        """Whether a process that has ended is a server whose successor could go on.
+        """Whether a successor could go on in the place of a process that has ended.
 
-        It was killed, or was a successor that ended before it had taken over. One that exits with
-        a code has told the workers why, and they end too.
+        It was killed, or was a server's successor that ended before it had taken over. One that
+        exits with a code has told the others why, and they end too.
         """
-        server = self._server_of(process)
-        if server is None:
+        member = self._member_of(process)
+        if member is None:
             return False
         try:
-            server.keeper.read_all()
+            member.keeper.read_all()
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
         killed = process.code is not None and process.code < 0
-        return server.keeper.restorable and (killed or not server.keeper.taken)
+        untaken = process.kind == "server" and not member.keeper.taken
+        return member.keeper.restorable and (killed or untaken)
 
     def count(self, process: Process) -> bool:
-        """Counts the death of a server, and says whether it is replaced once more."""
-        server = self._servers[process.index]
-        reached = server.keeper.progress()
-        server.deaths = 1 if reached > server.reached else server.deaths + 1
-        server.reached = reached
-        return server.deaths <= self._job.restarts
+        """Counts the death of a member, and says whether it is replaced once more."""
+        member = self._members[process.kind, process.index]
+        reached = member.keeper.progress()
+        member.deaths = 1 if reached > member.reached else member.deaths + 1
+        member.reached = reached
+        return member.deaths <= self._job.restarts
 
     def replace(self, process: Process) -> tuple[Process, int]:
-        """Has a successor take the place of a server that has ended.
+        """Has a successor take the place of a member that has ended.
 
         Returns:
-            The successor, which is called a standby so far, and how many there were with it.
+            The successor, that of a server is called a standby so far; how many there were with it.
 
         Raises:
             OSError: it cannot be started.
             KeeperError: it cannot be told what it gets.
         """
-        server = self._servers[process.index]
-        successor, ours = self._take_standby() or self._start_standby()
-        server.term += 1
-        server.successor, server.overdue = successor, False
-        server.until = time.monotonic() + self._patience.start_s
-        server.keeper.attach(ours)
-        server.keeper.hand_over(server.arguments, server.term)
-        return successor, server.term
+        member = self._members[process.kind, process.index]
+        member.term += 1
+        if process.kind == "worker":
+            ours, theirs = make_pair()
+            with theirs:
+                try:
+                    successor = self._start_worker(process.index, theirs.fileno(), member.term)
+                except BaseException:
+                    ours.close()
+                    raise
+        else:
+            successor, ours = self._take_standby() or self._start_standby()
+            member.successor, member.overdue = successor, False
+            member.until = time.monotonic() + self._patience.start_s
+        member.keeper.attach(ours)
+        member.keeper.hand_over(member.arguments, member.term)
+        return successor, member.term
+
+    def release(self, process: Process) -> None:
+        """A member has ended and is not replaced: closes what is held of it.
+
+        Others look whether its socket is still held, and learn so that nobody comes.
+        """
+        if (member := self._member_of(process)) is not None:
+            member.keeper.close()
 
     def is_successor(self, process: Process) -> bool:
         """Whether it has, or had, the place of a server that was killed."""
-        server = self._server_of(process)
-        return server is not None and server.term > 0
+        member = self._member_of(process)
+        return member is not None and member.term > 0
 
     def ending(self, process: Process) -> str:
-        """How a server ended, as a phrase that follows its name."""
-        server = self._server_of(process)
-        if server is not None and server.overdue:
+        """How a member ended, as a phrase that follows its name."""
+        member = self._member_of(process)
+        if member is not None and member.overdue:
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
     def history(self, process: Process) -> str:
-        """How often a server was replaced, as a phrase that follows its ending."""
-        server = self._servers[process.index]
-        times = f"{server.term} time{'s' if server.term > 1 else ''}"
-        last = "" if server.term == self._job.restarts else f", the last {self._job.restarts}"
+        """How often a member was replaced, as a phrase that follows its ending."""
+        member = self._members[process.kind, process.index]
+        times = f"{member.term} time{'s' if member.term > 1 else ''}"
+        last = "" if member.term == self._job.restarts else f", the last {self._job.restarts}"
         return f"after it had been replaced {times}{last} without getting any further"
 
     # --- the loop -------------------------------------------------------------------------------
 
     def register(self, poll: select.poll) -> None:
         """Adds the sockets to what is waited for."""
-        for server in self._servers.values():
-            if (descriptor := server.keeper.descriptor) is not None:
-                sending = select.POLLOUT if server.keeper.sending else 0
+        for member in self._members.values():
+            if (descriptor := member.keeper.descriptor) is not None:
+                sending = select.POLLOUT if member.keeper.sending else 0
                 poll.register(descriptor, select.POLLIN | sending)
 
     def times(self) -> Iterator[float]:
         """When `tend` has something to do."""
         if self._standby_at is not None:
             yield self._standby_at
-        for server in self._servers.values():
-            if server.until is not None:
-                yield server.until
+        for member in self._members.values():
+            if member.until is not None:
+                yield member.until
 
-    def exchange(self, ready: set[int]) -> Iterator[tuple[int, str]]:
-        """Reads and sends what the sockets have and take; yields servers with their mistakes."""
-        for index, server in self._servers.items():
-            if server.keeper.descriptor in ready:
+    def exchange(self, ready: set[int]) -> Iterator[tuple[tuple[str, int], str]]:
+        """Reads and sends what the sockets have and take; yields members with their mistakes."""
+        for key, member in self._members.items():
+            if member.keeper.descriptor in ready:
                 try:
-                    server.keeper.send()
-                    server.keeper.read()
+                    member.keeper.send()
+                    member.keeper.read()
                 except KeeperError as error:
-                    yield index, str(error)
+                    yield key, str(error)
 
     def tend(self) -> None:
         """Starts a standby if it is time, and ends successors that have not taken over."""
         now = time.monotonic()
-        for server in self._servers.values():
-            if server.until is not None and now >= server.until:
-                server.until = None
-                if server.successor is not None and not server.keeper.taken:
-                    server.overdue = True
-                    server.successor.kill()
+        for member in self._members.values():
+            if member.until is not None and now >= member.until:
+                member.until = None
+                if member.successor is not None and not member.keeper.taken:
+                    member.overdue = True
+                    member.successor.kill()
         if self._standby_at is not None and now >= self._standby_at:
             self._standby_at = None
             try:
@@ -193,7 +215,7 @@ class Restarts:
 
     def begin(self) -> None:
         """All workers run: from now on there may be a standby."""
-        if self._servers:
+        if self._members:
             self._standby_at = time.monotonic() + self._patience.standby_s
 
     def note_standby(self, process: Process) -> None:
@@ -206,8 +228,8 @@ class Restarts:
     def retire(self) -> Process | None:
         """The job is in its end: lets go of the standby, if there is one, and returns it."""
         self._standby_at = None
-        for server in self._servers.values():
-            server.until = None
+        for member in self._members.values():
+            member.until = None
         if self._standby is None:
             return None
         (process, ours), self._standby = self._standby, None
@@ -217,11 +239,11 @@ class Restarts:
     def close(self) -> None:
         """Closes all sockets and all that is held; may be called again."""
         self.retire()
-        for server in self._servers.values():
-            server.keeper.close()
+        for member in self._members.values():
+            member.keeper.close()
 
-    def _server_of(self, process: Process) -> _Server | None:
-        return self._servers.get(process.index) if process.kind == "server" else None
+    def _member_of(self, process: Process) -> _Member | None:
+        return self._members.get((process.kind, process.index))
 
     def _start_standby(self) -> tuple[Process, socket.socket]:
         ours, theirs = make_pair()

@@ -124,7 +124,8 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
-        environment.pop("TENSORWIRE_DURABLE", None)
+        for name in ("TENSORWIRE_DURABLE", "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"):
+            environment.pop(name, None)
         if self.is_durable:
             environment["TENSORWIRE_DURABLE"] = "1"
         if not environment.get("TENSORWIRE_SECRET_FILE"):
@@ -142,6 +143,8 @@ class JobSpec:
         addresses: list[str],
         port: int,
         report_fd: int | None = None,
+        store_fd: int | None = None,
+        term: int = 0,
     ) -> dict[str, str]:
         """The environment of one worker: ours, and what torchrun sets, for other libraries.
 
@@ -151,6 +154,8 @@ class JobSpec:
             addresses: of all servers, in their order.
             port: for a store that worker 0 may open, as `init_process_group` does.
             report_fd: where it writes of an exception that ends it (`reports.failure_in`).
+            store_fd: its socket to the keeper of its descriptors, if it has one.
+            term: how often it was replaced, with this time.
         """
         count = str(self.workers)
         added = {
@@ -179,6 +184,10 @@ class JobSpec:
             added["TENSORWIRE_REPORT_FD"] = str(report_fd)
             paths = [_STARTUP, *filter(None, [environment.get("PYTHONPATH")])]
             added["PYTHONPATH"] = os.pathsep.join(paths)
+        if store_fd is not None:
+            added["TENSORWIRE_DESCRIPTOR_STORE"] = str(store_fd)
+            if term:
+                added["TENSORWIRE_TERM"] = str(term)
         return {**environment, **added}
 
     def worker_command(self) -> list[str]:

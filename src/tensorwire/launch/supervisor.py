@@ -41,7 +41,7 @@ class Supervisor:
     """Runs one job, once.
 
     Invariants: every process that runs is in `_running`; of those that have ended, `_ended` has all
-    but standbys and servers that were replaced; `_failure` is the first failure and never changes;
+    but standbys and those that were replaced; `_failure` is the first failure and never changes;
     a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
     times of the next steps against those that still run. At most one traceback is shown.
 
@@ -59,10 +59,13 @@ class Supervisor:
         self._patience = patience or Patience()
         self._running: list[Process] = []
         self._ended: list[Process] = []
-        self._lost: list[Process] = []  # servers that have ended and are about to be replaced
+        self._lost: list[Process] = []  # they have ended and are about to be replaced
         self._environment: dict[str, str] = {}
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._restarts = Restarts(job, self._patience, self._start_standby, self._say)
+        self._addresses: list[str] = []  # of all servers
+        self._restarts = Restarts(
+            job, self._patience, self._start_standby, self._start_worker, self._say
+        )
         self._workers_left = job.workers  # to be started
         self._failure: tuple[str, int] | None = None
         self._failed: Process | None = None
@@ -111,9 +114,8 @@ class Supervisor:
     # --- start ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        addresses: list[str] = []
+        addresses = self._addresses
         self._environment = self._job.environment()
-        port = self._port.getsockname()[1]
         try:
             for index in range(self._job.servers):
                 address = self._start_server(index, addresses)
@@ -121,7 +123,12 @@ class Supervisor:
                     return
                 addresses.append(address)
             for rank in range(self._job.workers):
-                self._start_worker(rank, addresses, port)
+                with contextlib.ExitStack() as theirs:
+                    store_fd = None
+                    if self._job.is_durable:
+                        store = theirs.enter_context(self._restarts.add("worker", rank))
+                        store_fd = store.fileno()
+                    self._start_worker(rank, store_fd)
                 self._workers_left -= 1
             self._restarts.begin()
         except OSError as error:
@@ -133,7 +140,7 @@ class Supervisor:
         with contextlib.ExitStack() as theirs:
             store_fd = None
             if self._job.is_durable:
-                store = theirs.enter_context(self._restarts.add(index, arguments))
+                store = theirs.enter_context(self._restarts.add("server", index, arguments))
                 store_fd = store.fileno()
             pipe, told = os.pipe(), FirstLine(LONGEST_ADDRESS)
             command = self._job.server_command_for(arguments, pipe[1], store_fd)
@@ -158,15 +165,16 @@ class Supervisor:
     def _start_standby(self, command: list[str], store_fd: int) -> Process:
         return self._launch("standby", 0, command, self._environment, inherited=store_fd)
 
-    def _start_worker(self, rank: int, addresses: list[str], port: int) -> None:
-        told, pipe = None, None
+    def _start_worker(self, rank: int, store_fd: int | None, term: int = 0) -> Process:
+        told, pipe, port = None, None, self._port.getsockname()[1]
         if self._job.collects_failures:
             told, pipe = FirstLine(LONGEST_REPORT), os.pipe()
             self._inboxes[f"worker {rank}"] = told
         own = self._job.worker_environment(
-            self._environment, rank, addresses, port, pipe and pipe[1]
+            self._environment, rank, self._addresses, port, pipe and pipe[1], store_fd, term
         )
-        self._launch("worker", rank, self._job.worker_command(), own, told, pipe)
+        command = self._job.worker_command()
+        return self._launch("worker", rank, command, own, told, pipe, inherited=store_fd)
 
     def _launch(
         self,
@@ -239,18 +247,20 @@ class Supervisor:
             self._interrupt(number)
         for process in self._running:
             process.read(ready)
-        for index, mistake in self._restarts.exchange(ready):
-            self._note_mistake(index, mistake)
+        for (kind, index), mistake in self._restarts.exchange(ready):
+            self._note_mistake(kind, index, mistake)
         ended = [process for process in self._running if process.pidfd in ready]
         for process in ended:
             process.collect()
             self._running.remove(process)
+        self._lost = [process for process in ended if self._restarts.can_replace(process)]
         self._take_reports()
         # Of those that ended together, the one killed by a signal is the cause of the others' end;
         # then the one whose error came first.
         cause = self._reports.cause()
         for process in sorted(ended, key=lambda each: ((each.code or 0) >= 0, each.name != cause)):
-            self._note_end(process)
+            if process not in self._lost:
+                self._note_end(process)
         self._replace_lost()
         if self._ending or not (self._workers_left or self._workers()):
             self._retire_standby()
@@ -321,9 +331,7 @@ class Supervisor:
         if process.kind == "standby":
             self._restarts.note_standby(process)
             return
-        if self._is_served and self._restarts.can_replace(process):
-            self._lost.append(process)
-            return
+        self._restarts.release(process)
         self._ended.append(process)
         started = not self._workers_left
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
@@ -338,42 +346,46 @@ class Supervisor:
                 text = f"{_named(process)} raised {self._reports.kind(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
             self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
-        elif started and not self._workers():
+        elif started and not self._has_workers:
             # Nobody is left for the servers to serve.
             wait_s = self._patience.alone_s if self._ending else self._patience.goodbye_s
             self._term_within(wait_s)
 
-    # --- servers that die -----------------------------------------------------------------------
+    # --- processes that die ---------------------------------------------------------------------
 
     @property
-    def _is_served(self) -> bool:
-        """Whether the job needs its servers: all workers were started, and it is not in its end."""
-        return not (self._workers_left or self._ending) and bool(self._workers())
+    def _has_workers(self) -> bool:
+        """Whether a worker runs, or is about to be replaced."""
+        return bool(self._workers()) or any(each.kind == "worker" for each in self._lost)
 
-    def _note_mistake(self, index: int, text: str) -> None:
-        """A server has told us what cannot be right."""
+    def _note_mistake(self, kind: str, index: int, text: str) -> None:
+        """A member has told us what cannot be right."""
         for process in self._running:
-            if (process.kind, process.index) == ("server", index):
+            if (process.kind, process.index) == (kind, index):
                 self._fail(f"{_named(process)} is not kept: {text}", 1, process)
 
     def _replace_lost(self) -> None:
-        """Of what ended together servers come last: the others' end may be that of the job."""
-        lost, self._lost = self._lost, []
-        for process in lost:
-            if self._is_served:
-                self._replace_server(process)
+        """Of what ended together these come last: the others' end may be that of the job."""
+        self._lost.sort(key=lambda each: each.kind != "worker")  # without any there is no job
+        while self._lost:
+            process = self._lost[0]
+            goes_on = self._has_workers and not (self._workers_left or self._ending)
+            self._lost.pop(0)
+            if goes_on:
+                self._replace(process)
             else:
                 self._note_end(process)
 
-    def _replace_server(self, process: Process) -> None:
-        """Another process takes the place of a server that has ended, if not too many have."""
+    def _replace(self, process: Process) -> None:
+        """Another process takes the place of a member that has ended, if not too many have."""
         how = f"{_named(process)} {self._restarts.ending(process)}"
         code = process.code or 1
         try:
             if self._restarts.count(process):
                 successor, term = self._restarts.replace(process)
-                successor.rename("server", process.index)
-                self._name_lines(successor)
+                if process.kind == "server":
+                    successor.rename("server", process.index)
+                    self._name_lines(successor)
                 place = f"{_named(successor)} takes its place (restart {term})"
                 self._say(f"{how}; {place}")
                 return
@@ -381,6 +393,7 @@ class Supervisor:
             text += f" ({process.hint()})" if process.hint() else ""
         except (OSError, KeeperError) as error:
             text = f"{how} and cannot be replaced: {error}"
+        self._restarts.release(process)
         self._ended.append(process)
         self._advice = "the job can go on from its last checkpoint: job.load"
         self._fail(text, code if code > 0 else 128 - code, process)

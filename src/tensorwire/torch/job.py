@@ -403,7 +403,8 @@ class Job:
         for replica in self.local_replicas:
             replica.between_steps("a new pass of a loader")
         self.statistics.begin_pass()
-        if first and self.rank == 0:
+        rejoin = self.session.rejoin
+        if first and self.rank == 0 and not (rejoin and rejoin.returns):
             text = f"goes on in epoch {self.epoch + 1}, behind step {first} of {steps}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         if self._progress:

@@ -209,7 +209,7 @@ class Loader:
         rejoin = None if of is None else session.rejoin
         try:
             while True:
-                if rejoin is not None and of is not None and batches:
+                if rejoin is not None and of is not None:
                     rejoin.begin_batch(self._name, of.number, of.given == 0)
                 if (each := next(given, None)) is None:
                     break

@@ -41,6 +41,11 @@ class Rejoin:
 
     # ---- for the job and its loaders
 
+    @property
+    def returns(self) -> bool:
+        """The script runs again, and is not yet where it was."""
+        return self._history.position is not None
+
     def begin_loop(self, first: int, count: int) -> range:
         """A loop of epochs begins; those that it gives out."""
         self._loop += 1
@@ -54,7 +59,7 @@ class Rejoin:
 
     def end_loop(self) -> None:
         """It is over."""
-        if self._history.position is None:
+        if not self.returns:
             self._mark("done", again=True)
         elif self._is_at("done"):
             self._reach()
@@ -72,7 +77,7 @@ class Rejoin:
 
     def begin_batch(self, loader: str, number: int, first: bool) -> None:
         """A loader is about to read a batch of its pass."""
-        if self._history.position is not None:
+        if self.returns:
             if self._is_at("batch", loader, number):
                 self._reach()
         elif first or self._stepped:
@@ -83,7 +88,7 @@ class Rejoin:
 
     def end_pass(self, loader: str, number: int) -> None:
         """A pass over a loader is over, or was left."""
-        if self._history.position is None:
+        if not self.returns:
             self._mark("over", loader, number)
         elif self._is_at("over", loader, number):
             self._reach()

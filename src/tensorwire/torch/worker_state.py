@@ -14,6 +14,7 @@ import torch.distributed
 from . import checkpoint
 from .replica.replica import Replica
 from .session import Session
+from .views import flat_bytes, tensor_at
 
 _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
@@ -43,7 +44,7 @@ class WorkerState:
         self._find_obstacles()
         return {
             **session.saved(),
-            "torch": torch.get_rng_state(),
+            "torch": torch.get_rng_state().numpy().tobytes(),  # a tensor takes longer to pickle
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "replicas": [_saved(replica) for replica in self._replicas],
@@ -73,7 +74,7 @@ class WorkerState:
         self._check_kept()
         self._saves.clear()
         self._saves.update(state["saves"])
-        torch.set_rng_state(state["torch"])
+        torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         text = f"worker {session.rank}, in a new process, goes on in epoch {session.epoch + 1}"
@@ -97,8 +98,8 @@ class WorkerState:
         for replica in self._replicas:
             if replica.arithmetic.by_worker and self._session.rank == 0:
                 rejoin.refuse("worker 0 makes the steps of an optimizer in its own memory")
-            if replica.buffers.kind == "local":
-                rejoin.refuse('each worker has buffers of its own (buffers="local")')
+            if replica.buffers.kind == "local" and len(self._session.my_slices) > 1:
+                rejoin.refuse('each of its slices has buffers of its own (buffers="local")')
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rejoin.refuse("it uses torch.distributed, whose groups nobody can join later")
 
@@ -125,7 +126,17 @@ def _saved(replica: Replica) -> dict[str, Any]:
     groups = replica.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     same = replica.same_batches.saved()
-    return {"groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled}
+    own = {name: flat_bytes(each.detach()).tobytes() for name, each in _own_buffers(replica)}
+    return {
+        "groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled,
+        "buffers": own,
+    }  # fmt: skip
+
+
+def _own_buffers(replica: Replica) -> list[tuple[str, torch.Tensor]]:
+    """The buffers of a model that no server has."""
+    shared = replica.buffers.tensors and replica.buffers.kind != "local"
+    return [] if shared else list(replica.model.named_buffers())
 
 
 def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
@@ -136,5 +147,9 @@ def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
                 group[key].copy_(value)
             else:
                 group[key] = value
+    with torch.no_grad():
+        for name, buffer in _own_buffers(replica):
+            data = np.frombuffer(saved["buffers"][name], np.uint8).copy()
+            buffer.copy_(tensor_at(data, buffer))
     replica.steps, replica.was_scaled = saved["steps"], saved["scaled"]
     replica.same_batches.go_on(saved["same"])

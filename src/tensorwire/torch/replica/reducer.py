@@ -449,9 +449,9 @@ class Reducer:
         rejoin = self._session.rejoin
         if self.waits and rejoin is not None and rejoin.repeated != self._waits_since:
             raise RuntimeError(
-                f"worker {self._session.rank} was killed when one optimizer had stepped and another "
-                "had gradients of the same batch, which cannot be computed again. The job can go "
-                "on from its last checkpoint: job.load"
+                f"worker {self._session.rank} was killed when one optimizer had stepped and "
+                "another had gradients of the same batch, which cannot be computed again. The job "
+                "can go on from its last checkpoint: job.load"
             )
 
     def begin_step(self, now: float) -> None:

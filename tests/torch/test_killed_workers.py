@@ -1,0 +1,243 @@
+"""A worker is killed while models train: another process takes its place, with the same bits.
+
+Or it cannot, and the job ends with the reason.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.failpoints import WORKER_FAILPOINTS
+
+SCRIPT = """
+import sys, hashlib, random, torch, torch.nn.functional as F, tensorwire.torch as tw
+import numpy as np
+from torch import nn
+
+job = tw.init(seed=3)
+torch.manual_seed(0), random.seed(job.rank), np.random.seed(job.rank)
+model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.Dropout(0.2), nn.Linear(300, 5))
+opt = tw.DistributedOptimizer(torch.optim.NAdam(model.parameters()), model, ema=0.9)
+other = nn.Linear(20, 5)
+second = tw.DistributedOptimizer(torch.optim.SGD(other.parameters(), 0.1, momentum=0.9), other)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
+scaler, seen = tw.GradScaler(init_scale=64.0), {"samples": 0, "best": -1.0}
+job.keep(model=model, other=other, opt=opt, second=second, scheduler=scheduler, scaler=scaler)
+job.keep(seen=seen)
+x = torch.randn(320, 20, generator=torch.Generator().manual_seed(1))
+x += 0.01 * job.sum([1.0])[0]
+data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
+loader = job.loader(data, 8, shuffle=True, accumulate=2)
+for epoch in job.epochs(2):
+    again = job.loader(data, 16)
+    scale = job.mean(float(epoch + 1))
+    for number, (a, b) in enumerate(loader, loader.first_batch):
+        a = a + 0.01 * random.random() + 0.01 * np.random.rand()
+        last = number % 2 == 1
+        with opt.accumulate():
+            scaler.scale(F.cross_entropy(model(a), b) / scale).backward()
+        if last:
+            if number % 3 == 0:
+                scaler.unscale_(opt)
+                tw.clip_grad_norm_(opt, 0.5)
+            scaler.step(opt), scaler.update(), opt.zero_grad(), scheduler.step()
+        seen["samples"] += len(a)
+    for a, b in again:
+        F.cross_entropy(other(a), b).backward()
+        second.step(), second.zero_grad()
+    with tw.edit(other):
+        if epoch == 0:
+            with torch.no_grad():
+                other.bias += 0.5
+    model.eval()
+    with torch.no_grad():
+        right = (model(x).argmax(1) == data.tensors[1]).float().mean()
+    model.train()
+    seen["best"] = max(seen["best"], job.mean(float(right)))
+if job.rank == 0:
+    job.save(sys.argv[1])
+state = [*model.state_dict().values(), *other.state_dict().values(), *opt.ema_state_dict().values()]
+content = b"".join(each.numpy().tobytes() for each in state)
+content += repr((seen, opt.param_groups[0]["lr"], scaler.state_dict())).encode()
+print("digest", hashlib.sha256(content).hexdigest())
+job.barrier()
+"""
+
+
+def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> tuple[set[str], str]:
+    """The digests of all workers, and all that was printed."""
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "tensorwire", "run", "--durable", "--workers", "2"]
+    done = subprocess.run(
+        [*command, *options, str(folder / "script.py"), str(folder / "checkpoint")],
+        env={**os.environ, "TENSORWIRE_FAIL": fail},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout
+    return set(re.findall(r"digest (\w+)", done.stdout)), done.stdout
+
+
+def run_killed(folder: Path, fail: str, *options: str) -> tuple[set[str], bytes]:
+    digests, said = run(folder, SCRIPT, fail, *options)
+    if fail:
+        rank = fail.partition(":")[0].replace("-", " ")
+        assert f"{rank} (pid" in said, said
+        assert said.count("takes its place (restart 1)") == 1, said
+    return digests, (folder / "checkpoint").read_bytes()
+
+
+CASES = [
+    (rank, place, times)
+    for rank, (place, many) in enumerate(
+        {
+            "part.sent": (2, 4, 6),
+            "answer.noted": (1, 3, 5),
+            "position.noted": (1, 2, 12, 14, 19, 26),
+            "commit.noted": (1, 6, 14, 20),
+            "commit.sent": (2, 7, 13, 21),
+            "result.noted": (3, 6, 15, 19),
+        }.items()
+    )
+    for times in many
+]
+
+
+def test_every_place_is_tried() -> None:
+    assert {place for _, place, _ in CASES} == set(WORKER_FAILPOINTS)
+
+
+def test_the_documentation_names_every_place() -> None:
+    page = (Path(__file__).parents[2] / "docs/fault-tolerance.md").read_text()
+    for name, what in WORKER_FAILPOINTS.items():
+        assert f"| `{name}` | {what} |" in page
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], bytes]:
+    """What comes out where nothing is killed."""
+    found = run_killed(tmp_path_factory.mktemp("undisturbed") / "job", "")
+    assert len(found[0]) == 1
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "place", "times"), CASES)
+def test_killed_at_a_place(
+    tmp_path: Path, whole: tuple[set[str], bytes], number: int, place: str, times: int
+) -> None:
+    fail = f"worker-{(number + times) % 2}:{place}:{times}:kill"
+    servers = str(1 + times % 2)
+    assert run_killed(tmp_path / "job", fail, "--servers", servers) == whole
+
+
+LOOP = """
+import os, random, signal, sys, torch, torch.nn.functional as F, tensorwire.torch as tw
+from torch import nn
+
+job = tw.init(seed=3)
+first = not os.path.exists(sys.argv[1])
+model = nn.Linear(20, 5)
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+x = torch.randn(160, 20)
+loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
+
+def die():
+    if job.rank == 1 and first:
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+{before}
+for epoch in job.epochs(2):
+    for number, (a, b) in enumerate(loader{first_batch}):
+        F.cross_entropy(model(a), b).backward()
+        {inside}
+        if epoch == 1 and number == 3:
+            die()
+        opt.step()
+        opt.zero_grad()
+print("digest", model.weight.sum().item().hex().replace("-", "m"))
+job.barrier()
+"""
+PARTS = {"before": "", "first_batch": "", "inside": ""}
+
+
+def test_a_worker_that_is_killed_in_its_script(tmp_path: Path) -> None:
+    digests, said = run(tmp_path / "job", LOOP.format(**PARTS), "")
+    assert len(digests) == 1
+    assert "worker 1, in a new process, goes on in epoch 2" in said
+    assert (
+        digests == run(tmp_path / "other", LOOP.format(**PARTS).replace("die()\n", "pass\n"), "")[0]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (
+            {"before": "torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)"},
+            "has not kept a learning rate scheduler: job.keep",
+        ),
+        (
+            {"before": "big = [torch.zeros(1 << 20)]; job.keep(big=big)"},
+            "bytes, too many to be noted with each step",
+        ),
+        (
+            {"before": "job.keep(many=[0] * random.Random().randrange(5))"},
+            None,  # what is kept is filled with what it was
+        ),
+        (
+            {"before": "job.keep(**{str(os.getpid()): {}})"},
+            "named other objects to job.keep before job.epochs",
+        ),
+        ({"inside": "job.sum([0.0]) if number % 2 == 1 else None"}, "does other things"),
+        (
+            {"before": "F.cross_entropy(model(x), x[:, :5].argmax(1)).backward(); opt.step()"},
+            "makes steps outside of job.epochs",
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_run_again(
+    tmp_path: Path, parts: dict[str, str], reason: str | None
+) -> None:
+    code = 0 if reason is None else 1
+    _, said = run(tmp_path / "job", LOOP.format(**{**PARTS, **parts}), "", code=code)
+    assert reason is None or reason in said, said
+
+
+TWO = """
+import os, signal, sys, torch, tensorwire.torch as tw
+from torch import nn
+
+job = tw.init(seed=3)
+first = not os.path.exists(sys.argv[1])
+one, two = nn.Linear(20, 20), nn.Linear(20, 5)
+opts = [
+    tw.DistributedOptimizer(torch.optim.SGD(each.parameters(), 0.1), each) for each in (one, two)
+]
+for epoch in job.epochs(2):
+    for (a,) in job.loader(torch.utils.data.TensorDataset(torch.randn(160, 20)), 8):
+        two(one(a)).sum().backward()
+        opts[0].step()
+        if epoch == 1 and job.rank == 1 and first:
+            open(sys.argv[1], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        opts[1].step()
+        opts[0].zero_grad(), opts[1].zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_two_optimizers_of_one_backward(tmp_path: Path) -> None:
+    """The first one's step is made, and the other one's gradients cannot be made again."""
+    _, said = run(tmp_path / "job", TWO, "", code=1)
+    assert "one optimizer had stepped and another had gradients of the same batch" in said

@@ -1,0 +1,182 @@
+"""What a worker has got from others, noted for the process that takes its place."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tensorwire.membership import History, Kind
+from tensorwire.membership.history import HISTORY_BYTES, POSITIONS_AT
+from tensorwire.memory import Node, Region
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    with Node("worker-3") as node:
+        yield node.allocate(HISTORY_BYTES, name="history", access="none")
+
+
+def open_(region: Region) -> History:
+    return History(region, 3)
+
+
+def add(history: History, *numbers: int) -> None:
+    for number in numbers:
+        history.note(Kind.SUM, b"sum %d" % number, number=number)
+
+
+def taken(history: History) -> list[bytes]:
+    """Everything that is replayed, sums only."""
+    found = []
+    while history._ahead:
+        found.append(history.take(Kind.SUM, number=history._ahead[0].number))
+    return [each for each in found if each is not None]
+
+
+def test_a_first_process_replays_nothing(region: Region) -> None:
+    history = open_(region)
+    assert not history.succeeds
+    assert not history.replaying
+    assert history.take(Kind.SUM, number=1) is None
+
+
+def test_notes_are_replayed_in_order(region: Region) -> None:
+    add(open_(region), 1, 2)
+    history = open_(region)
+    assert history.succeeds
+    assert history.is_behind
+    assert history.take(Kind.SUM, number=1) == b"sum 1"
+    assert history.replaying
+    assert history.take(Kind.SUM, number=2) == b"sum 2"
+    assert not history.replaying
+    add(history, 3)
+    assert taken(open_(region)) == [b"sum 1", b"sum 2", b"sum 3"]
+
+
+def test_a_sum_that_was_asked_for_is_ahead_until_it_is_answered(region: Region) -> None:
+    add(open_(region), 1)
+    history = open_(region)
+    history.asked = 2
+    history.answered = 1
+    assert history.take(Kind.SUM, number=1) == b"sum 1"
+    assert history.is_behind
+    history.answered = 2
+    assert not history.is_behind
+
+
+@pytest.mark.parametrize(
+    "key", [(Kind.SUM, 0, 2, 0), (Kind.VERSION, 0, 1, 0), (Kind.SUM, 1, 1, 0), (Kind.SUM, 0, 1, 1)]
+)
+def test_a_script_that_does_something_else_is_told(
+    region: Region, key: tuple[Kind, int, int, int]
+) -> None:
+    add(open_(region), 1)
+    with pytest.raises(RuntimeError, match="worker 3 .* does other things"):
+        open_(region).take(*key)
+
+
+def test_a_position_replaces_what_was_made_inside_of_a_pass(region: Region) -> None:
+    history = open_(region)
+    add(history, 1)  # before the epochs
+    history.begin_loop()
+    history.mark({"at": 1}, passing=False, again=True)
+    add(history, 2)  # the beginning of an epoch
+    history.mark({"at": 2}, passing=True)
+    add(history, 3)
+    history.mark({"at": 3}, passing=True)
+    add(history, 4)
+    successor = open_(region)
+    assert successor.position == {"at": 3}
+    assert taken(successor) == [b"sum 1", b"sum 2"]
+    with pytest.raises(RuntimeError, match="does other things"):
+        successor.take(Kind.SUM, number=4)
+    successor.reach()
+    assert taken(successor) == [b"sum 4"]
+    add(successor, 5)
+    third = open_(region)
+    assert taken(third) == [b"sum 1", b"sum 2"]
+    third.reach()
+    assert taken(third) == [b"sum 4", b"sum 5"]
+
+
+def test_a_position_is_not_reached_before_all_of_it_is_replayed(region: Region) -> None:
+    history = open_(region)
+    add(history, 1)
+    history.mark({}, passing=False, again=True)
+    with pytest.raises(RuntimeError, match="does other things"):
+        open_(region).reach()
+
+
+def test_what_is_made_between_passes_is_made_again_until_the_epoch_ends(region: Region) -> None:
+    history = open_(region)
+    history.begin_loop()
+    history.mark({}, passing=False, again=True)
+    history.mark({}, passing=True)
+    add(history, 1)
+    history.mark({}, passing=False)  # the pass is over
+    add(history, 2)
+    history.mark({}, passing=True)  # a second pass
+    add(history, 3)
+    assert taken(open_(region)) == [b"sum 2"]
+    history.mark({}, passing=False, again=True)  # the next epoch
+    assert taken(open_(region)) == []
+
+
+def test_what_is_made_between_loops_is_made_again(region: Region) -> None:
+    history = open_(region)
+    history.begin_loop()
+    history.mark({}, passing=False, again=True)
+    history.mark({}, passing=False, again=True)  # the loop is over
+    add(history, 1)
+    history.begin_loop()
+    history.mark({}, passing=False, again=True)
+    add(history, 2)
+    history.mark({}, passing=False, again=True)
+    assert taken(open_(region)) == [b"sum 1"]
+
+
+def test_a_successor_knows_what_was_committed(region: Region) -> None:
+    history = open_(region)
+    history.note(Kind.COMMIT, b"commit", 2, 7, 1)
+    assert open_(region).was_committed(2, 7, 1) == b"commit"
+    assert open_(region).was_committed(2, 8, 1) is None
+    assert history.was_committed(2, 7, 1) is None, "its own are of no interest to a process"
+
+
+def test_positions_are_counted(region: Region) -> None:
+    history = open_(region)
+    for number in range(1, 4):
+        assert history.mark({}, passing=False) == ""
+        assert (
+            int.from_bytes(region.array()[POSITIONS_AT : POSITIONS_AT + 8].tobytes(), "little")
+            == number
+        )
+
+
+def test_what_does_not_fit_is_told_and_the_last_position_stays(region: Region) -> None:
+    history = open_(region)
+    history.mark({"at": 1}, passing=False)
+    assert "too many" in history.mark({"much": bytes(HISTORY_BYTES)}, passing=False)
+    assert open_(region).position == {"at": 1}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_more_notes_than_there_is_room_for_are_a_reason(region: Region, marked: bool) -> None:
+    history = open_(region)
+    if marked:
+        history.mark({}, passing=True)
+    for number in range(1, 200):
+        history.note(Kind.SUM, bytes(30_000), number=number)
+    assert "more between two" in history.reason
+    with pytest.raises(RuntimeError, match="worker 3 was killed, and no other process.*job.load"):
+        open_(region).check()
+
+
+def test_the_first_reason_counts(region: Region) -> None:
+    history = open_(region)
+    history.check()
+    assert history.refuse("it is so")
+    assert not history.refuse("it is otherwise")
+    assert history.reason == "it is so"
+    history.refuse("x" * 5000)
+    with pytest.raises(RuntimeError, match="it is so"):
+        open_(region).check()
