@@ -1,13 +1,14 @@
-"""Training jobs whose servers are killed: are the results the same, and how long is a repair?
+"""Training jobs whose processes are killed: are the results the same, and how long is a repair?
 
 Each scenario is a small job (`faults_job.py`) that runs undisturbed first, then as often as it
-takes with servers and the standby killed at random moments by SIGKILL; the next kill comes when
-worker 0 has made two steps after the last one, so that one of them needed the repair.
+takes with servers, workers and the standby killed at random moments by SIGKILL; the next kill comes
+when worker 0 has made two steps after the last one, so that one of them needed the repair.
 `faults_judge.py`, a program of its own, compares the files that they leave. Recovery lasts from the
 kill until the step of worker 0 that ends its longest pause after it. It is warm where a standby
-waited that had imported everything, else cold.
+waited that had imported everything, else cold. A worker is started again and its script runs from
+the beginning, which lasts as long as its imports; that is told apart.
 
-Not measured: what durability costs while nobody dies; machines and workers that die.
+Not measured: what durability costs while nobody dies; machines that die.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 SERVERS = {"batchnorm": 1, "tables": 2, "two optimizers": 1, "whole": 2, "pipeline": 1}
 """Of each scenario."""
 SCENARIOS = tuple(SERVERS)
+WORKERS_DIE = ("batchnorm", "tables")
+"""Scenarios whose workers are killed too. In others a backward pass is of several optimizers,
+between whose steps a worker cannot be replaced, or the model is split.
+"""
 SAMPLES = {"batchnorm": 2560}
 _SAMPLES, _WORKERS = 1280, 2
 _HERE = Path(__file__).parent
@@ -76,17 +81,19 @@ class FaultRow(Row):
 
     Attributes:
         scenario: its name, as `case`.
-        kills, standby_kills: of servers and standbys, and of these the standbys.
+        kills, standby_kills, worker_kills: of all processes, and of these standbys and workers.
         parameters_equal: the final values of all workers, and all losses, to the bit.
         samples_once: each sample was used once in an epoch.
         steps_once: each slice of each step was made once.
         recovery_s_median, recovery_s_p99: of killed servers; warm_… and cold_…: see the module.
+        rejoin_s_median, rejoin_s_p99: of killed workers.
         failures: what went wrong, in sentences.
     """
 
     scenario: str = ""
     kills: int = 0
     standby_kills: int = 0
+    worker_kills: int = 0
     parameters_equal: bool = False
     samples_once: bool = False
     steps_once: bool = False
@@ -98,6 +105,8 @@ class FaultRow(Row):
     cold_kills: int = 0
     cold_s_median: float | None = None
     cold_s_p99: float | None = None
+    rejoin_s_median: float | None = None
+    rejoin_s_p99: float | None = None
     failures: tuple[str, ...] = ()
 
 
@@ -107,12 +116,12 @@ class Kill:
 
     Attributes:
         at: when, of the monotonic clock.
-        server: whether it was a server's; else the standby's.
+        who: "server", "worker" or "standby".
         warm: whether a standby was ready.
     """
 
     at: float
-    server: bool
+    who: str
     warm: bool
 
 
@@ -123,6 +132,7 @@ class _Found:
     kills: list[Kill] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
+    rejoin: list[float] = field(default_factory=list)
     wrong: dict[str, list[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     judged: int = 0
@@ -211,8 +221,8 @@ def print_faults(report: Report, console: Console) -> None:
     """One table, what went wrong, verdicts."""
     console.print(machine_line(report), soft_wrap=True)
     table = new_table(
-        "jobs whose servers are killed", "scenario", ">kills", "parameters", "samples", "steps",
-        ">recovery", ">p99", ">warm (kills)", ">cold (kills)",
+        "jobs whose processes are killed", "scenario", ">kills", "parameters", "samples", "steps",
+        ">recovery", ">p99", ">warm (kills)", ">cold (kills)", ">worker (kills)",
     )  # fmt: skip
     rows: list[Any] = report.rows
     cells = []
@@ -228,6 +238,7 @@ def print_faults(report: Report, console: Console) -> None:
             format_seconds(row.recovery_s_median), format_seconds(row.recovery_s_p99),
             f"{format_seconds(row.warm_s_median)} ({row.warm_kills})",
             f"{format_seconds(row.cold_s_median)} ({row.cold_kills})",
+            f"{format_seconds(row.rejoin_s_median)} ({row.worker_kills})",
         ))  # fmt: skip
     add_groups(table, cells)
     console.print(table)
@@ -251,7 +262,8 @@ def _row(name: str, found: _Found) -> FaultRow:
         "faults", name, "tensorwire", found.bytes, operations=len(both),
         note="" if both else "no server was killed",
         scenario=name, kills=len(found.kills),
-        standby_kills=sum(not kill.server for kill in found.kills),
+        standby_kills=sum(kill.who == "standby" for kill in found.kills),
+        worker_kills=sum(kill.who == "worker" for kill in found.kills),
         parameters_equal=ended and not found.wrong.get("parameters"),
         samples_once=ended and not found.wrong.get("samples"),
         steps_once=ended and not found.wrong.get("steps"),
@@ -259,6 +271,7 @@ def _row(name: str, found: _Found) -> FaultRow:
         failures=(*found.failures, *(text for each in found.wrong.values() for text in each)),
         **figures("seconds", both), **figures("recovery_s", both),
         **figures("warm_s", found.warm), **figures("cold_s", found.cold),
+        **figures("rejoin_s", found.rejoin),
     )  # fmt: skip
 
 
@@ -304,8 +317,9 @@ def _note_recoveries(folder: Path, kills: list[Kill], found: _Found) -> None:
         # Later pauses have other causes: one of these steps needed the repair.
         near = [event["at"] for event in after if event["step"] < after[0]["step"] + _STEPS_AFTER]
         taken = recovery_s(kill.at, near)
-        if kill.server and taken is not None:
-            (found.warm if kill.warm else found.cold).append(taken)
+        if kill.who != "standby" and taken is not None:
+            servers = found.warm if kill.warm else found.cold
+            (servers if kill.who == "server" else found.rejoin).append(taken)
 
 
 class _Job:
@@ -313,7 +327,7 @@ class _Job:
 
     def __init__(self, name: str, folder: Path, pace_s: float, epochs: int) -> None:
         folder.mkdir()
-        self._folder = folder
+        self._name, self._folder = name, folder
         self._output = folder / "output"
         script = [str(_HERE / "faults_job.py"), name, str(folder), str(pace_s), str(epochs)]
         command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
@@ -357,23 +371,27 @@ class _Job:
         return True
 
     def kill(self, chance: random.Random) -> Kill | None:
-        """Kills a server or the standby at some moment; every other time it waits for a standby."""
+        """Kills a process at some moment; every other time it waits for a standby before."""
         if not self.await_steps(1):
             return None
         wait_warm, delay_s = chance.random() < 0.5, chance.random() * 0.5
         until = time.monotonic() + _WARM_WAIT_S
-        while wait_warm and time.monotonic() < until and not self._ready(self._processes()[1]):
+        while (
+            wait_warm and time.monotonic() < until and not self._ready(self._processes()["standby"])
+        ):
             self.steps()
             if self._process.poll() is not None:
                 return None
         time.sleep(delay_s)
-        servers, standbys = self._processes()
+        found, draw = self._processes(), chance.random()
         # A standby one time in six: its death is no repair that somebody waits for.
-        candidates = standbys if standbys and chance.random() < 1 / 6 else servers
-        if not candidates or self._process.poll() is not None:
+        who = "standby" if found["standby"] and draw < 1 / 6 else "server"
+        if draw > 1 / 2 and self._name in WORKERS_DIE:
+            who = "worker"
+        if not found[who] or self._process.poll() is not None:
             return None
-        victim = chance.choice(candidates)
-        warm = self._ready(standbys)
+        victim = chance.choice(found[who])
+        warm = self._ready(found["standby"])
         self.steps()
         # Only workers that still train can show what a repair takes.
         if self._ended() or self._process.poll() is not None:
@@ -383,7 +401,7 @@ class _Job:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             return None
-        return Kill(at, victim in servers, warm)
+        return Kill(at, who, warm)
 
     def finish(self) -> None:
         """Waits for the end. Raises _JobFailed if it is not a good one."""
@@ -396,16 +414,15 @@ class _Job:
     def _ended(self) -> bool:
         return any((self._folder / f"final-{rank}").exists() for rank in range(_WORKERS))
 
-    def _processes(self) -> tuple[list[int], list[int]]:
-        """The servers, and standbys that nobody has told to take a place."""
+    def _processes(self) -> dict[str, list[int]]:
+        """The servers, the workers, and standbys that nobody has told to take a place."""
         replaced = {int(pid) for pid in _REPLACED.findall(self._output.read_text(errors="replace"))}
-        servers: list[int] = []
-        standbys: list[int] = []
+        found: dict[str, list[int]] = {"server": [], "worker": [], "standby": []}
         pid = self._process.pid
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except OSError:
-            return [], []
+            return found
         for child in map(int, children):
             try:
                 words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
@@ -413,8 +430,10 @@ class _Job:
                 continue
             if b"tensorwire.torch.server" in words:
                 waits = b"--standby" in words and child not in replaced
-                (standbys if waits else servers).append(child)
-        return servers, standbys
+                found["standby" if waits else "server"].append(child)
+            elif any(word.endswith(b"faults_job.py") for word in words):
+                found["worker"].append(child)
+        return found
 
     def _ready(self, standbys: list[int]) -> bool:
         """Whether a standby has imported everything: it sleeps and takes no processor time."""

@@ -5,7 +5,7 @@
 Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
 that it survives a kill; at the end it writes FOLDER/final-RANK. Worker 0 writes to FOLDER/progress
 how many steps it has made. PACE is the seconds that it sleeps per batch, which changes no bit. What
-is in the files is judged by faults_judge.py; nothing here knows that servers are killed.
+is in the files is judged by faults_judge.py; nothing here knows that processes are killed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Training:
         loss: of a batch; makes the backward pass too where the model is split.
         after: called after the last slice of a step, before the next.
         before: called before a slice's step.
+        schedulers: by name.
     """
 
     models: Mapping[str, Any]
@@ -48,6 +49,7 @@ class Training:
     loss: Callable[[torch.Tensor, torch.Tensor], Any]
     after: Callable[[], object] = lambda: None
     before: Callable[[], object] = lambda: None
+    schedulers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def _batchnorm() -> Training:
     opt = tw.DistributedOptimizer(opt, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 500)
     return Training(
-        {"model": model}, {"SGD": opt}, lambda x, y: F.cross_entropy(model(x), y), schedule.step
-    )
+        {"model": model}, {"SGD": opt}, lambda x, y: F.cross_entropy(model(x), y), schedule.step,
+        schedulers={"schedule": schedule},
+    )  # fmt: skip
 
 
 def _tables() -> Training:
@@ -154,14 +157,15 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     }
     log = os.open(folder / f"events-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT, 0o600)
-    optimizers, means, step = training.optimizers, [], 0
+    optimizers = training.optimizers
+    kept: dict[str, Any] = {"step": 0, "total": 0.0, "means": []}
+    job.keep(kept=kept, **training.schedulers)
     group = scenario.accumulate * len(job.my_slices)
     for epoch in job.epochs(epochs):
         samples: list[int] = []
         losses: list[float] = []
         loader = job.loader(data, scenario.batch_size, shuffle=True, accumulate=scenario.accumulate)
-        total = 0.0
-        for batch, (x, y, indexes) in enumerate(loader):
+        for batch, (x, y, indexes) in enumerate(loader, loader.first_batch):
             loss = training.loss(x, y)
             time.sleep(pace_s)
             samples += indexes.tolist()
@@ -177,23 +181,25 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
             training.before()
             place = batch % group // scenario.accumulate
             shared = {
-                "epoch": epoch, "step": step, "slice": job.my_slices[place], "samples": samples,
-                "losses": [value.hex() for value in losses],
+                "epoch": epoch, "step": kept["step"], "slice": job.my_slices[place],
+                "samples": samples, "losses": [value.hex() for value in losses],
+                "pid": os.getpid(),
             }  # fmt: skip
             for name, opt in optimizers.items():
                 opt.step()
                 opt.zero_grad()
                 line = {"optimizer": names[name], **shared, "at": time.monotonic()}
                 os.write(log, json.dumps(line).encode() + b"\n")
-            total += sum(losses)
+            kept["total"] += sum(losses)
             samples, losses = [], []
             if place == len(job.my_slices) - 1:
-                step += 1
+                kept["step"] += 1
                 training.after()
                 if job.rank == 0:
-                    os.pwrite(progress, b"%10d" % step, 0)
-        means.append(job.mean(None if split and total != total else total))
-    state: dict[str, Any] = {"means": means}
+                    os.pwrite(progress, b"%10d" % kept["step"], 0)
+        total, kept["total"] = kept["total"], 0.0
+        kept["means"].append(job.mean(None if split and total != total else total))
+    state: dict[str, Any] = {"means": kept["means"]}
     state |= {name: model.state_dict() for name, model in training.models.items()}
     state |= {f"optimizer {name}": opt.state_dict() for name, opt in optimizers.items()}
     if scenario_name == "two optimizers":

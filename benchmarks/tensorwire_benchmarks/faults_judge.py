@@ -1,10 +1,12 @@
-"""Judges a job whose servers were killed, by the files that it and an undisturbed one left behind.
+"""Judges a job whose processes were killed, by the files that it and an undisturbed one left.
 
     python faults_judge.py UNDISTURBED DISTURBED WORKERS SAMPLES
 
 Prints what is wrong as JSON, {"parameters": […], "samples": […], "steps": […]}, and exits with 1 if
 anything is. It reads only the events and final values that faults_job.py has written, imports
-nothing of tensorwire, and knows of no kill.
+nothing of tensorwire, and knows of no kill. A worker that was replaced has events of several
+processes. The first step of a later process may be one that the former one had committed: then it
+was made, and is computed and logged once more, with another loss.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ def judge(undisturbed: Path, disturbed: Path, workers: int, samples: int) -> dic
         samples: of an epoch; each is used once by each optimizer.
     """
     found: dict[str, list[str]] = {"parameters": [], "samples": [], "steps": []}
+    replaced = any(_pids(disturbed, rank)[1:] for rank in range(workers))
     for rank in range(workers):
         files = (folder / f"final-{rank}" for folder in (undisturbed, disturbed))
-        found["parameters"] += _compare_finals(rank, *files)
+        found["parameters"] += _compare_finals(rank, *files, "/means" if replaced else None)
     try:
         expected, events = (_events(each, workers) for each in (undisturbed, disturbed))
         found["samples"] += _check_samples(events, samples)
@@ -43,12 +46,36 @@ def judge(undisturbed: Path, disturbed: Path, workers: int, samples: int) -> dic
     return {kind: sentences[:_MOST] for kind, sentences in found.items()}
 
 
+def _log(folder: Path, rank: int) -> list[Event]:
+    lines = (folder / f"events-{rank}").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _pids(folder: Path, rank: int) -> list[int]:
+    """The processes that were a worker, in their order."""
+    try:
+        return list(dict.fromkeys(event.get("pid", 0) for event in _log(folder, rank)))
+    except (OSError, ValueError):
+        return []  # it will be told
+
+
 def _events(folder: Path, workers: int) -> list[Event]:
-    return [
-        json.loads(line)
-        for rank in range(workers)
-        for line in (folder / f"events-{rank}").read_text().splitlines()
-    ]
+    """All events; of those that may repeat one only the first, marked as `late` if it is alone."""
+    found = []
+    for rank in range(workers):
+        seen: set[tuple[Any, ...]] = set()
+        first: int | None = None
+        began: dict[int, int] = {}
+        for event in _log(folder, rank):
+            pid = event.get("pid", 0)
+            first = pid if first is None else first
+            repeats = pid != first and began.setdefault(pid, event["step"]) == event["step"]
+            key = *_key(event), tuple(event["samples"])
+            if repeats and key in seen:
+                continue
+            seen.add(key)
+            found.append({**event, "late": repeats})
+    return found
 
 
 def _key(event: Event) -> tuple[str, int, int]:
@@ -59,7 +86,9 @@ def _said(key: tuple[str, int, int]) -> str:
     return f"{key[0]}, step {key[1]}, slice {key[2]}"
 
 
-def _compare_finals(rank: int, undisturbed: Path, disturbed: Path) -> list[str]:
+def _compare_finals(
+    rank: int, undisturbed: Path, disturbed: Path, ignored: str | None
+) -> list[str]:
     try:
         one, other = (_final(each) for each in (undisturbed, disturbed))
     except (OSError, ValueError) as error:
@@ -70,7 +99,7 @@ def _compare_finals(rank: int, undisturbed: Path, disturbed: Path) -> list[str]:
         f"worker {rank}: {name} differs" if name in one and name in other
         else f"worker {rank}: {name} is in one of the jobs only"
         for name in one | other
-        if one.get(name) != other.get(name)
+        if one.get(name) != other.get(name) and not (ignored and name.startswith(ignored))
     ]  # fmt: skip
 
 
@@ -115,7 +144,7 @@ def _compare_losses(expected: list[Event], events: list[Event]) -> list[str]:
     differ = {
         _key(event)
         for event in events
-        if losses.get(_key(event), ()) != (event["losses"], event["samples"])
+        if not event["late"] and losses.get(_key(event), ()) != (event["losses"], event["samples"])
     }
     return [
         f"{_said(key)}: other losses or samples" for key in sorted(differ, key=lambda key: key[1])
