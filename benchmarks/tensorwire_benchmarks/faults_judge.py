@@ -34,8 +34,9 @@ def judge(undisturbed: Path, disturbed: Path, workers: int, samples: int) -> dic
     found: dict[str, list[str]] = {"parameters": [], "samples": [], "steps": []}
     replaced = any(_pids(disturbed, rank)[1:] for rank in range(workers))
     for rank in range(workers):
-        files = (folder / f"final-{rank}" for folder in (undisturbed, disturbed))
-        found["parameters"] += _compare_finals(rank, *files, "/means" if replaced else None)
+        one, other = (folder / f"final-{rank}" for folder in (undisturbed, disturbed))
+        ignored = "/means" if replaced else None
+        found["parameters"] += _compare_finals(rank, one, other, ignored)
     try:
         expected, events = (_events(each, workers) for each in (undisturbed, disturbed))
         found["samples"] += _check_samples(events, samples)

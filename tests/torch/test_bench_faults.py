@@ -76,6 +76,35 @@ def test_final_values_that_are_missing_are_found(
     assert faults_judge.judge(*folders, 2, SAMPLES)["parameters"]
 
 
+def by_a_later_process(events: Events) -> Events:
+    """The last step is logged by two processes, of which the second one has another loss."""
+    again = {**events[-1], "pid": 2, "losses": [(0.1).hex()]}
+    return [*({**event, "pid": 1} for event in events), again]
+
+
+def test_a_later_process_may_compute_its_first_step_again(folders: tuple[Path, Path]) -> None:
+    state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "means": [0.7, None]}
+    write_final(folders[1] / "final-0", state)
+    assert faults_judge.judge(*folders, 2, SAMPLES)["parameters"], "nobody was replaced"
+    write_events(folders[1], 1, by_a_later_process(events_of(1)))
+    assert not any(faults_judge.judge(*folders, 2, SAMPLES).values())
+    alone = by_a_later_process(events_of(1))
+    write_events(folders[1], 1, [alone[0], alone[2]])
+    assert not any(faults_judge.judge(*folders, 2, SAMPLES).values())
+    write_final(folders[1] / "final-0", {"model": {"weight": torch.zeros(2, 3)}, "means": [0.7]})
+    assert faults_judge.judge(*folders, 2, SAMPLES)["parameters"]
+
+
+def again_with_other_samples(events: Events) -> Events:
+    *before, last = by_a_later_process(events)
+    return [*before, {**last, "samples": [0, 1]}]
+
+
+def a_later_step_again(events: Events) -> Events:
+    *before, last = by_a_later_process(events)
+    return [*before, {**before[0], "pid": 2}, last]
+
+
 def repeat(events: Events) -> Events:
     return [*events, events[-1]]
 
@@ -100,6 +129,8 @@ def other_loss(events: Events) -> Events:
     ("change", "kinds"),
     [
         (repeat, {"steps", "samples"}),
+        (again_with_other_samples, {"steps", "samples"}),
+        (a_later_step_again, {"steps", "samples", "parameters"}),
         (lambda events: events[1:], {"steps", "samples"}),
         (other_samples, {"samples", "parameters"}),
         (fewer_samples, {"samples", "parameters"}),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorwire.membership import History, Kind
+from tensorwire.membership import History, NoteKind
 from tensorwire.membership.history import HISTORY_BYTES, POSITIONS_AT
 from tensorwire.memory import Node, Region
 
@@ -21,14 +21,14 @@ def open_(region: Region) -> History:
 
 def add(history: History, *numbers: int) -> None:
     for number in numbers:
-        history.note(Kind.SUM, b"sum %d" % number, number=number)
+        history.note(NoteKind.SUM, b"sum %d" % number, number=number)
 
 
 def taken(history: History) -> list[bytes]:
     """Everything that is replayed, sums only."""
     found = []
     while history._ahead:
-        found.append(history.take(Kind.SUM, number=history._ahead[0].number))
+        found.append(history.take(NoteKind.SUM, number=history._ahead[0].number))
     return [each for each in found if each is not None]
 
 
@@ -36,7 +36,7 @@ def test_a_first_process_replays_nothing(region: Region) -> None:
     history = open_(region)
     assert not history.succeeds
     assert not history.replaying
-    assert history.take(Kind.SUM, number=1) is None
+    assert history.take(NoteKind.SUM, number=1) is None
 
 
 def test_notes_are_replayed_in_order(region: Region) -> None:
@@ -44,9 +44,9 @@ def test_notes_are_replayed_in_order(region: Region) -> None:
     history = open_(region)
     assert history.succeeds
     assert history.is_behind
-    assert history.take(Kind.SUM, number=1) == b"sum 1"
+    assert history.take(NoteKind.SUM, number=1) == b"sum 1"
     assert history.replaying
-    assert history.take(Kind.SUM, number=2) == b"sum 2"
+    assert history.take(NoteKind.SUM, number=2) == b"sum 2"
     assert not history.replaying
     add(history, 3)
     assert taken(open_(region)) == [b"sum 1", b"sum 2", b"sum 3"]
@@ -57,20 +57,26 @@ def test_a_sum_that_was_asked_for_is_ahead_until_it_is_answered(region: Region) 
     history = open_(region)
     history.asked = 2
     history.answered = 1
-    assert history.take(Kind.SUM, number=1) == b"sum 1"
+    assert history.take(NoteKind.SUM, number=1) == b"sum 1"
     assert history.is_behind
     history.answered = 2
     assert not history.is_behind
 
 
 @pytest.mark.parametrize(
-    "key", [(Kind.SUM, 0, 2, 0), (Kind.VERSION, 0, 1, 0), (Kind.SUM, 1, 1, 0), (Kind.SUM, 0, 1, 1)]
+    "key",
+    [
+        (NoteKind.SUM, 0, 2, 0),
+        (NoteKind.VERSION, 0, 1, 0),
+        (NoteKind.SUM, 1, 1, 0),
+        (NoteKind.SUM, 0, 1, 1),
+    ],
 )
 def test_a_script_that_does_something_else_is_told(
-    region: Region, key: tuple[Kind, int, int, int]
+    region: Region, key: tuple[NoteKind, int, int, int]
 ) -> None:
     add(open_(region), 1)
-    with pytest.raises(RuntimeError, match="worker 3 .* does other things"):
+    with pytest.raises(RuntimeError, match=r"worker 3 .* does other things"):
         open_(region).take(*key)
 
 
@@ -88,7 +94,7 @@ def test_a_position_replaces_what_was_made_inside_of_a_pass(region: Region) -> N
     assert successor.position == {"at": 3}
     assert taken(successor) == [b"sum 1", b"sum 2"]
     with pytest.raises(RuntimeError, match="does other things"):
-        successor.take(Kind.SUM, number=4)
+        successor.take(NoteKind.SUM, number=4)
     successor.reach()
     assert taken(successor) == [b"sum 4"]
     add(successor, 5)
@@ -136,7 +142,7 @@ def test_what_is_made_between_loops_is_made_again(region: Region) -> None:
 
 def test_a_successor_knows_what_was_committed(region: Region) -> None:
     history = open_(region)
-    history.note(Kind.COMMIT, b"commit", 2, 7, 1)
+    history.note(NoteKind.COMMIT, b"commit", 2, 7, 1)
     assert open_(region).was_committed(2, 7, 1) == b"commit"
     assert open_(region).was_committed(2, 8, 1) is None
     assert history.was_committed(2, 7, 1) is None, "its own are of no interest to a process"
@@ -165,9 +171,9 @@ def test_more_notes_than_there_is_room_for_are_a_reason(region: Region, marked: 
     if marked:
         history.mark({}, passing=True)
     for number in range(1, 200):
-        history.note(Kind.SUM, bytes(30_000), number=number)
+        history.note(NoteKind.SUM, bytes(30_000), number=number)
     assert "more between two" in history.reason
-    with pytest.raises(RuntimeError, match="worker 3 was killed, and no other process.*job.load"):
+    with pytest.raises(RuntimeError, match=r"worker 3 was killed, and no other process.*job\.load"):
         open_(region).check()
 
 

@@ -372,11 +372,11 @@ class Supervisor:
             goes_on = self._has_workers and not (self._workers_left or self._ending)
             self._lost.pop(0)
             if goes_on:
-                self._replace(process)
+                self._replace_member(process)
             else:
                 self._note_end(process)
 
-    def _replace(self, process: Process) -> None:
+    def _replace_member(self, process: Process) -> None:
         """Another process takes the place of a member that has ended, if not too many have."""
         how = f"{_named(process)} {self._restarts.ending(process)}"
         code = process.code or 1

@@ -5,7 +5,7 @@ from .collective import Collective, CollectiveServer
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
-from .history import History, Kind
+from .history import History, NoteKind
 from .identity import (
     GOODBYE,
     LOOPBACK,
@@ -36,7 +36,7 @@ __all__ = [
     "DurableMemory",
     "History",
     "JobFile",
-    "Kind",
+    "NoteKind",
     "RunningServer",
     "ServerMember",
     "Start",

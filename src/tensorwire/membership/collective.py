@@ -23,7 +23,7 @@ from tensorwire.errors import PeerLostError, TensorwireError, consequence
 from tensorwire.failpoints import failpoint
 from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes
 
-from .history import Kind
+from .history import NoteKind
 from .identity import called
 from .server import ServerMember
 from .worker import WorkerMember
@@ -216,7 +216,7 @@ class Collective:
         size *= 1 if kind >= 0 else self._member.place.workers
         if history is not None:
             history.answered = self._number
-            if (noted := history.take(Kind.SUM, number=self._number)) is not None:
+            if (noted := history.take(NoteKind.SUM, number=self._number)) is not None:
                 return np.frombuffer(noted, np.uint8).copy()
         try:
             answer = self._member.persist(self._member.servers[0], self._exchange, kind, content)
@@ -234,7 +234,7 @@ class Collective:
             )
         found = answer[8 : 8 + size].copy()
         if history is not None:
-            history.note(Kind.SUM, found.tobytes(), number=self._number)
+            history.note(NoteKind.SUM, found.tobytes(), number=self._number)
             failpoint("answer.noted")
         return found
 

@@ -35,7 +35,7 @@ _ENTRY = struct.Struct("<qqqqq")  # length, kind, store, number, slice
 _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
 
-class Kind(IntEnum):
+class NoteKind(IntEnum):
     """What a note is about: a sum of all workers, a slice's commit, a version of a store."""
 
     SUM = 1
@@ -46,7 +46,7 @@ class Kind(IntEnum):
 class Entry(NamedTuple):
     """A note; `number` is that of the sum or version, `store` and `slice` are 0 where none is."""
 
-    kind: Kind
+    kind: NoteKind
     data: bytes
     store: int = 0
     number: int = 0
@@ -96,7 +96,7 @@ class History:
         self.succeeds = bool(self._ahead) or self.position is not None
         self.asked = self.answered = 0
         notes = [*self._ahead, *self._later]
-        self._commits = {each.key: each.data for each in notes if each.kind == Kind.COMMIT}
+        self._commits = {each.key: each.data for each in notes if each.kind == NoteKind.COMMIT}
 
     @property
     def _half(self) -> int:
@@ -141,7 +141,9 @@ class History:
 
     # ---- replayed
 
-    def take(self, kind: Kind, store: int = 0, number: int = 0, slice_: int = 0) -> bytes | None:
+    def take(
+        self, kind: NoteKind, store: int = 0, number: int = 0, slice_: int = 0
+    ) -> bytes | None:
         """What was noted about what this process is about to do; None: it is to do it.
 
         Raises:
@@ -157,7 +159,7 @@ class History:
 
     def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
         """The commit of a slice for a version, as a predecessor has made it or was about to."""
-        return self._commits.get((Kind.COMMIT, store, version, slice_))
+        return self._commits.get((NoteKind.COMMIT, store, version, slice_))
 
     def reach(self) -> None:
         """This process has reached the position of its predecessor; what follows is replayed.
@@ -179,7 +181,7 @@ class History:
     # ---- noted
 
     def note(
-        self, kind: Kind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
+        self, kind: NoteKind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
     ) -> None:
         """Adds a note."""
         if self.reason:
@@ -210,7 +212,7 @@ class History:
         self._passing = passing
         half = 1 - max(self._half, 0)
         body = pickle.dumps((position, self._outside, self._before, passing))
-        entry = Entry(Kind.SUM, body)
+        entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:
             return (
                 "what job.keep has named, beside models and distributed optimizers, has "
@@ -231,7 +233,7 @@ class History:
             length, kind, store, number, slice_ = _ENTRY.unpack_from(memory[at:].data)
             start = at + _ENTRY.size
             data = memory[start : start + length].tobytes()
-            yield Entry(Kind(kind), data, store, number, slice_)
+            yield Entry(NoteKind(kind), data, store, number, slice_)
             at = start + length + -length % 8
 
     def _write(self, part: slice, start: int, entry: Entry) -> int | None:

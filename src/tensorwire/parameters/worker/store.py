@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import Kind, WorkerMember
+from tensorwire.membership import NoteKind, WorkerMember
 from tensorwire.memory import Region
 
 from ..kernel import Rows
@@ -303,7 +303,7 @@ class RemoteStore:
         history, number = self._history, self._number
         if (noted := self._committed(slice_index)) is not None:
             assert history is not None
-            history.take(Kind.COMMIT, number, commit.version, slice_index)
+            history.take(NoteKind.COMMIT, number, commit.version, slice_index)
             self._commit_again(slice_index, noted)
             return
         gradients = take_meant(self._gradients[slice_index], commit)
@@ -313,7 +313,7 @@ class RemoteStore:
         if history is not None:
             # All gradients are where servers read them; they are not made again.
             text = data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
-            history.note(Kind.COMMIT, text, number, commit.version, slice_index)
+            history.note(NoteKind.COMMIT, text, number, commit.version, slice_index)
         failpoint("commit.noted")
         for link in self._links:
             link.commit(slice_index, commit, data)
@@ -342,14 +342,14 @@ class RemoteStore:
 
     def wait(self) -> Result:
         self.version += 1
-        key = Kind.VERSION, self._number, self.version
+        key = NoteKind.VERSION, self._number, self.version
         if self._history is not None and (noted := self._history.take(*key)) is not None:
             return Result.from_bytes(np.frombuffer(noted, np.uint8))
         result = self._answers.wait(self.version)
         self.settle()
         self._source.take_changes(result.version)
         if self._history is not None:
-            self._history.note(Kind.VERSION, result.to_bytes().tobytes(), *key[1:])
+            self._history.note(NoteKind.VERSION, result.to_bytes().tobytes(), *key[1:])
             failpoint("result.noted")
         return result
 
