@@ -36,11 +36,16 @@ _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
 
 class NoteKind(IntEnum):
-    """What a note is about: a sum of all workers, a slice's commit, a version of a store."""
+    """What a note is about.
+
+    The result of a sum of all workers, a slice's commit, the result of a version of a store, or
+    that a checkpoint was loaded.
+    """
 
     SUM = 1
     COMMIT = 2
     VERSION = 3
+    LOAD = 4
 
 
 class Entry(NamedTuple):
@@ -157,6 +162,10 @@ class History:
             raise self._different()
         return self._ahead.popleft().data
 
+    def is_next(self, kind: NoteKind) -> bool:
+        """What a predecessor has done next is of this kind."""
+        return bool(self._ahead) and self._ahead[0].kind == kind
+
     def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
         """The commit of a slice for a version, as a predecessor has made it or was about to."""
         return self._commits.get((NoteKind.COMMIT, store, version, slice_))
@@ -211,7 +220,10 @@ class History:
             del self._outside[self._before :]
         self._passing = passing
         half = 1 - max(self._half, 0)
-        body = pickle.dumps((position, self._outside, self._before, passing))
+        try:
+            body = pickle.dumps((position, self._outside, self._before, passing))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return f"what job.keep has named cannot be noted: {error}"
         entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:
             return (

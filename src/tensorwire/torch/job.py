@@ -185,10 +185,7 @@ class Job:
         self._epochs: object = None  # the present loop of `epochs`
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
-        if session.rejoin is not None:
-            mine = WorkerState(session, self.local_replicas, self._kept, self._saves)
-            session.rejoin.save, session.rejoin.load = mine.save, mine.load
-            session.rejoin.is_between_steps = mine.is_between_steps
+        WorkerState(session, self.local_replicas, self._kept, self._saves)
         self._plain_steps = PlainSteps(self.size) if self.size > 1 and self.rank == 0 else None
         torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
@@ -491,7 +488,9 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
-        several = self.pipeline > 1
+        rejoin, several = self.session.rejoin, self.pipeline > 1
+        if rejoin is not None and not rejoin.begin_load():
+            return  # what a former process goes on from is noted
         loaded = checkpoint.load(
             path, self._kept, self.local_replicas, self.editing, self.seed, several
         )

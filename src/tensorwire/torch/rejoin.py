@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import History
+from tensorwire.membership import History, NoteKind
 
 
 class Rejoin:
@@ -26,7 +26,7 @@ class Rejoin:
     Attributes:
         save: what this process alone has, to be noted; the job sets these three.
         load: puts that back.
-        is_between_steps: no gradient waits for a step.
+        is_between_steps: no optimizer has committed a part of its slices.
         repeated: versions that were made of commits of a former process.
     """
 
@@ -80,11 +80,8 @@ class Rejoin:
         if self.returns:
             if self._is_at("batch", loader, number):
                 self._reach()
-        elif first or self._stepped:
-            if self.is_between_steps():
-                self._mark("batch", loader, number, passing=True)
-            elif first:
-                self.refuse("gradients were there when a pass over a loader began")
+        elif (first or self._stepped) and self.is_between_steps():
+            self._mark("batch", loader, number, passing=True)
 
     def end_pass(self, loader: str, number: int) -> None:
         """A pass over a loader is over, or was left."""
@@ -92,6 +89,18 @@ class Rejoin:
             self._mark("over", loader, number)
         elif self._is_at("over", loader, number):
             self._reach()
+
+    def begin_load(self) -> bool:
+        """`job.load` is called; whether it is to load.
+
+        A script that loads what is there may find a file when it runs again that was not there, or
+        another one: what its worker had loaded, or not, is behind the position.
+        """
+        if self._history.replaying and not self._history.is_next(NoteKind.LOAD):
+            return False
+        if self._history.take(NoteKind.LOAD) is None:
+            self._history.note(NoteKind.LOAD, b"")
+        return True
 
     def stepped(self, repeated: bool) -> None:
         """A version is in place; `repeated`: of commits that a former process has made."""

@@ -37,6 +37,9 @@ class WorkerState:
         saves: dict[str, int],
     ) -> None:
         self._session, self._replicas, self._kept, self._saves = session, replicas, kept, saves
+        if (rejoin := session.rejoin) is not None:
+            rejoin.save, rejoin.load = self.save, self.load
+            rejoin.is_between_steps = self.is_between_steps
 
     def save(self) -> dict[str, Any]:
         """All of it; for `pickle`, at once."""
@@ -81,8 +84,8 @@ class WorkerState:
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def is_between_steps(self) -> bool:
-        """No gradient waits for a step."""
-        return not any(replica.reducer.waits for replica in self._replicas)
+        """No optimizer has committed a part of its slices."""
+        return not any(replica.reducer.turn for replica in self._replicas)
 
     def _own_kept(self) -> list[str]:
         """The names of what is kept and not at the servers."""
@@ -129,7 +132,7 @@ def _saved(replica: Replica) -> dict[str, Any]:
     own = {name: flat_bytes(each.detach()).tobytes() for name, each in _own_buffers(replica)}
     return {
         "groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled,
-        "buffers": own,
+        "buffers": own, "waits": replica.reducer.waits,
     }  # fmt: skip
 
 
@@ -153,3 +156,4 @@ def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
             buffer.copy_(tensor_at(data, buffer))
     replica.steps, replica.was_scaled = saved["steps"], saved["scaled"]
     replica.same_batches.go_on(saved["same"])
+    replica.reducer.lacks = saved["waits"]

@@ -134,6 +134,7 @@ class Reducer:
         turn: which of this worker's slices is being computed.
         samples: weight of the slice.
         waits: a gradient has come that no version was made of.
+        lacks: one had come to a process in whose place this one is, and is not here.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Reducer:
         self.accumulating = False
         self.sealed = False
         self.turn = 0
-        self.waits = False
+        self.waits = self.lacks = False
         self._waits_since = 0  # versions that were repeated before the first of them came
         self.samples = SampleCount(session)
         self._session = session
@@ -429,7 +430,7 @@ class Reducer:
         if any(state.left is not None for state in self.states):
             self._store.settle()
         self.forget()
-        self.waits = self.turn > 0
+        self.waits, self.lacks = self.turn > 0, False
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
@@ -447,11 +448,13 @@ class Reducer:
         other.
         """
         rejoin = self._session.rejoin
-        if self.waits and rejoin is not None and rejoin.repeated != self._waits_since:
+        early = self.waits and rejoin is not None and rejoin.repeated != self._waits_since
+        if early or self.lacks:
             raise RuntimeError(
                 f"worker {self._session.rank} was killed when one optimizer had stepped and "
-                "another had gradients of the same batch, which cannot be computed again. The job "
-                "can go on from its last checkpoint: job.load"
+                "another had gradients, which cannot be computed again; without them the script "
+                "would have called opt.zero_grad(). The job can go on from its last checkpoint: "
+                "job.load"
             )
 
     def begin_step(self, now: float) -> None:
@@ -466,7 +469,7 @@ class Reducer:
         self.forget()
         self.samples.stepped()
         self.turn = (self.turn + 1) % len(self._session.my_slices)
-        self.waits = self.turn > 0
+        self.waits, self.lacks = self.turn > 0, False
         return self.turn == 0
 
     def stepped(self) -> None:

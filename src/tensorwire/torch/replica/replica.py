@@ -430,6 +430,8 @@ class Replica:
         self._residency.guard.check()
         self._scaled = scale
         present = self._take()
+        if not self.store.is_committed(reducer.slice_index):
+            reducer.check_repeated()
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
