@@ -179,8 +179,8 @@ def test_more_notes_than_there_is_room_for_are_a_reason(region: Region, marked: 
 def test_the_first_reason_counts(region: Region) -> None:
     history = open_(region)
     history.check()
-    assert history.refuse("it is so")
-    assert not history.refuse("it is otherwise")
+    history.refuse("it is so")
+    history.refuse("it is otherwise")
     assert history.reason == "it is so"
     history.refuse("x" * 5000)
     with pytest.raises(RuntimeError, match="it is so"):

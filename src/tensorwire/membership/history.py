@@ -124,17 +124,11 @@ class History:
         """Why no process could go on in the place of this one; "" if one could."""
         return self._memory[_REASON].tobytes().rstrip(b"\0").decode(errors="replace")
 
-    def refuse(self, reason: str) -> bool:
-        """No process can go on in the place of this one, for that reason; the first one counts.
-
-        Returns:
-            Whether it was the first one.
-        """
-        if self.reason:
-            return False
-        text = reason.encode()[: _HEAD_BYTES - 65]
-        self._memory[_REASON][: len(text)] = np.frombuffer(text, np.uint8)
-        return True
+    def refuse(self, reason: str) -> None:
+        """No process can go on in the place of this one, for that reason; the first one counts."""
+        if not self.reason:
+            text = reason.encode()[: _HEAD_BYTES - 65]
+            self._memory[_REASON][: len(text)] = np.frombuffer(text, np.uint8)
 
     def check(self) -> None:
         """Raises RuntimeError in a process that cannot go on in the place of another one."""

@@ -34,6 +34,7 @@ class Rejoin:
         self._history, self._rank = history, rank
         self._loop = 0  # of epochs
         self._stepped = False  # since the last position
+        self._told = False  # that nobody can take the place of this process
         self.repeated = 0
         self.save: Callable[[], dict[str, Any]] = dict
         self.load: Callable[[dict[str, Any]], None] = lambda state: None
@@ -109,11 +110,16 @@ class Rejoin:
 
     def refuse(self, reason: str) -> None:
         """No process can take the place of this one, or of another worker; worker 0 says so."""
-        if self._history.refuse(reason) and self._rank == 0:
-            text = f"a worker of this job that is killed is not replaced, as {reason}"
-            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        self._history.refuse(reason)
+        self._tell()
 
     # ----
+
+    def _tell(self) -> None:
+        if not self._told and self._rank == 0:
+            text = f"a worker of this job that is killed is not replaced, as {self._history.reason}"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        self._told = True
 
     def _is_at(self, *where: Any) -> bool:
         there = self._history.position
@@ -122,6 +128,7 @@ class Rejoin:
     def _mark(self, *where: Any, passing: bool = False, again: bool = False) -> None:
         self._stepped = False
         if self._history.reason:
+            self._tell()
             return
         state = self.save()
         position = {"at": where, "loop": self._loop, "epoch": state["epoch"], "state": state}
