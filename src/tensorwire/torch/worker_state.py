@@ -129,17 +129,11 @@ def _saved(replica: Replica) -> dict[str, Any]:
     groups = replica.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     same = replica.same_batches.saved()
-    own = {name: flat_bytes(each.detach()).tobytes() for name, each in _own_buffers(replica)}
+    own = {name: flat_bytes(each.detach()).tobytes() for name, each in replica.buffers.own()}
     return {
         "groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled,
         "buffers": own, "waits": replica.reducer.waits,
     }  # fmt: skip
-
-
-def _own_buffers(replica: Replica) -> list[tuple[str, torch.Tensor]]:
-    """The buffers of a model that no server has."""
-    shared = replica.buffers.tensors and replica.buffers.kind != "local"
-    return [] if shared else list(replica.model.named_buffers())
 
 
 def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
@@ -150,10 +144,11 @@ def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
                 group[key].copy_(value)
             else:
                 group[key] = value
+    buffers = dict(replica.model.named_buffers())
     with torch.no_grad():
-        for name, buffer in _own_buffers(replica):
-            data = np.frombuffer(saved["buffers"][name], np.uint8).copy()
-            buffer.copy_(tensor_at(data, buffer))
+        for name, data in saved["buffers"].items():
+            like = buffers[name]
+            like.copy_(tensor_at(np.frombuffer(data, np.uint8).copy(), like))
     replica.steps, replica.was_scaled = saved["steps"], saved["scaled"]
     replica.same_batches.go_on(saved["same"])
     replica.reducer.lacks = saved["waits"]

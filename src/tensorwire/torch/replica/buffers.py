@@ -38,7 +38,7 @@ class Buffers:
             raise ValueError(f"buffers is {', '.join(map(repr, _KINDS))}, not {kind!r}")
         # One slice agrees with itself, and nobody has only a part of it: they are not in the store.
         declared = session.slices > 1 or session.pipeline > 1
-        self.kind = kind
+        self.kind, self._model = kind, model
         self._slices = session.my_slices
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
@@ -134,6 +134,17 @@ class Buffers:
             self._set(tensors, self._arrived)
         if len(self._slices) > 1:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
+
+    def own(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors of those that are not what the servers have, or that no server has."""
+        if not self._owners:
+            return list(self._model.named_buffers())
+        names = [name for _, _, name in self._owners]
+        found = list(zip(names, self.tensors, strict=True))
+        if self.kind == "local" or not self._arrived:
+            return found
+        pairs = zip(found, self._arrived, strict=True)
+        return [each for each, arrived in pairs if not torch.equal(each[1], arrived)]
 
     def after_slice(self, turn: int) -> None:
         """Slice number `turn` of this worker begins; at its end the version's are taken."""

@@ -133,7 +133,7 @@ class Reducer:
         sealed: the gradients of this step were averaged already.
         turn: which of this worker's slices is being computed.
         samples: weight of the slice.
-        waits: a gradient has come that no version was made of.
+        waits: a gradient has come that was not committed.
         lacks: one had come to a process in whose place this one is, and is not here.
     """
 
@@ -430,7 +430,7 @@ class Reducer:
         if any(state.left is not None for state in self.states):
             self._store.settle()
         self.forget()
-        self.waits, self.lacks = self.turn > 0, False
+        self.waits = self.lacks = False
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
@@ -469,7 +469,7 @@ class Reducer:
         self.forget()
         self.samples.stepped()
         self.turn = (self.turn + 1) % len(self._session.my_slices)
-        self.waits, self.lacks = self.turn > 0, False
+        self.waits = self.lacks = False
         return self.turn == 0
 
     def stepped(self) -> None:
