@@ -92,6 +92,7 @@ def test_the_others_see_the_failure_and_say_so_themselves(place: Place) -> None:
         read = f"{os.path.dirname(__file__)}/fifo"
         if rank == 0:
             open(read, "rb").read()  # ends when worker 1 has
+            time.sleep(0.3)  # so that the launcher sees one end after the other
             print("worker 1 is lost", file=sys.stderr)
             sys.exit(9)
         file = open(read, "wb")
