@@ -76,7 +76,7 @@ class _Run(Command):
     help="Whether a server or worker that is killed, as by the kernel when memory runs out, is "
     "replaced by another process, which goes on with its memory; no step is lost. A worker's runs "
     "the script again, to where it was (docs/fault-tolerance.md). It needs shm among the "
-    "transports and --listen on this host. Without it any death ends the job. Default: not yet.",
+    "transports and --listen on this host. Without it any death ends the job. Default: off.",
 )
 @click.option(
     "--restarts",

@@ -60,7 +60,7 @@ def run(
         imports: modules that the servers may import for the optimizers of the script.
         durable: whether a server or worker that is killed is replaced: then processes have
             TENSORWIRE_DURABLE=1. This needs shm among the transports, and `listen` on loopback.
-            Default: not yet.
+            Default: off.
         restarts: the most deaths in a row of one process without progress between them, from
             which it is replaced; with 0 the job is not durable.
         patience: other times than the usual ones.

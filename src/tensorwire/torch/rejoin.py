@@ -98,6 +98,8 @@ class Rejoin:
         another one: what its worker had loaded, or not, is behind the position.
         """
         if self._history.replaying and not self._history.is_next(NoteKind.LOAD):
+            text = f"worker {self._rank}, in a new process, leaves out job.load: it goes on later"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
             return False
         if self._history.take(NoteKind.LOAD) is None:
             self._history.note(NoteKind.LOAD, b"")
