@@ -66,7 +66,25 @@ missing_of_rig() {
   command -v ucx_perftest >/dev/null || echo ucx-utils
 }
 
-updated=
+# One installs at a time: make runs verbs side by side, and apt-get gives up where another one runs.
+# Somebody else's apt-get, as of a machine that has just started, is waited for.
+install() {
+  (
+    exec 9>"${TMPDIR:-/tmp}/tensorwire-need-$EUID.lock"
+    command -v flock >/dev/null && flock 9
+    has "$need" && exit
+    echo "Installing $*"
+    wait=(-o DPkg::Lock::Timeout=300)
+    # Whoever has the lists locked is not waited for by apt-get itself.
+    for _ in {1..60}; do
+      apt-get update -qq 2>&1 | grep -q 'Unable to lock' || break
+      sleep 1
+    done
+    DEBIAN_FRONTEND=noninteractive \
+      apt-get install "${wait[@]}" -y -qq --no-install-recommends "$@" >/dev/null
+  ) || true
+}
+
 for need in "$@"; do
   essential=yes
   [[ $need != '?'* ]] || essential=
@@ -74,11 +92,7 @@ for need in "$@"; do
   has "$need" && continue
   mapfile -t wanted < <(packages "$need" | tr ' ' '\n')
   if [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
-    echo "Installing ${wanted[*]}"
-    [[ $updated ]] || apt-get update -qq || true
-    updated=yes
-    DEBIAN_FRONTEND=noninteractive \
-      apt-get install -y -qq --no-install-recommends "${wanted[@]}" >/dev/null || true
+    install "${wanted[@]}"
     has "$need" && continue
   fi
   {
