@@ -30,7 +30,7 @@ from .rendezvous import Meeting
 _START_S = 120.0
 # After a failure: what its server gets to tell the others, and they wait for the failed one to end.
 _FAILED_END_S = 5.0
-_servers: list[subprocess.Popen[bytes]] = []
+_servers: list[tuple[int, subprocess.Popen[bytes]]] = []  # with their place among all
 _by_engine = False
 
 
@@ -104,15 +104,21 @@ def leave(orderly: bool, error: BaseException | None = None) -> None:
         error: the exception that ends it, if one does.
     """
     drop_claim()
+    killed = False
     while _servers:
-        process = _servers.pop()
+        index, process = _servers.pop()
         try:
             # After a failure it first tells the others what happened.
-            process.wait(None if orderly else _FAILED_END_S)
+            code = process.wait(None if orderly else _FAILED_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if _by_engine and tracebacks.is_consequence(error):
+            continue
+        if code < 0:
+            killed, who = True, f"server {index} (pid {process.pid}), beside this worker,"
+            print(f"tensorwire: {who} was killed by signal {-code}", file=sys.stderr, flush=True)
+    # Of a server that was killed nobody else could tell.
+    if _by_engine and tracebacks.is_consequence(error) and not killed:
         time.sleep(_FAILED_END_S)
 
 
@@ -142,7 +148,7 @@ def start_server(
             os.close(writer)
         ready, _, _ = select.select([channel], [], [], _START_S)
         address = channel.readline().strip() if ready else ""
-    _servers.append(process)
+    _servers.append((index, process))
     if not address:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
