@@ -58,6 +58,8 @@ class Restarts:
         start: starts a standby with a command, and lets it inherit a descriptor.
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
+        granted: is told who takes whose place with which term, before the successor is: it was
+            started by then, and does nothing before.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class Restarts:
         start: Callable[[list[str], int], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
+        granted: Callable[[Process, Process, int], None] = lambda dead, successor, term: None,
     ) -> None:
         self._job = job
         self._patience = patience
         self._start = start
         self._start_worker = start_worker
         self._say = say
+        self._granted = granted
         self._members: dict[tuple[str, int], _Member] = {}
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
@@ -104,6 +108,11 @@ class Restarts:
         killed = process.code is not None and process.code < 0
         untaken = process.kind == "server" and not member.keeper.taken
         return member.keeper.restorable and (killed or untaken)
+
+    def could_replace(self, process: Process) -> bool:
+        """Whether a process that runs would be replaced if it were killed now; a standby, too."""
+        member = self._member_of(process)
+        return process.kind == "standby" or (member is not None and member.keeper.restorable)
 
     def count(self, process: Process) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
@@ -138,6 +147,7 @@ class Restarts:
             member.successor, member.overdue = successor, False
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
+        self._granted(process, successor, member.term)
         member.keeper.hand_over(member.arguments, member.term)
         return successor, member.term
 

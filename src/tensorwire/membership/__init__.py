@@ -18,6 +18,7 @@ from .identity import (
     turn_away,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
+from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
@@ -27,6 +28,7 @@ from .world import SLICES, World
 
 __all__ = [
     "GOODBYE",
+    "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
     "SLICES",
@@ -36,6 +38,9 @@ __all__ = [
     "DurableMemory",
     "History",
     "JobFile",
+    "JobLog",
+    "LoggedJob",
+    "LoggedMember",
     "NoteKind",
     "RunningServer",
     "ServerMember",
@@ -53,7 +58,9 @@ __all__ = [
     "hold_claim",
     "is_there",
     "listed",
+    "logged_jobs",
     "lost",
+    "note_in_job_log",
     "open_node",
     "read_status",
     "reader_name",

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import SLICES, World
+from tensorwire.membership import SLICES, World, note_in_job_log
 from tensorwire.parameters import Result
 
 from . import checkpoint, discovery
 from .console import ProgressLine
+from .ending import ending_error, is_interactive
 from .loader import Loader, seed_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
@@ -466,9 +467,11 @@ class Job:
             return None
         position = self.session.position.saved()
         done = self.session.done if position is None else position["epoch"]
-        return checkpoint.save(
+        written = checkpoint.save(
             path, self._kept, self.local_replicas, done, self.seed, position, keep
         )
+        note_in_job_log("saved", path=os.path.abspath(written))
+        return written
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; the job goes on where it was saved.
@@ -488,6 +491,7 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
+        note_in_job_log("loaded", path=os.path.abspath(path))
         rejoin, several = self.session.rejoin, self.pipeline > 1
         if rejoin is not None and not rejoin.begin_load():
             return  # what a former process goes on from is noted
@@ -571,28 +575,11 @@ class Job:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
-        error = _ending_error()
-        self._leave(error is None, private=False, error=error, tell=not _is_interactive())
+        error = ending_error()
+        self._leave(error is None, private=False, error=error, tell=not is_interactive())
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._leave(goodbye=kind is None, error=error)
-
-
-def _is_interactive() -> bool:
-    """Whether a person types the program, in a notebook for example; not so in its children."""
-    return hasattr(sys, "ps1") and multiprocessing.parent_process() is None
-
-
-def _ending_error() -> BaseException | None:
-    """The exception that ends this process, which is about to end; None if it ends well."""
-    if _is_interactive():
-        return None  # the last one has ended a cell or a line, and the person went on
-    if multiprocessing.parent_process() is None:
-        last: BaseException | None = getattr(sys, "last_value", None)
-        if last is not None:
-            return last  # set by the interpreter when an exception has ended the program
-    error = sys.exception()  # multiprocessing ends its children while one is on its way
-    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error

@@ -1,0 +1,23 @@
+"""How this process ends: by which exception, and whether a person types what it runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+
+def is_interactive() -> bool:
+    """Whether a person types the program, in a notebook for example; not so in its children."""
+    return hasattr(sys, "ps1") and multiprocessing.parent_process() is None
+
+
+def ending_error() -> BaseException | None:
+    """The exception that ends this process, which is about to end; None if it ends well."""
+    if is_interactive():
+        return None  # the last one has ended a cell or a line, and the person went on
+    if multiprocessing.parent_process() is None:
+        last: BaseException | None = getattr(sys, "last_value", None)
+        if last is not None:
+            return last  # set by the interpreter when an exception has ended the program
+    error = sys.exception()  # multiprocessing ends its children while one is on its way
+    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error
