@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.transitions import GRANT
+from tensorwire.walk import Walk
 
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
@@ -47,6 +50,15 @@ class _Member:
     successor: Process | None = None
     until: float | None = None
     overdue: bool = False
+
+
+class _Grant:
+    """The place of a member that has ended is given to a successor, which the rows start."""
+
+    successor: Process
+
+    def __init__(self, process: Process, member: _Member) -> None:
+        self.process, self.member = process, member
 
 
 class Restarts:
@@ -81,6 +93,7 @@ class Restarts:
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
         self._standby_deaths = 0
+        self._grant = self._bind()
 
     # --- members --------------------------------------------------------------------------------
 
@@ -107,7 +120,10 @@ class Restarts:
             return False
         killed = process.code is not None and process.code < 0
         untaken = process.kind == "server" and not member.keeper.taken
-        return member.keeper.restorable and (killed or untaken)
+        if not (member.keeper.restorable and (killed or untaken)):
+            return False
+        failpoint("death.noticed")
+        return True
 
     def could_replace(self, process: Process) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
@@ -120,7 +136,10 @@ class Restarts:
         reached = member.keeper.progress()
         member.deaths = 1 if reached > member.reached else member.deaths + 1
         member.reached = reached
-        return member.deaths <= self._job.restarts
+        if member.deaths > self._job.restarts:
+            return False
+        failpoint("death.counted")
+        return True
 
     def replace(self, process: Process) -> tuple[Process, int]:
         """Has a successor take the place of a member that has ended.
@@ -132,24 +151,49 @@ class Restarts:
             OSError: it cannot be started.
             KeeperError: it cannot be told what it gets.
         """
-        member = self._members[process.kind, process.index]
-        member.term += 1
+        grant = _Grant(process, self._members[process.kind, process.index])
+        self._grant(grant)
+        return grant.successor, grant.member.term
+
+    def _bind(self) -> Walk[_Grant]:
+        return Walk[_Grant](
+            GRANT,
+            {
+                "term.granted": self._grant_term,
+                "successor.started": self._start_successor,
+                "grant.noted": self._note_grant,
+                "place.handed": self._hand_over,
+            },
+        )
+
+    @staticmethod
+    def _grant_term(grant: _Grant) -> None:
+        grant.member.term += 1
+
+    def _start_successor(self, grant: _Grant) -> None:
+        process, member = grant.process, grant.member
         if process.kind == "worker":
             ours, theirs = make_pair()
             with theirs:
                 try:
-                    successor = self._start_worker(process.index, theirs.fileno(), member.term)
+                    grant.successor = self._start_worker(
+                        process.index, theirs.fileno(), member.term
+                    )
                 except BaseException:
                     ours.close()
                     raise
         else:
-            successor, ours = self._take_standby() or self._start_standby()
-            member.successor, member.overdue = successor, False
+            grant.successor, ours = self._take_standby() or self._start_standby()
+            member.successor, member.overdue = grant.successor, False
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
-        self._granted(process, successor, member.term)
-        member.keeper.hand_over(member.arguments, member.term)
-        return successor, member.term
+
+    def _note_grant(self, grant: _Grant) -> None:
+        self._granted(grant.process, grant.successor, grant.member.term)
+
+    @staticmethod
+    def _hand_over(grant: _Grant) -> None:
+        grant.member.keeper.hand_over(grant.member.arguments, grant.member.term)
 
     def release(self, process: Process) -> None:
         """A member has ended and is not replaced: closes what is held of it.
