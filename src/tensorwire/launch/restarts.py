@@ -216,6 +216,10 @@ class Restarts:
                     member.successor.kill()
         if self._standby_at is not None and now >= self._standby_at:
             self._standby_at = None
+            servers = [each for (kind, _), each in self._members.items() if kind == "server"]
+            if not any(each.keeper.restorable for each in servers):
+                self._standby_at = now + self._patience.standby_s  # nobody could use one so far
+                return
             try:
                 self._standby = self._start_standby()
             except OSError as error:

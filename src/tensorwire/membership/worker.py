@@ -84,7 +84,7 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        store = _descriptor_store(place.rank) if place.durable else None
+        store = _descriptor_store(place.rank, place.durable)
         node = _worker_node(place, store)
         try:
             memory, history = DurableMemory(node, store), None
@@ -199,10 +199,18 @@ def _raise_word(word: RemoteWord, value: int) -> None:
     word.set(value).wait(30.0)
 
 
-def _descriptor_store(rank: int) -> DescriptorStore | None:
+def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
     number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
     if not number:
+        return None
+    if not durable:
+        os.close(int(number))
+        if term:
+            raise RuntimeError(
+                f"worker {rank} was killed, and the process that took its place says "
+                "tw.init(durable=False), which the former one did not"
+            )
         return None
     store = DescriptorStore.of_descriptor(int(number))
     if term:

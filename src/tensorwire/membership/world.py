@@ -30,7 +30,7 @@ class World:
         servers: addresses, in order; empty when the process is alone.
         slices: parts of a step, a multiple of replicas.
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
-        durable: a server that is killed is replaced by one that has its memory.
+        durable: a server or worker that is killed is replaced by one that has its memory.
     """
 
     rank: int = 0

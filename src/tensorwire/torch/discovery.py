@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
@@ -68,6 +69,26 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
+
+
+def as_durable(place: World, durable: bool | None) -> World:
+    """A worker's place as `tw.init(durable=…)` wants it.
+
+    Raises:
+        ValueError: it is to be durable and cannot be.
+    """
+    if durable and not place.durable:
+        raise ValueError(
+            "tw.init(durable=True), and no process of this job would be replaced if it were "
+            f"killed: start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on "
+            "one host, or leave durable out"
+        )
+    if durable is False and place.durable:
+        if place.rank == 0:
+            text = "no process of this job that is killed is replaced: tw.init(durable=False)"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        return replace(place, durable=False)
+    return place
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

@@ -96,8 +96,15 @@ class Session:
     def _introduce(self, member: WorkerMember, seed: int) -> int:
         """Tells all workers who can share memory with whom; returns worker 0's seed."""
         mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
+        mine += bytes([member.place.durable])
         told = self.gather(mine + member.colocation.introduction())
-        member.colocation.learn([each[_SEED_BYTES:] for each in told])
+        durable = [bool(each[_SEED_BYTES]) for each in told]
+        if len(set(durable)) > 1:
+            raise ValueError(
+                f"worker {durable.index(False)} says tw.init(durable=False) and worker "
+                f"{durable.index(True)} does not: all workers have to say the same"
+            )
+        member.colocation.learn([each[_SEED_BYTES + 1 :] for each in told])
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
 
     @property
