@@ -6,6 +6,7 @@ its progress and the goodbyes, and answers what `ask` of the tests' scripts send
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -79,7 +80,8 @@ def hand_in(store: int, listener: socket.socket) -> tuple[socket.socket, int]:
     for _ in range(2):  # the second one replaces the first
         keep(keeper, "listener", listener.fileno(), None)
     keep(keeper, "unwanted", numbers, [])
-    keeper.send(b'{"drop": "unwanted"}')
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        keeper.send(b'{"drop": "unwanted"}')
     return keeper, numbers
 
 
@@ -165,7 +167,8 @@ def set_number(descriptor: int, place: int, value: int) -> None:
 
 
 def keep(keeper: socket.socket, key: str, descriptor: int, about: object) -> None:
-    socket.send_fds(keeper, [json.dumps({"keep": key, "about": about}).encode()], [descriptor])
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may keep no more
+        socket.send_fds(keeper, [json.dumps({"keep": key, "about": about}).encode()], [descriptor])
 
 
 def many_keys(keeper: socket.socket, descriptor: int) -> None:

@@ -87,3 +87,33 @@ def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
     assert "start it by 'tensorwire run --workers 2 --durable SCRIPT'" in said
     with pytest.raises(ValueError, match="start it by 'tensorwire run --workers 1 --durable"):
         tw.init(durable=True)
+
+
+def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
+    tmp_path: Path,
+) -> None:
+    code, out, said = run(tmp_path, "None, transports=['tcp']")
+    assert code == 0, said
+    assert out.count("trained") == 2
+    assert "replaced" not in said
+    code, _, said = run(tmp_path, "None, transports=['tcp']", "--durable")
+    assert code == 0, said
+    assert "is replaced: its transports are tcp, and only shared memory outlives a process" in said
+
+
+def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_path: Path) -> None:
+    """It inherits the variables, and not the descriptors."""
+    (tmp_path / "train.py").write_text(TRAIN.format(durable="None", end="pass"))
+    (tmp_path / "wrapper.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'train.py']).returncode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire", "run", "-w", "2", "wrapper.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -202,8 +203,8 @@ def _raise_word(word: RemoteWord, value: int) -> None:
 def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
     number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
-    if not number:
-        return None
+    if not number or not _is_store(int(number)):
+        return None  # a process that the launcher's has started does not inherit it
     if not durable:
         os.close(int(number))
         if term:
@@ -218,6 +219,15 @@ def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     else:
         failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""))
     return store
+
+
+def _is_store(descriptor: int) -> bool:
+    """Whether it is open, and a socket such as a launcher gives out."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            return (found.family, found.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return False
 
 
 def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:

@@ -77,18 +77,24 @@ def as_durable(place: World, durable: bool | None) -> World:
     Raises:
         ValueError: it is to be durable and cannot be.
     """
-    if durable and not place.durable:
-        raise ValueError(
-            "tw.init(durable=True), and no process of this job would be replaced if it were "
-            f"killed: start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on "
-            "one host, or leave durable out"
+    why = "" if durable is not False else "tw.init(durable=False)"
+    names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
+    if place.durable and "shm" not in names:
+        why = f"its transports are {', '.join(names)}, and only shared memory outlives a process"
+    if durable and (why or not place.durable):
+        why = why or (
+            f"start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on one "
+            "host, or leave durable out"
         )
-    if durable is False and place.durable:
-        if place.rank == 0:
-            text = "no process of this job that is killed is replaced: tw.init(durable=False)"
-            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-        return replace(place, durable=False)
-    return place
+        raise ValueError(
+            f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
+        )
+    if not (place.durable and why):
+        return replace(place, asked=place.durable and (durable is True or place.asked))
+    if place.rank == 0 and (place.asked or durable is False):
+        text = f"no process of this job that is killed is replaced: {why}"
+        print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+    return replace(place, durable=False)
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class Session:
         if world.servers:
             self.member = WorkerMember.join(world)
             if self.member.history is not None:
-                self.rejoin = Rejoin(self.member.history, world.rank)
+                self.rejoin = Rejoin(self.member.history, world.rank, world.asked)
             try:
                 self._collective = Collective(self.member)
                 seed = self._introduce(self.member, seed)
@@ -101,8 +101,8 @@ class Session:
         durable = [bool(each[_SEED_BYTES]) for each in told]
         if len(set(durable)) > 1:
             raise ValueError(
-                f"worker {durable.index(False)} says tw.init(durable=False) and worker "
-                f"{durable.index(True)} does not: all workers have to say the same"
+                f"worker {durable.index(False)} says tw.init(durable=False), or transports without "
+                f"shm, and worker {durable.index(True)} does not: all workers have to say the same"
             )
         member.colocation.learn([each[_SEED_BYTES + 1 :] for each in told])
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
