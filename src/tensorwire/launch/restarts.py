@@ -21,6 +21,8 @@ from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.spec import JobSpec, Patience
 
+# Until there is a standby, in times of `Patience.standby_s`, where workers do not join the job.
+_JOINING = 4
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
 
@@ -81,6 +83,7 @@ class Restarts:
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
         self._standby_deaths = 0
+        self._joined = False  # all members, once
 
     # --- members --------------------------------------------------------------------------------
 
@@ -208,6 +211,10 @@ class Restarts:
     def tend(self) -> None:
         """Starts a standby if it is time, and ends successors that have not taken over."""
         now = time.monotonic()
+        joined = all(member.keeper.restorable for member in self._members.values())
+        if self._standby_at is not None and joined and not self._joined:
+            self._joined = True
+            self._standby_at = now + self._patience.standby_s
         for member in self._members.values():
             if member.until is not None and now >= member.until:
                 member.until = None
@@ -228,9 +235,9 @@ class Restarts:
     # --- the standby ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All workers run: from now on there may be a standby."""
+        """All workers were started: there will be a standby when they have joined, or never do."""
         if self._members:
-            self._standby_at = time.monotonic() + self._patience.standby_s
+            self._standby_at = time.monotonic() + _JOINING * self._patience.standby_s
 
     def note_standby(self, process: Process) -> None:
         """A standby has ended that nobody asked to."""
