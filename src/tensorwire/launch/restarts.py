@@ -21,8 +21,9 @@ from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.spec import JobSpec, Patience
 
-# Until there is a standby, in times of `Patience.standby_s`, where workers do not join the job.
-_JOINING = 4
+# Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
+# the job, and since they were started where they do not join.
+_FIRST, _JOINING = 2, 4
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
 
@@ -214,7 +215,7 @@ class Restarts:
         joined = all(member.keeper.restorable for member in self._members.values())
         if self._standby_at is not None and joined and not self._joined:
             self._joined = True
-            self._standby_at = now + self._patience.standby_s
+            self._standby_at = now + _FIRST * self._patience.standby_s
         for member in self._members.values():
             if member.until is not None and now >= member.until:
                 member.until = None

@@ -39,8 +39,8 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
-        standby_s: since all workers have joined, until there is a standby for a server that dies,
-            and another one after it was used; short jobs do not pay for one.
+        standby_s: since a standby was used, until there is another one for a server that dies; the
+            first one twice as long after all workers have joined: short jobs do not pay for one.
     """
 
     start_s: float = 60.0
