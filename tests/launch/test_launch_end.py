@@ -117,14 +117,16 @@ def test_a_killed_server(place: Place) -> None:
                 if b"fake_server" in open(f"/proc/{child}/cmdline", "rb").read():
                     os.kill(int(child), signal.SIGKILL)
         wait()
-        """
+        """,
+        durable=False,
     )
     assert done.returncode == 137
     assert next(summary(done.stderr)).startswith("server 0 (pid ")
 
 
 def test_a_server_that_fails_after_the_goodbyes(place: Place) -> None:
-    done = place.run("goodbye()", environment={"FAKE_SERVER": "late"}, patience={})
+    environment = {"FAKE_SERVER": "late"}
+    done = place.run("goodbye()", environment=environment, patience={}, durable=False)
     assert done.returncode == 5
     assert next(summary(done.stderr)).startswith("server 0 (pid ")
 
