@@ -16,6 +16,7 @@ import time
 from typing import Any, NoReturn
 
 NUMBER = 8
+CODES = {"late": 5, "lost": 1}  # of a server that fails after the goodbyes
 
 
 def main() -> None:
@@ -34,9 +35,7 @@ def main() -> None:
     if options.standby:
         assert len(sys.argv) == 4, sys.argv
         take_over(parser, options.descriptor_store)
-    wrong, _, index = os.environ.get("FAKE_SERVER", "").partition(" ")
-    if index and int(index) != options.index:
-        wrong = ""
+    wrong = wrong_with(options)
     print(f"started with servers={options.servers!r} listen={options.listen}")
     ranks = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
     print(f"ranks in the environment: {ranks}")
@@ -65,7 +64,12 @@ def main() -> None:
     for _ in range(options.workers):
         listener.accept()[0].close()
     print("all have said goodbye")
-    sys.exit({"late": 5, "lost": 1}.get(wrong, 0))
+    sys.exit(CODES.get(wrong, 0))
+
+
+def wrong_with(options: argparse.Namespace) -> str:
+    wrong, _, index = os.environ.get("FAKE_SERVER", "").partition(" ")
+    return "" if index and int(index) != options.index else wrong
 
 
 def hand_in(store: int, listener: socket.socket) -> tuple[socket.socket, int]:
@@ -149,7 +153,7 @@ def serve(
                     SAYINGS[what](keeper, numbers)
             file.write(f"{os.getpid()} {term} {number_at(numbers, 0)}\n")
     print("all have said goodbye", flush=True)
-    os._exit(0)
+    os._exit(CODES.get(wrong_with(options), 0))
 
 
 def memfd(data: bytes) -> int:

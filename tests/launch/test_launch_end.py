@@ -125,8 +125,7 @@ def test_a_killed_server(place: Place) -> None:
 
 
 def test_a_server_that_fails_after_the_goodbyes(place: Place) -> None:
-    environment = {"FAKE_SERVER": "late"}
-    done = place.run("goodbye()", environment=environment, patience={}, durable=False)
+    done = place.run("goodbye()", environment={"FAKE_SERVER": "late"}, patience={})
     assert done.returncode == 5
     assert next(summary(done.stderr)).startswith("server 0 (pid ")
 
