@@ -117,7 +117,8 @@ def test_a_killed_server(place: Place) -> None:
                 if b"fake_server" in open(f"/proc/{child}/cmdline", "rb").read():
                     os.kill(int(child), signal.SIGKILL)
         wait()
-        """
+        """,
+        durable=False,
     )
     assert done.returncode == 137
     assert next(summary(done.stderr)).startswith("server 0 (pid ")

@@ -80,7 +80,8 @@ class _Run(Command):
     help="Whether a server or worker that is killed, as by the kernel when memory runs out, is "
     "replaced by another process, which goes on with its memory; no step is lost. A worker's runs "
     "the script again, to where it was (docs/fault-tolerance.md). It needs shm among the "
-    "transports and --listen on this host. Without it any death ends the job. Default: off.",
+    "transports and --listen on this host; there it is the default. With --no-durable any death "
+    "ends the job, and servers need less time and memory.",
 )
 @click.option(
     "--restarts",

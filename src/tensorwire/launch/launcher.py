@@ -62,8 +62,8 @@ def run(
             Python with `-m tensorwire.torch.server`.
         imports: modules that the servers may import for the optimizers of the script.
         durable: whether a server or worker that is killed is replaced: then processes have
-            TENSORWIRE_DURABLE=1. This needs shm among the transports, and `listen` on loopback.
-            Default: off.
+            TENSORWIRE_DURABLE. This needs shm among the transports, and `listen` on loopback.
+            Default: where it can be.
         restarts: the most deaths in a row of one process without progress between them, from
             which it is replaced; with 0 the job is not durable.
         silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)

@@ -24,6 +24,9 @@ from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.transitions import GRANT
 from tensorwire.walk import Walk
 
+# Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
+# the job, and since they were started where they do not join.
+_FIRST, _JOINING = 2, 4
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
 
@@ -94,6 +97,7 @@ class Restarts:
         self._standby_at: float | None = None
         self._standby_deaths = 0
         self._grant = self._bind()
+        self._joined = False  # all members, once
 
     # --- members --------------------------------------------------------------------------------
 
@@ -252,6 +256,10 @@ class Restarts:
     def tend(self) -> None:
         """Starts a standby if it is time, and ends successors that have not taken over."""
         now = time.monotonic()
+        joined = all(member.keeper.restorable for member in self._members.values())
+        if self._standby_at is not None and joined and not self._joined:
+            self._joined = True
+            self._standby_at = now + _FIRST * self._patience.standby_s
         for member in self._members.values():
             if member.until is not None and now >= member.until:
                 member.until = None
@@ -260,6 +268,10 @@ class Restarts:
                     member.successor.kill()
         if self._standby_at is not None and now >= self._standby_at:
             self._standby_at = None
+            servers = [each for (kind, _), each in self._members.items() if kind == "server"]
+            if not any(each.keeper.restorable for each in servers):
+                self._standby_at = now + self._patience.standby_s  # nobody could use one so far
+                return
             try:
                 self._standby = self._start_standby()
             except OSError as error:
@@ -268,9 +280,9 @@ class Restarts:
     # --- the standby ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All workers run: from now on there may be a standby."""
+        """All workers were started: there will be a standby when they have joined, or never do."""
         if self._members:
-            self._standby_at = time.monotonic() + self._patience.standby_s
+            self._standby_at = time.monotonic() + _JOINING * self._patience.standby_s
 
     def note_standby(self, process: Process) -> None:
         """A standby has ended that nobody asked to."""

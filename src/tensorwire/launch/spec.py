@@ -10,6 +10,7 @@ import importlib.util
 import ipaddress
 import math
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -23,8 +24,8 @@ from tensorwire.tracebacks import wants_full
 
 # Workers run the sitecustomize.py in it, which tells the launcher of an exception that ends them.
 _STARTUP = str(Path(__file__).with_name("startup"))
-# Whether a job is durable where it can be and nobody said anything.
-_DURABLE_BY_DEFAULT = False
+# A launcher that may have fewer open files keeps none of its processes, unless it is asked to.
+_FILES_PER_PROCESS = 64
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -38,8 +39,8 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
-        standby_s: of running, until there is a standby for a server that dies, and another one
-            after it was used; short jobs do not pay for one.
+        standby_s: since a standby was used, until there is another one for a server that dies; the
+            first one twice as long after all workers have joined: short jobs do not pay for one.
     """
 
     start_s: float = 60.0
@@ -110,9 +111,11 @@ class JobSpec:
 
     @property
     def is_durable(self) -> bool:
-        """Whether a server that is killed is replaced."""
+        """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
         if self.durable is None:
-            return _DURABLE_BY_DEFAULT and not self._obstacle()
+            files = _FILES_PER_PROCESS * (1 + self.servers + self.workers)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return not self._obstacle() and hard >= files
         return self.durable
 
     @property
@@ -132,7 +135,7 @@ class JobSpec:
             environment.pop(f"TENSORWIRE_{name}", None)
         environment.pop(JOB_LOG, None)
         if self.is_durable:
-            environment["TENSORWIRE_DURABLE"] = "1"
+            environment["TENSORWIRE_DURABLE"] = "1" if self.durable else "default"
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:

@@ -370,7 +370,12 @@ class Supervisor:
     def _note_mistake(self, kind: str, index: int, text: str) -> None:
         """A member has told us what cannot be right."""
         for process in self._running:
-            if (process.kind, process.index) == (kind, index):
+            if (process.kind, process.index) != (kind, index):
+                continue
+            if self._job.durable is None:  # nobody has asked for it: the job runs as it would have
+                self._restarts.release(process)
+                self._say(f"{_named(process)} will not be replaced if it is killed: {text}")
+            else:
                 self._fail(f"{_named(process)} is not kept: {text}", 1, process)
 
     def _note_member(self, process: Process) -> None:

@@ -7,10 +7,12 @@ server that was killed. The messages are in docs/launch.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import threading
+import time
 from typing import Any, NamedTuple
 
 LISTENER = "listener"
@@ -99,9 +101,16 @@ class DescriptorStore:
             return list(self._kept)
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # Without its launcher the server is about to be killed.
+        # Without its launcher the server is about to be killed; one that keeps no more has said so.
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+            while True:
+                try:
+                    socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+                    return
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                time.sleep(0.001)  # too many are on their way, of all processes of this user
 
     def _receive(self) -> tuple[bytes, list[int]]:
         data, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, _MOST_DESCRIPTORS)

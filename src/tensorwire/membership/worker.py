@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        store = _descriptor_store(place.rank) if place.durable else None
+        store = _descriptor_store(place.rank, place.durable)
         node = _worker_node(place, store)
         try:
             memory, history = DurableMemory(node, store), None
@@ -199,16 +200,33 @@ def _raise_word(word: RemoteWord, value: int) -> None:
     word.set(value).wait(30.0)
 
 
-def _descriptor_store(rank: int) -> DescriptorStore | None:
+def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
     number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
-    if not number:
+    if not number or not _is_store(int(number)):
+        return None  # a process that the launcher's has started does not inherit it
+    if not durable:
+        os.close(int(number))
+        if term:
+            raise RuntimeError(
+                f"worker {rank} was killed, and the process that took its place says "
+                "tw.init(durable=False), which the former one did not"
+            )
         return None
     store = DescriptorStore.of_descriptor(int(number))
     if term:
         store.wait_for_takeover()
     failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""), int(term or 0))
     return store
+
+
+def _is_store(descriptor: int) -> bool:
+    """Whether it is open, and a socket such as a launcher gives out."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            return (found.family, found.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return False
 
 
 def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:

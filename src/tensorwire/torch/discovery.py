@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
@@ -68,6 +69,32 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
+
+
+def as_durable(place: World, durable: bool | None) -> World:
+    """A worker's place as `tw.init(durable=…)` wants it.
+
+    Raises:
+        ValueError: it is to be durable and cannot be.
+    """
+    why = "" if durable is not False else "tw.init(durable=False)"
+    names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
+    if place.durable and "shm" not in names:
+        why = f"its transports are {', '.join(names)}, and only shared memory outlives a process"
+    if durable and (why or not place.durable):
+        why = why or (
+            f"start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on one "
+            "host, or leave durable out"
+        )
+        raise ValueError(
+            f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
+        )
+    if not (place.durable and why):
+        return replace(place, asked=place.durable and (durable is True or place.asked))
+    if place.rank == 0 and (place.asked or durable is False):
+        text = f"no process of this job that is killed is replaced: {why}"
+        print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+    return replace(place, durable=False)
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

@@ -292,7 +292,7 @@ class StoreServer:
                 "store.released": StoreServer._release,
                 "store.freed": StoreServer._free,
             },
-            {"durable": self._server.member.durable},
+            {"durable": lambda store: store._opened.durable},
         )
 
     @property
@@ -403,13 +403,14 @@ class Versions:
         if spec.ema:
             average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
-        durable = opening.member.durable
-        kept = opening.allocate(RegionKind.KEPT).array()[:size] if durable else None
+        kept = opening.allocate(RegionKind.KEPT).array()[:size] if opening.durable else None
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
             average, averaged, kept,
         )  # fmt: skip
-        self._journal = _open_journal(opening, kernel, memory, threads) if durable else None
+        self._journal = None
+        if opening.durable:
+            self._journal = _open_journal(opening, kernel, memory, threads)
         self.over = False
         self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
@@ -516,7 +517,7 @@ class Versions:
 
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
     """The last version of a store, and what was told of it, if a predecessor has made it."""
-    if not opening.member.durable:
+    if not opening.durable:
         return None
     share, scalars = opening.regions.share, len(opening.spec.scalars)
     size = Journal.size_bytes(share, scalars)

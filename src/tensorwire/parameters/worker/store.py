@@ -246,7 +246,7 @@ class RemoteStore:
         self._regions = list(source.allocated.values())
         result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
         wants = None if part is None else part.wants
-        text = Description(source.home, source.owner, wants, spec).to_json()
+        text = Description(source.home, source.owner, wants, spec, place.durable).to_json()
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
