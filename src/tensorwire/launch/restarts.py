@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
@@ -23,6 +24,21 @@ from tensorwire.launch.spec import JobSpec, Patience
 
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
+
+
+class Ended(Protocol):
+    """A process that has ended, ours or one that something else had started; as `Process`."""
+
+    kind: str
+    index: int
+    name: str
+
+    @property
+    def killed(self) -> bool:
+        """Whether it can have a successor; one that told why it ends has none."""
+
+    def ending(self) -> str:
+        """How it ended, as a phrase that follows its name."""
 
 
 @dataclass
@@ -87,7 +103,35 @@ class Restarts:
         member.keeper.attach(ours)
         return theirs
 
-    def can_replace(self, process: Process) -> bool:
+    def admit(self, index: int, ours: socket.socket, told: dict[str, Any]) -> int:
+        """Something else has started a worker, which is there: the first one, or a successor.
+
+        Args:
+            index: its rank.
+            ours: the socket to it, owned from now on.
+            told: what it gets to know, beside its term.
+
+        Returns:
+            How many processes before it have had its place.
+
+        Raises:
+            KeeperError: it cannot be told what it gets.
+        """
+        member = self._members.setdefault(("worker", index), _Member([]))
+        member.keeper.attach(ours)
+        succeeds = member.keeper.restorable  # else nobody has known a former one
+        member.term += succeeds
+        member.keeper.tell({**told, "term": member.term})
+        if succeeds:
+            member.keeper.hand_over([], member.term)
+        return member.term
+
+    def farewell(self, process: Ended) -> bool | None:
+        """Whether a worker has left in good order (true), or has failed (false); None: neither."""
+        member = self._member_of(process)
+        return None if member is None else member.keeper.left
+
+    def can_replace(self, process: Ended) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 
         It was killed, or was a server's successor that ended before it had taken over. One that
@@ -101,11 +145,10 @@ class Restarts:
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
-        killed = process.code is not None and process.code < 0
         untaken = process.kind == "server" and not member.keeper.taken
-        return member.keeper.restorable and (killed or untaken)
+        return member.keeper.restorable and (process.killed or untaken)
 
-    def count(self, process: Process) -> bool:
+    def count(self, process: Ended) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
         member = self._members[process.kind, process.index]
         reached = member.keeper.progress()
@@ -141,7 +184,7 @@ class Restarts:
         member.keeper.hand_over(member.arguments, member.term)
         return successor, member.term
 
-    def release(self, process: Process) -> None:
+    def release(self, process: Ended) -> None:
         """A member has ended and is not replaced: closes what is held of it.
 
         Others look whether its socket is still held, and learn so that nobody comes.
@@ -154,14 +197,14 @@ class Restarts:
         member = self._member_of(process)
         return member is not None and member.term > 0
 
-    def ending(self, process: Process) -> str:
+    def ending(self, process: Ended) -> str:
         """How a member ended, as a phrase that follows its name."""
         member = self._member_of(process)
         if member is not None and member.overdue:
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
-    def history(self, process: Process) -> str:
+    def history(self, process: Ended) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
         member = self._members[process.kind, process.index]
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
@@ -242,7 +285,7 @@ class Restarts:
         for member in self._members.values():
             member.keeper.close()
 
-    def _member_of(self, process: Process) -> _Member | None:
+    def _member_of(self, process: Ended) -> _Member | None:
         return self._members.get((process.kind, process.index))
 
     def _start_standby(self) -> tuple[Process, socket.socket]:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
@@ -49,7 +50,12 @@ class Supervisor:
         job: what to run.
         prefix: whether lines begin with the name of their process.
         patience: times; default the usual ones.
+
+    Attributes:
+        command: what its own lines begin with.
     """
+
+    command = "tensorwire run"
 
     def __init__(
         self, job: JobSpec, *, prefix: bool = True, patience: Patience | None = None
@@ -122,17 +128,20 @@ class Supervisor:
                 if address is None:
                     return
                 addresses.append(address)
-            for rank in range(self._job.workers):
-                with contextlib.ExitStack() as theirs:
-                    store_fd = None
-                    if self._job.is_durable:
-                        store = theirs.enter_context(self._restarts.add("worker", rank))
-                        store_fd = store.fileno()
-                    self._start_worker(rank, store_fd)
-                self._workers_left -= 1
+            self._start_workers()
             self._restarts.begin()
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
+
+    def _start_workers(self) -> None:
+        for rank in range(self._job.workers):
+            with contextlib.ExitStack() as theirs:
+                store_fd = None
+                if self._job.is_durable:
+                    store = theirs.enter_context(self._restarts.add("worker", rank))
+                    store_fd = store.fileno()
+                self._start_worker(rank, store_fd)
+            self._workers_left -= 1
 
     def _start_server(self, index: int, addresses: list[str]) -> str | None:
         """Starts one and waits for its address; None if the job is to end instead."""
@@ -242,6 +251,7 @@ class Supervisor:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
         wake_at = [*(at for at in times if at is not None), *self._restarts.times()]
+        wake_at += self._times()
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -249,6 +259,7 @@ class Supervisor:
             process.read(ready)
         for (kind, index), mistake in self._restarts.exchange(ready):
             self._note_mistake(kind, index, mistake)
+        self._attend(ready)
         ended = [process for process in self._running if process.pidfd in ready]
         for process in ended:
             process.collect()
@@ -262,16 +273,29 @@ class Supervisor:
             if process not in self._lost:
                 self._note_end(process)
         self._replace_lost()
-        if self._ending or not (self._workers_left or self._workers()):
+        if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
         self._restarts.tend()
         self._escalate()
+
+    def _descriptors(self) -> Iterable[int]:
+        """What else is waited for, beside processes and their output."""
+        return ()
+
+    def _times(self) -> Iterable[float]:
+        """When there is something to do, beside the steps against processes that still run."""
+        return ()
+
+    def _attend(self, ready: set[int]) -> None:
+        """Deals with `_descriptors` and `_times`."""
 
     def _poll(self, deadline: float) -> set[int]:
         """The descriptors that are ready; writes what can be written."""
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
         self._restarts.register(poll)
+        for descriptor in self._descriptors():
+            poll.register(descriptor, select.POLLIN)
         for process in self._running:
             poll.register(process.pidfd, select.POLLIN)
             for stream in process.streams:
@@ -395,8 +419,11 @@ class Supervisor:
             text = f"{how} and cannot be replaced: {error}"
         self._restarts.release(process)
         self._ended.append(process)
-        self._advice = "the job can go on from its last checkpoint: job.load"
+        self._advise()
         self._fail(text, code if code > 0 else 128 - code, process)
+
+    def _advise(self) -> None:
+        self._advice = "the job can go on from its last checkpoint: job.load"
 
     def _retire_standby(self) -> None:
         """Nobody will need it. It has nothing to clean up, and may be in the middle of imports."""
@@ -429,7 +456,7 @@ class Supervisor:
             return
         self._failure = text, code
         self._failed = process
-        self._term_within(self._patience.grace_s if self._workers() else self._patience.alone_s)
+        self._term_within(self._patience.grace_s if self._has_workers else self._patience.alone_s)
 
     def _term_within(self, wait_s: float) -> None:
         """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
@@ -504,7 +531,7 @@ class Supervisor:
             self._say(f"some output was lost: {self._stdout.lost.strerror}")
 
     def _say(self, text: str) -> None:
-        self._stderr.add(f"tensorwire run: {text}\n".encode())
+        self._stderr.add(f"{self.command}: {text}\n".encode())
 
     def _flush(self) -> None:
         """Writes what waits. A reader may take its time, but after a signal not for ever."""

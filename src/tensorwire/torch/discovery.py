@@ -1,4 +1,4 @@
-"""How a worker finds its job: by the variables of `tensorwire run`, by an engine, or it is alone.
+"""How a worker finds its job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
 Where an engine has started the workers, the first one of every host starts a server beside it and
 tells the others its address through the store at which they meet. docs/launch.md has it all.
@@ -16,9 +16,12 @@ import time
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
+    COORDINATOR,
+    RANK,
     SLICES,
     World,
     drop_claim,
+    enter_job,
     hold_claim,
     shown_command,
     without_ranks,
@@ -49,13 +52,18 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     """
     global _by_engine
     _by_engine = False
+    launcher = "tensorwire run"
+    if workers != 1 and os.environ.get(COORDINATOR):
+        launcher = "tensorwire serve"
+        enter_job(timeout_s=rendezvous.join_timeout_s())
+        tracebacks.install(f"worker {os.environ[RANK]}")
     # A program that says that it is alone is alone, whatever a launcher has said to it.
     told = {key: os.environ[key] for key in os.environ if workers != 1 or key == SLICES}
     place = World.from_environment(told)
     if place is not None and place.servers:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
             raise ValueError(
-                f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
+                f"rank {rank} of world_size {workers} is not what {launcher} has said: rank "
                 f"{place.rank} of {place.workers}"
             )
         hold_claim(",".join(place.servers), place.rank, "TENSORWIRE_RANK and TENSORWIRE_SERVERS")
