@@ -29,6 +29,11 @@ FAILPOINTS = {
     "version.applied": "all cells and counts have their new values, and nobody knows",
     "version.published": "the version is noted as complete, and nobody is told",
     "version.told": "the workers are told",
+    "snapshot.allocated": "memory for a snapshot of a version is there, and nothing is copied",
+    "snapshot.copied": "the version is copied, and not noted as held",
+    "snapshot.noted": "it is noted, and who has asked is not told",
+    "snapshot.told": "who has asked is told",
+    "snapshot.freed": "the memory of a snapshot is freed, and who has asked for that is not told",
     "store.released": "a store is noted as freed, and its regions are there",
     "store.freed": "they are gone",
     "sum.gathered": "a sum of all workers is made, and not noted",
@@ -44,6 +49,8 @@ WORKER_FAILPOINTS = {
     "commit.noted": "a slice's gradients are at all servers and its commit is noted, and not sent",
     "commit.sent": "the commit is at all servers",
     "result.noted": "the result of a version is noted",
+    "snapshot.asked": "a worker has asked servers for a snapshot, and has no answer",
+    "snapshot.held": "it has the snapshot, and nothing is written from it",
 }
 """What has happened where at a worker that another process can take the place of."""
 

@@ -24,9 +24,7 @@ class Served:
         self._place = place
         self.socket = place.folder / "job"
         self._script = place.script(text)
-        runtime = place.folder / "runtime"
-        runtime.mkdir(mode=0o700, exist_ok=True)
-        self._environment = {"XDG_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
+        self._environment = {"OMP_NUM_THREADS": "1"}
         self._environment |= options.pop("environment", {})
         options = {"server_command": FAKE_SERVER, "patience": QUICK, "workers": 2, **options}
         options |= {"socket": str(self.socket)}

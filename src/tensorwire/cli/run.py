@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import JobSpec, Supervisor
 
@@ -86,6 +86,15 @@ class _Run(Command):
     help="Ends a durable job when a process dies once more after N deaths in a row without a step "
     "between them (default 3). What kills it each time would do so for ever.",
 )
+@click.option(
+    "--silence",
+    "silence_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="How long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup) before it "
+    "is killed and replaced (default 10; 0: it is waited for). One that computes is not silent.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -105,6 +114,7 @@ def run(
     imports: tuple[str, ...],
     durable: bool | None,
     restarts: int,
+    silence_s: float,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -152,11 +162,12 @@ def run(
             imports,
             durable,
             restarts,
+            silence_s,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = Supervisor(job, prefix=not no_prefix).run()
+        code = Supervisor(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)

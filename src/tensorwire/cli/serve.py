@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
 
@@ -50,6 +50,15 @@ from tensorwire.launch import RETURN_S, ServeSupervisor, serve_spec
     "between them (default 3).",
 )
 @click.option(
+    "--silence",
+    "silence_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="How long a process may be stopped (SIGSTOP, a frozen cgroup) before it is killed, "
+    "workers too (default 10; 0: it is waited for).",
+)
+@click.option(
     "--return-within",
     "return_s",
     type=float,
@@ -73,6 +82,7 @@ def serve(
     transports: str | None,
     imports: tuple[str, ...],
     restarts: int,
+    silence_s: float,
     return_s: float,
     socket: Path | None,
     no_prefix: bool,
@@ -104,8 +114,14 @@ def serve(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = serve_spec(workers, servers, slices, names, imports, restarts)
-        supervisor = ServeSupervisor(job, socket=socket, return_s=return_s, prefix=not no_prefix)
+        job = serve_spec(workers, servers, slices, names, imports, restarts, silence_s)
+        supervisor = ServeSupervisor(
+            job,
+            socket=socket,
+            return_s=return_s,
+            prefix=not no_prefix,
+            command=f"{own_command()}, and the workers again",
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

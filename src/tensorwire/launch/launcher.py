@@ -22,6 +22,7 @@ def run(
     imports: Sequence[str] = (),
     durable: bool | None = None,
     restarts: int = 3,
+    silence_s: float = 10.0,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -63,6 +64,8 @@ def run(
             Default: off.
         restarts: the most deaths in a row of one process without progress between them, from
             which it is replaced; with 0 the job is not durable.
+        silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
+            before it is killed and replaced; 0: for ever.
         patience: other times than the usual ones.
 
     Returns:
@@ -85,6 +88,7 @@ def run(
         tuple(imports),
         durable,
         restarts,
+        silence_s,
         *([] if server_command is None else [tuple(server_command)]),
     )
     return Supervisor(job, prefix=prefix, patience=patience).run()

@@ -16,29 +16,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
-
-
-class Ended(Protocol):
-    """A process that has ended, ours or one that something else had started; as `Process`."""
-
-    kind: str
-    index: int
-    name: str
-
-    @property
-    def killed(self) -> bool:
-        """Whether it can have a successor; one that told why it ends has none."""
-
-    def ending(self) -> str:
-        """How it ended, as a phrase that follows its name."""
 
 
 @dataclass
@@ -74,6 +60,8 @@ class Restarts:
         start: starts a standby with a command, and lets it inherit a descriptor.
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
+        granted: is told who takes whose place with which term, before the successor is: it was
+            started by then, and does nothing before.
     """
 
     def __init__(
@@ -83,12 +71,16 @@ class Restarts:
         start: Callable[[list[str], int], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
+        granted: Callable[[Replaceable, Replaceable, int], None] = lambda dead, successor, term: (
+            None
+        ),
     ) -> None:
         self._job = job
         self._patience = patience
         self._start = start
         self._start_worker = start_worker
         self._say = say
+        self._granted = granted
         self._members: dict[tuple[str, int], _Member] = {}
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
@@ -103,13 +95,20 @@ class Restarts:
         member.keeper.attach(ours)
         return theirs
 
-    def admit(self, index: int, ours: socket.socket, told: dict[str, Any]) -> int:
+    def admit(
+        self,
+        worker: Replaceable,
+        ours: socket.socket,
+        told: dict[str, Any],
+        former: Replaceable | None,
+    ) -> int:
         """Something else has started a worker, which is there: the first one, or a successor.
 
         Args:
-            index: its rank.
+            worker: it.
             ours: the socket to it, owned from now on.
             told: what it gets to know, beside its term.
+            former: who was that worker before.
 
         Returns:
             How many processes before it have had its place.
@@ -117,21 +116,23 @@ class Restarts:
         Raises:
             KeeperError: it cannot be told what it gets.
         """
-        member = self._members.setdefault(("worker", index), _Member([]))
+        member = self._members.setdefault((worker.kind, worker.index), _Member([]))
         member.keeper.attach(ours)
-        succeeds = member.keeper.restorable  # else nobody has known a former one
-        member.term += succeeds
+        succeeds = former is not None and member.keeper.restorable  # else nobody has known it
+        if former is not None and succeeds:
+            member.term += 1
+            self._granted(former, worker, member.term)
         member.keeper.tell({**told, "term": member.term})
         if succeeds:
             member.keeper.hand_over([], member.term)
         return member.term
 
-    def farewell(self, process: Ended) -> bool | None:
+    def farewell(self, process: Replaceable) -> bool | None:
         """Whether a worker has left in good order (true), or has failed (false); None: neither."""
         member = self._member_of(process)
         return None if member is None else member.keeper.left
 
-    def can_replace(self, process: Ended) -> bool:
+    def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 
         It was killed, or was a server's successor that ended before it had taken over. One that
@@ -148,7 +149,12 @@ class Restarts:
         untaken = process.kind == "server" and not member.keeper.taken
         return member.keeper.restorable and (process.killed or untaken)
 
-    def count(self, process: Ended) -> bool:
+    def could_replace(self, process: Replaceable) -> bool:
+        """Whether a process that runs would be replaced if it were killed now; a standby, too."""
+        member = self._member_of(process)
+        return process.kind == "standby" or (member is not None and member.keeper.restorable)
+
+    def count(self, process: Replaceable) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
         member = self._members[process.kind, process.index]
         reached = member.keeper.progress()
@@ -181,10 +187,11 @@ class Restarts:
             member.successor, member.overdue = successor, False
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
+        self._granted(process, successor, member.term)
         member.keeper.hand_over(member.arguments, member.term)
         return successor, member.term
 
-    def release(self, process: Ended) -> None:
+    def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.
 
         Others look whether its socket is still held, and learn so that nobody comes.
@@ -197,14 +204,14 @@ class Restarts:
         member = self._member_of(process)
         return member is not None and member.term > 0
 
-    def ending(self, process: Ended) -> str:
+    def ending(self, process: Replaceable) -> str:
         """How a member ended, as a phrase that follows its name."""
         member = self._member_of(process)
         if member is not None and member.overdue:
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
-    def history(self, process: Ended) -> str:
+    def history(self, process: Replaceable) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
         member = self._members[process.kind, process.index]
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
@@ -285,7 +292,7 @@ class Restarts:
         for member in self._members.values():
             member.keeper.close()
 
-    def _member_of(self, process: Ended) -> _Member | None:
+    def _member_of(self, process: Replaceable) -> _Member | None:
         return self._members.get((process.kind, process.index))
 
     def _start_standby(self) -> tuple[Process, socket.socket]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tensorwire.launch.keeper import KeeperError
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.visitors import Claim, Door, Visitor
-from tensorwire.membership import COORDINATOR
+from tensorwire.membership import COORDINATOR, JOB_LOG
 
 RETURN_S = 300.0
 """How long a worker that died may be away; Kubernetes waits so long at most between two starts."""
@@ -32,6 +33,7 @@ def serve_spec(
     transports: Sequence[str] | None = None,
     imports: Sequence[str] = (),
     restarts: int = 3,
+    silence_s: float = 10.0,
     server_command: Sequence[str] | None = None,
 ) -> JobSpec:
     """What such a job is made of; see `tensorwire.launch.run` for the arguments.
@@ -48,6 +50,7 @@ def serve_spec(
         imports=tuple(imports),
         durable=True,
         restarts=restarts,
+        silence_s=silence_s,
     )
     return job if server_command is None else replace(job, server_command=tuple(server_command))
 
@@ -62,10 +65,10 @@ class ServeSupervisor(Supervisor):
         socket: where workers come; None: in the user's runtime folder.
         return_s: how long a worker that died may be away, and at the beginning, after the first
             one, the others.
-        prefix, patience: as of `Supervisor`.
+        prefix, patience, command: as of `Supervisor`.
     """
 
-    command = "tensorwire serve"
+    program = "tensorwire serve"
 
     def __init__(
         self,
@@ -75,8 +78,9 @@ class ServeSupervisor(Supervisor):
         return_s: float = RETURN_S,
         prefix: bool = True,
         patience: Patience | None = None,
+        command: str = "",
     ) -> None:
-        super().__init__(job, prefix=prefix, patience=patience)
+        super().__init__(job, prefix=prefix, patience=patience, command=command)
         if not 0 < return_s < float("inf"):
             raise ValueError(
                 f"the time for a worker to come back is {return_s:g}, not some seconds"
@@ -111,6 +115,9 @@ class ServeSupervisor(Supervisor):
         count = self._job.workers
         who = "a worker joins" if count == 1 else f"{count} workers join"
         self._say(f"{who} by {COORDINATOR}={self._door.path} and TENSORWIRE_RANK, from 0")
+
+    def _watched(self) -> Iterable[Replaceable]:
+        return [*self._running, *self._present.values()]
 
     @property
     def _has_workers(self) -> bool:
@@ -172,14 +179,19 @@ class ServeSupervisor(Supervisor):
 
     def _admit(self, claim: Claim) -> None:
         visitor = claim.visitor
+        former = self._former.get(visitor.index)
         try:
-            term = self._restarts.admit(visitor.index, claim.socket, {"environment": self._told()})
+            term = self._restarts.admit(
+                visitor, claim.socket, {"environment": self._told()}, former
+            )
         except KeeperError as error:
             visitor.close()
             self._fail(f"{_called(visitor)} cannot be told what it goes on with: {error}", 1)
             return
         self._present[visitor.index] = self._former[visitor.index] = visitor
         del self._awaited[visitor.index]
+        if not term:
+            self._note_member(visitor)
         place = f"takes its place (restart {term})" if term else "has come"
         self._say(f"{_called(visitor)} {place}")
         for rank, until in self._awaited.items():
@@ -192,6 +204,7 @@ class ServeSupervisor(Supervisor):
         told["TENSORWIRE_WORKERS"] = str(self._job.workers)
         told["TENSORWIRE_SERVERS"] = ",".join(self._addresses)
         told["TENSORWIRE_SLICES"] = None if self._job.slices is None else str(self._job.slices)
+        told[JOB_LOG] = self._log.path
         return {name: value for name, value in told.items() if value}
 
     def _note_farewell(self, visitor: Visitor) -> None:
@@ -222,7 +235,7 @@ class ServeSupervisor(Supervisor):
             self._say(f"{how}; it may come back within {self._return_s:g} s")
             return
         self._restarts.release(visitor)
-        self._advise()
+        self._died = True
         self._fail(f"{how} {self._restarts.history(visitor)}", 1)
 
     def _miss(self, rank: int) -> None:
@@ -233,7 +246,7 @@ class ServeSupervisor(Supervisor):
             self._fail(f"worker {rank} did not come {within} after the first one", 1)
             return
         self._restarts.release(former)
-        self._advise()
+        self._died = True
         self._fail(
             f"{_called(former)} {former.ending()} and was not started again {within}, as torchrun "
             "--max-restarts or Restart=on-failure would",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import ipaddress
+import math
 import os
 import secrets
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorwire.membership import find_cluster_start, shown_command, without_ranks
+from tensorwire.membership import JOB_LOG, find_cluster_start, shown_command, without_ranks
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
@@ -67,6 +68,7 @@ class JobSpec:
     imports: tuple[str, ...] = ()
     durable: bool | None = None
     restarts: int = 3
+    silence_s: float = 10.0
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -85,6 +87,8 @@ class JobSpec:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
         if self.restarts < 0:
             raise ValueError(f"restarts is {self.restarts}; 0 or more are needed")
+        if not 0 <= self.silence_s < math.inf:
+            raise ValueError(f"silence is {self.silence_s:g}; seconds are needed, or 0 for never")
         if self.durable and (why := self._obstacle()):
             raise ValueError(f"the servers of this job cannot be replaced when they die: {why}")
         for name in self.imports:
@@ -124,8 +128,9 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
-        for name in ("TENSORWIRE_DURABLE", "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"):
-            environment.pop(name, None)
+        for name in ("DURABLE", "DESCRIPTOR_STORE", "TERM"):
+            environment.pop(f"TENSORWIRE_{name}", None)
+        environment.pop(JOB_LOG, None)
         if self.is_durable:
             environment["TENSORWIRE_DURABLE"] = "1"
         if not environment.get("TENSORWIRE_SECRET_FILE"):

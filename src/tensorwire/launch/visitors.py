@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ _LONGEST_PATH = 107  # of a unix socket, as the kernel has room for it
 
 
 class Visitor:
-    """A process that something else has started. It is watched, and never ended from here.
+    """A process that something else has started. It is watched, and ended only by `fence`.
 
     Args:
         index: its rank.
@@ -46,6 +47,7 @@ class Visitor:
     def __init__(self, index: int, pid: int, pidfd: int) -> None:
         self.index, self.pid, self.pidfd = index, pid, pidfd
         self.name = f"worker {index}"
+        self._ending = "ended without a goodbye"
 
     @property
     def has_ended(self) -> bool:
@@ -56,7 +58,13 @@ class Visitor:
 
     def ending(self) -> str:
         """How it ended, as a phrase that follows its name."""
-        return "ended without a goodbye"
+        return self._ending
+
+    def fence(self, why: str) -> None:
+        """Ends the process, which cannot go on beside its successor; see `Replaceable`."""
+        self._ending = why
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """It is watched no more."""

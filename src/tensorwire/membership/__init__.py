@@ -19,6 +19,7 @@ from .identity import (
     turn_away,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
+from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
@@ -29,6 +30,7 @@ from .world import RANK, SLICES, World
 __all__ = [
     "COORDINATOR",
     "GOODBYE",
+    "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
     "PEER_CREDENTIALS",
@@ -40,6 +42,9 @@ __all__ = [
     "DurableMemory",
     "History",
     "JobFile",
+    "JobLog",
+    "LoggedJob",
+    "LoggedMember",
     "NoteKind",
     "RunningServer",
     "ServerMember",
@@ -58,7 +63,9 @@ __all__ = [
     "hold_claim",
     "is_there",
     "listed",
+    "logged_jobs",
     "lost",
+    "note_in_job_log",
     "open_node",
     "read_status",
     "reader_name",

@@ -109,8 +109,9 @@ class DurableMemory:
 
     def forget(self, prefix: str) -> None:
         """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
-        for name in [each for each in self._restored if each.startswith(prefix)]:
-            self.free(self._restored.pop(name))
+        for name in [each for each in list(self._restored) if each.startswith(prefix)]:
+            if (region := self._restored.pop(name, None)) is not None:  # of another thread perhaps
+                self.free(region)
 
     def _restore(self, store: DescriptorStore) -> dict[str, Region]:
         found = {}

@@ -38,6 +38,7 @@ from .server.process import serve
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.local import LocalStore
+from .worker.snapshot import PresentVersion, Readable, Snapshot
 from .worker.store import Part, Place, RemoteStore, Store
 
 __all__ = [
@@ -66,6 +67,8 @@ __all__ = [
     "Lookup",
     "Part",
     "Place",
+    "PresentVersion",
+    "Readable",
     "RemoteStore",
     "Result",
     "Rows",
@@ -73,6 +76,7 @@ __all__ = [
     "Selection",
     "Server",
     "Share",
+    "Snapshot",
     "Spec",
     "Store",
     "TableStep",

@@ -19,6 +19,7 @@ from .journal import PROGRESS_AT
 from .layout import Share, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
+from .snapshot import REPLY_BYTES
 
 
 class RegionKind(StrEnum):
@@ -32,6 +33,9 @@ class RegionKind(StrEnum):
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
     COUNTS, SCALARS, AVERAGED = "counts", "scalars", "averaged"
     NORMS, MASTER = "norms", "master"
+    # Of snapshots of versions: what is asked for, who holds which, each of them, at a server; what
+    # is answered, at a worker.
+    ASKS, HOLDERS, SNAPSHOT, REPLY = "asks", "holders", "snapshot", "reply"
     # At a server whose memory outlives it.
     OPENING, JOURNAL, UNDO, TABLE_UNDO, KEPT = "opening", "journal", "undo", "table undo", "kept"
 
@@ -44,10 +48,15 @@ UNIT_BYTES = 1 << 20
 """Of one write over a network: large enough to be worth it, small beside what is under way."""
 
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
+_REPLY_BLOCK_BYTES = mailbox_bytes(REPLY_BYTES)
 _STAMP_BYTES = 8
 # What peers may; else all.
-_UNSEEN = (RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO)
-_AT_WORKER = {RegionKind.RESULT: "w", RegionKind.SPEC: "r", RegionKind.SENT: "none"}
+_UNSEEN = (
+    RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO,
+    RegionKind.HOLDERS,
+)  # fmt: skip
+_AT_WORKER = {RegionKind.SPEC: "r", RegionKind.SENT: "none"}
+_AT_WORKER |= dict.fromkeys((RegionKind.RESULT, RegionKind.REPLY), "w")
 _LEAST_BYTES = 64  # also of a share without cells
 
 
@@ -71,6 +80,11 @@ def allocate_at_worker(
 def result_block(server: int) -> slice:
     """The part of a worker's RESULT that a server writes to."""
     return slice(_RESULT_BLOCK_BYTES * server, _RESULT_BLOCK_BYTES * (server + 1))
+
+
+def reply_block(server: int) -> slice:
+    """The part of a worker's REPLY that a server writes to."""
+    return slice(_REPLY_BLOCK_BYTES * server, _REPLY_BLOCK_BYTES * (server + 1))
 
 
 def units_of(share: Share) -> tuple[range, ...]:

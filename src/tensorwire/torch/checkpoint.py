@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.utils.serialization import config
 from . import archive, checkpoint_folder
 from .model_index import model_index_of
 from .replica.replica import Replica
+from .replica.replica_snapshot import ReplicaSnapshot
 
 _FORMAT = 1
 _HEAD = "tensorwire"  # in the file, what is the job's own
@@ -59,6 +60,68 @@ def _is_plain(thing: Any) -> bool:
     return isinstance(thing, dict | list) and not hasattr(thing, "load_state_dict")
 
 
+class Content:
+    """What a checkpoint has, of one moment; what others change meanwhile is read from snapshots.
+
+    Args:
+        kept, trained, done, seed, position: as of `save`.
+
+    Raises:
+        RuntimeError, TypeError: see `Job.save`.
+        BusyError, MemoryError, PeerLostError: see `Store.snapshot`.
+    """
+
+    def __init__(
+        self,
+        kept: Mapping[str, Any],
+        trained: Sequence[Replica],
+        done: int,
+        seed: int,
+        position: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not kept:
+            raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
+        for replica in trained:
+            if any(_is_model_of(thing, replica) for thing in kept.values()):
+                replica.check_unchanged()
+        self._models = {name for name, thing in kept.items() if _is_model(thing)}
+        self._snapshots: list[ReplicaSnapshot] = []
+        try:
+            mine: dict[str, list[ReplicaSnapshot]] = {name: [] for name in kept}
+            for replica in trained:
+                names = [name for name, thing in kept.items() if is_at_servers(thing, replica)]
+                if names and not replica.closed:
+                    self._snapshots.append(ReplicaSnapshot(replica))
+                    for name in names:
+                        mine[name].append(self._snapshots[-1])
+            self._things = {name: _saved(name, kept[name], mine[name]) for name in kept}
+        except BaseException:
+            self.release()
+            raise
+        plain = [name for name, thing in kept.items() if _is_plain(thing)]
+        self._things[_HEAD] = {
+            "format": _FORMAT, "epochs": done, "seed": seed, "plain": plain, "position": position,
+        }  # fmt: skip
+
+    def write(self, path: str | os.PathLike[str], keep: int | None = None) -> Path:
+        """Writes it, and lets go of it; see `Job.save`. Any thread, once."""
+        try:
+            for each in self._snapshots:
+                each.fetch()
+            if keep is not None:
+                return checkpoint_folder.save(path, self._things, self._models, keep, _write)
+            archive.replace(path, lambda file: _write(self._things, file))
+            return Path(path)
+        finally:
+            self._things = {}
+            self.release()
+
+    def release(self) -> None:
+        """Gives the memory of the snapshots back; idempotent."""
+        for each in self._snapshots:
+            each.release()
+
+
 def save(
     path: str | os.PathLike[str],
     kept: Mapping[str, Any],
@@ -69,21 +132,7 @@ def save(
     keep: int | None = None,
 ) -> Path:
     """See `Job.save`."""
-    if not kept:
-        raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
-    for replica in trained:
-        if any(_is_model_of(thing, replica) for thing in kept.values()):
-            replica.check_unchanged()
-    content = {name: _saved(name, thing) for name, thing in kept.items()}
-    plain = [name for name, thing in kept.items() if _is_plain(thing)]
-    content[_HEAD] = {
-        "format": _FORMAT, "epochs": done, "seed": seed, "plain": plain, "position": position,
-    }  # fmt: skip
-    if keep is not None:
-        models = {name for name, thing in kept.items() if _is_model(thing)}
-        return checkpoint_folder.save(path, content, models, keep, _write)
-    archive.replace(path, lambda file: _write(content, file))
-    return Path(path)
+    return Content(kept, trained, done, seed, position).write(path, keep)
 
 
 def is_at_servers(thing: Any, replica: Replica) -> bool:
@@ -105,15 +154,25 @@ def fill(thing: Any, value: Any) -> None:
     (thing.update if isinstance(thing, dict) else thing.extend)(value)
 
 
-def _saved(name: str, thing: Any) -> Any:
+def _saved(name: str, thing: Any, snapshots: Sequence[ReplicaSnapshot]) -> Any:
     """What the file has of an object that is kept; raises for what `load` would refuse."""
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        for each in snapshots:
+            if (found := each.take(tensor)) is not None:
+                return found
+        return _own(tensor)
+
     try:
         if _is_plain(thing):
             # Of a class of its own only what is in it.
             state = _copied(dict(thing) if isinstance(thing, dict) else list(thing))
             _check_loadable(name, state)
         else:
-            state = _copied(thing.state_dict())
+            with ExitStack() as stack:
+                for each in snapshots:
+                    stack.enter_context(each.reading())
+                state = _copied(thing.state_dict(), taken)
             _check_loadable(f"the state_dict() of {name}", state)
     except RecursionError:
         raise TypeError(f"{name} contains itself, or is too deep to be saved") from None

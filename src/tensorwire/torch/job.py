@@ -22,15 +22,23 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import SLICES, World
+from tensorwire.membership import SLICES, World, note_in_job_log
 from tensorwire.parameters import Result
 
 from . import checkpoint, discovery
 from .console import ProgressLine
+from .ending import (
+    end_with_error,
+    ending_error,
+    is_interactive,
+    tell_of_failed_write,
+    tell_of_no_step,
+)
 from .loader import Loader, seed_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
+from .saving import Saving
 from .session import Session
 from .worker_state import WorkerState
 
@@ -138,13 +146,6 @@ def latest_job() -> Job | None:
     return _current
 
 
-def _tell_of_no_step(replica: Replica) -> None:
-    """The usual slip, which is silent otherwise: the model is as it was."""
-    model = replica.ownership.model_name
-    text = f"the optimizer of {model} got gradients, and its step() was never called"
-    print(f"tensorwire: {text}; its parameters are as they were", file=sys.stderr, flush=True)
-
-
 class Job:
     """What the workers of a job do together; made by `init`.
 
@@ -180,12 +181,12 @@ class Job:
         self._pid = os.getpid()
         self._given = given
         self._kept: dict[str, Any] = {}
-        self._saves: dict[str, int] = {}  # calls of `save`, by path
+        self._saving = Saving(session, self._kept, self.local_replicas)
         self._first_epoch = 0
         self._epochs: object = None  # the present loop of `epochs`
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
-        WorkerState(session, self.local_replicas, self._kept, self._saves)
+        WorkerState(session, self.local_replicas, self._kept, self._saving.counts)
         self._plain_steps = PlainSteps(self.size) if self.size > 1 and self.rank == 0 else None
         torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
@@ -429,13 +430,22 @@ class Job:
         return next((name for name, kept in self._kept.items() if kept is thing), "")
 
     def save(
-        self, path: str | os.PathLike[str], *, keep: int | None = None, every: int = 1
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        wait: bool = True,
     ) -> Path | None:
         """Writes one version of everything kept to a file, for `torch.load`, or into a folder.
 
         Of a model that is split all of it, as if it were not. One worker calls it, between steps;
         no other takes part. What is written appears complete or not at all. A file keeps the mode
         of one that it replaces; of a symbolic link the target is replaced.
+
+        With `wait=False` it returns when all is copied, and the file is written from the copies
+        while training goes on. What fails then is raised by the next `save`, which does not save
+        itself, by `load`, or at the end of the job, which waits for what is being written.
 
         Args:
             path: of the file; with `keep` of a folder, which is made.
@@ -444,9 +454,12 @@ class Job:
                 last ones; each worker that calls it makes one.
             every: of so many calls one writes, the last: `job.save("checkpoints", keep=3,
                 every=100)` after each step.
+            wait: until it is written. While a file or folder is being written, the next save to it
+                waits.
 
         Returns:
-            What was written; None if nothing was, as `every` says.
+            What was written; None if nothing was yet, as `wait` says, or nothing will be, as
+            `every` says.
 
         Raises:
             RuntimeError: nothing was kept, or a parameter was changed outside of `edit`: its value
@@ -455,20 +468,11 @@ class Job:
                 and containers of these, which `load` refuses; or it contains itself.
             ValueError: `keep` or `every` is no number from 1 up.
             OSError: the disk is full or the path cannot be written; what is there stays.
+            BusyError: two checkpoints are being written to other paths; wait for one.
+            MemoryError: there is none for a copy.
             UnavailableError: `keep` needs safetensors, which is not installed.
         """
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
-        where = os.path.abspath(path)
-        self._saves[where] = self._saves.get(where, 0) + 1
-        if self._saves[where] % every:
-            return None
-        position = self.session.position.saved()
-        done = self.session.done if position is None else position["epoch"]
-        return checkpoint.save(
-            path, self._kept, self.local_replicas, done, self.seed, position, keep
-        )
+        return self._saving.save(path, keep, every, wait)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Puts a saved version back, on all workers; the job goes on where it was saved.
@@ -488,9 +492,12 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
+        note_in_job_log("loaded", path=os.path.abspath(path))
         rejoin, several = self.session.rejoin, self.pipeline > 1
         if rejoin is not None and not rejoin.begin_load():
             return  # what a former process goes on from is noted
+        self._saving.finish()
+        self.session.barrier()  # others' too
         loaded = checkpoint.load(
             path, self._kept, self.local_replicas, self.editing, self.seed, several
         )
@@ -522,7 +529,13 @@ class Job:
     # ---- the end
 
     def close(self) -> None:
-        """Leaves the job. Parameters keep their last values. Idempotent."""
+        """Leaves the job, when checkpoints are written. Parameters keep their last values.
+
+        Idempotent.
+
+        Raises:
+            OSError, ...: one could not be written, see `save`; the job was left nevertheless.
+        """
         self._leave(goodbye=True)
 
     def _leave(
@@ -534,6 +547,7 @@ class Job:
     ) -> None:
         if self.closed:
             return
+        self._saving.writes.finish()
         self.closed = True
         atexit.unregister(self._at_exit)
         if self._plain_steps:
@@ -541,7 +555,7 @@ class Job:
         try:
             for replica in self.local_replicas:
                 if tell and goodbye and self.rank == 0 and replica.never_stepped:
-                    _tell_of_no_step(replica)
+                    tell_of_no_step(replica.ownership.model_name)
                 replica.close(private)
                 if private:  # else nobody uses the optimizer any more
                     optimizer: Any = replica.optimizer
@@ -550,6 +564,7 @@ class Job:
             self.session.after_step.clear()
             self.session.close(goodbye)
             discovery.leave(goodbye, error)
+        self._saving.end(error)
 
     def _check_same(self, given: Mapping[str, Any]) -> None:
         """Raises RuntimeError if `init` is called again for another job than this one."""
@@ -571,28 +586,15 @@ class Job:
         if os.getpid() != self._pid:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
-        error = _ending_error()
-        self._leave(error is None, private=False, error=error, tell=not _is_interactive())
+        error, interactive = ending_error(), is_interactive()
+        try:
+            self._leave(error is None, private=False, error=error, tell=not interactive)
+        except Exception as failed:
+            tell_of_failed_write(failed)
+            end_with_error()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._leave(goodbye=kind is None, error=error)
-
-
-def _is_interactive() -> bool:
-    """Whether a person types the program, in a notebook for example; not so in its children."""
-    return hasattr(sys, "ps1") and multiprocessing.parent_process() is None
-
-
-def _ending_error() -> BaseException | None:
-    """The exception that ends this process, which is about to end; None if it ends well."""
-    if _is_interactive():
-        return None  # the last one has ended a cell or a line, and the person went on
-    if multiprocessing.parent_process() is None:
-        last: BaseException | None = getattr(sys, "last_value", None)
-        if last is not None:
-            return last  # set by the interpreter when an exception has ended the program
-    error = sys.exception()  # multiprocessing ends its children while one is on its way
-    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error

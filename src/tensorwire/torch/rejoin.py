@@ -105,6 +105,16 @@ class Rejoin:
             self._history.note(NoteKind.LOAD, b"")
         return True
 
+    def begin_save(self) -> bool:
+        """`job.save` is called; whether it is to save.
+
+        If a former process has got further it has saved what was then, and servers have it no more.
+        """
+        if self._history.replaying:
+            text = f"worker {self._rank}, in a new process, leaves out job.save: it goes on later"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        return not self._history.replaying
+
     def stepped(self, repeated: bool) -> None:
         """A version is in place; `repeated`: of commits that a former process has made."""
         self._stepped = True

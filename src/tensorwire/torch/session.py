@@ -47,6 +47,7 @@ class Session:
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         position: the same, for a checkpoint.
         statistics: of the steps.
+        before_release: called before servers free a store.
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
         rejoin: where its script is, for a process in its place; None: nobody takes its place.
@@ -73,6 +74,7 @@ class Session:
         self.closed = False
         self.position = Position()
         self.statistics = Statistics()
+        self.before_release: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[Result], None]] = []
         self.rejoin: Rejoin | None = None
         self._stores: list[Store] = []
@@ -147,6 +149,7 @@ class Session:
     def release_store(self, store: Store) -> None:
         """The servers free it too; all workers call it. Not a second time after an interrupt."""
         if store in self._stores:
+            self.before_release()
             if self.rejoin is not None:
                 self.rejoin.refuse("an optimizer was closed, or got other parameters or groups")
             try:

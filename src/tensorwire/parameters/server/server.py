@@ -42,6 +42,7 @@ from ..shard import Shard, ShardMemory
 from .gather import Calls, EverySlice, Gatherer
 from .opening import Opening
 from .publish import Norms, Publication, Results, part
+from .snapshots import Snapshots
 
 _JOIN_S = 10.0
 _MOST_STORES = 1 << 20  # of a job whose servers may be replaced; a byte each
@@ -257,6 +258,7 @@ class StoreServer:
             failpoint("store.released")
             self.closing.set()
             opening.free()
+            server.member.forget(f"{self.number}/")  # what only a predecessor has used
             failpoint("store.freed")
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
@@ -268,7 +270,7 @@ class StoreServer:
     def _make_versions(self, opening: Opening) -> None:
         """Until the last was made."""
         server = self._server
-        versions = Versions(opening, server.make_kernel, server.threads, server.calls)
+        versions = Versions(opening, server.make_kernel, server.threads, server.calls, server.fail)
         try:
             self.version = versions.open(self.results)
             self.share = opening.regions.share
@@ -287,7 +289,12 @@ class Versions:
     """
 
     def __init__(
-        self, opening: Opening, make_kernel: Callable[[str], Kernel], threads: int, calls: Calls
+        self,
+        opening: Opening,
+        make_kernel: Callable[[str], Kernel],
+        threads: int,
+        calls: Calls,
+        fail: Callable[[BaseException], None],
     ) -> None:
         spec, size = opening.spec, opening.regions.share.size_bytes
         kernel = make_kernel(spec.optimizer)
@@ -319,6 +326,7 @@ class Versions:
         self.over = False
         self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
+        self._snapshots = Snapshots(opening, memory, fail)
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
@@ -334,13 +342,16 @@ class Versions:
         """
         failpoint("opening.ready")
         if self._journal is None:
+            self._snapshots.start()
             results.tell_opened()
             return 1
         if not self._journal.published:
             self._journal.publish(1, Result(1).to_bytes())
-        results.tell_again(self._journal.published, self._journal.result)
+        self._snapshots.present = published = self._journal.published
+        self._snapshots.start()
+        results.tell_again(published, self._journal.result)
         failpoint("opening.told")
-        return self._journal.published
+        return published
 
     def advance(self, version: int, results: Results) -> None:
         """Makes a version."""
@@ -359,13 +370,15 @@ class Versions:
         if self._journal is not None:
             self._journal.publish(version, result.to_bytes(), last)
         failpoint("version.published")
+        self._snapshots.present = version
         self._discard_unused(commits)
         results.tell(result)
         failpoint("version.told")
         self.over = last
 
     def close(self) -> None:
-        """Ends the threads of the arithmetic, and lets go of the commits."""
+        """Ends the threads, frees the snapshots, and lets go of the commits."""
+        self._snapshots.close()
         self._shard.close()
         self._gatherer.close()
 

@@ -86,6 +86,7 @@ class Link:
     """A server of an open store.
 
     Attributes:
+        peer: the server.
         regions, share: of the store there, and its cells.
         mapped: its memory is mapped here, so that backward can produce gradients there.
 
@@ -104,7 +105,7 @@ class Link:
     ) -> None:
         self.regions, self.share = regions, regions.share
         self.mapped = peer.path.transport == "shm"
-        self._peer, self._answers = peer, answers
+        self.peer, self._answers = peer, answers
         self._senders: dict[int, Copier | Outbox] = {
             i: Copier(peer, regions, i, commit)
             if self.mapped
@@ -123,7 +124,7 @@ class Link:
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """The part of `Store.push` that concerns this server."""
-        return self._answers.attempt(self._peer, self._senders[slice_index].push, tensor, data)
+        return self._answers.attempt(self.peer, self._senders[slice_index].push, tensor, data)
 
     def rows_copied(self, tensor: int, rows: Rows) -> int:
         """How many bytes this process will copy itself of a gradient of some rows."""
@@ -140,12 +141,12 @@ class Link:
         sender, attempt = self._senders[slice_index], self._answers.attempt
         for table in self.regions.tables:
             if not gradients.keys().isdisjoint(table.tensors):
-                attempt(self._peer, sender.push_rows, table, gradients)
-        attempt(self._peer, sender.flush)
+                attempt(self.peer, sender.push_rows, table, gradients)
+        attempt(self.peer, sender.flush)
 
     def commit(self, slice_index: int, commit: Commit, data: Bytes) -> None:
         """Writes a slice's commit, of which `data` are the bytes."""
-        self._answers.attempt(self._peer, self._senders[slice_index].commit, commit, data)
+        self._answers.attempt(self.peer, self._senders[slice_index].commit, commit, data)
 
     def committed(self, slice_index: int) -> int:
         """The last version that was committed for a slice; where memory is shared."""
@@ -154,33 +155,33 @@ class Link:
     def flush(self) -> None:
         """Sends what was pushed of any slice and not yet sent."""
         for sender in self._senders.values():
-            self._answers.attempt(self._peer, sender.flush)
+            self._answers.attempt(self.peer, sender.flush)
 
     def settle(self) -> None:
         """Waits until all that was sent is in place."""
         senders = self._senders.values()
         transfers = [transfer for sender in senders for transfer in sender.transfers]
-        self._answers.attempt(self._peer, wait_all, transfers)
+        self._answers.attempt(self.peer, wait_all, transfers)
         for sender in senders:
             sender.transfers.clear()
 
     def region(self, kind: RegionKind, which: int | str | None = None) -> RemoteRegion:
         """A region of the server."""
         name = self.regions.name(kind, which)
-        return self._answers.attempt(self._peer, self._peer.region, name)
+        return self._answers.attempt(self.peer, self.peer.region, name)
 
     def find(self, kind: RegionKind) -> RemoteRegion | None:
         """A region that the server may have or not."""
         name = self.regions.name(kind)
         try:
-            return self._answers.attempt(self._peer, self._peer.region, name, None)
+            return self._answers.attempt(self.peer, self.peer.region, name, None)
         except LookupError:
             return None
 
     def read(self, remote: RemoteRegion, local: Any) -> None:
         """Fills `local` from the server's memory."""
-        self._answers.attempt(self._peer, lambda: remote.read(local).wait())
+        self._answers.attempt(self.peer, lambda: remote.read(local).wait())
 
     def write(self, remote: RemoteRegion, local: Any) -> None:
         """Overwrites the server's memory."""
-        self._answers.attempt(self._peer, lambda: remote.write(local).wait())
+        self._answers.attempt(self.peer, lambda: remote.write(local).wait())

@@ -18,6 +18,8 @@ from ..messages import Bytes, Commit, Result
 from ..regions import AVERAGE
 from ..rows import Gradient, heads_bytes, part_of, tables_of, take_meant
 from ..shard import Shard, ShardMemory
+from ..snapshot import AVERAGED, COUNTS, MOST_SNAPSHOTS, SCALARS, VALUES, busy, state
+from .snapshot import LocalSnapshot, Snapshot
 from .store import Place
 from .view import ScriptView
 
@@ -57,6 +59,7 @@ class LocalStore:
         self._tables = tables_of(share)
         self._gradients: list[dict[int, Gradient]] = [{} for _ in slices]
         self._commits: dict[int, Commit] = {}
+        self._held: list[int] = []  # versions of which there are snapshots; any thread
 
     def places(self, slice_index: int) -> Sequence[Place | str]:
         memory = self._memory[slice_index]
@@ -122,6 +125,20 @@ class LocalStore:
 
     def write_state(self, name: str, source: Bytes) -> None:
         self._states[name][:] = source
+
+    def snapshot(self) -> Snapshot:
+        if len(self._held) == MOST_SNAPSHOTS:
+            listed = " and ".join(f"version {each}" for each in self._held)
+            raise busy(
+                f"this process holds {MOST_SNAPSHOTS} snapshots of one optimizer's store, the most "
+                f"at a time: {listed}"
+            )
+        parts: dict[str, NDArray[Any]] = {AVERAGED: self._averaged}
+        parts |= {VALUES: self._shard.memory.master, COUNTS: self._counts, SCALARS: self._scalars}
+        parts |= {state(name): array for name, array in self._states.items()}
+        made = LocalSnapshot(self.version, parts, self._held.pop)
+        self._held.append(self.version)
+        return made
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         return (self._averaged if averaged else self._counts).copy()

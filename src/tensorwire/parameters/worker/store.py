@@ -24,6 +24,7 @@ from ..messages import RELEASE, Bytes, Commit, Description, Result
 from ..regions import RegionKind, ServerRegions, allocate_at_worker, result_block
 from ..rows import Gradient, take_meant
 from .link import Answers, Link
+from .snapshot import Asker, Snapshot
 from .view import ViewSource
 
 
@@ -172,6 +173,17 @@ class Store(Protocol):
     def write_state(self, name: str, source: Bytes) -> None:
         """Overwrites a state; between versions, by one worker."""
 
+    def snapshot(self) -> Snapshot:
+        """A copy of the version in place, which stays as it is; between versions.
+
+        Nobody else takes part, and the others go on as soon as this worker does.
+
+        Raises:
+            BusyError: as many as there may be are held; the message tells by whom.
+            MemoryError: there is none left for it.
+            RuntimeError, PeerLostError: as `wait`.
+        """
+
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         """Steps that were applied to each tensor, or values that are `averaged`."""
 
@@ -230,6 +242,9 @@ class RemoteStore:
             self._answers.attempt(peer, Link, peer, there, commits, self._sends, self._answers)
             for peer, there in zip(servers, regions, strict=True)
         ]
+        self._asker = Asker(member, number, layout, self._links, self._answers)
+        if self._history is not None and self._history.succeeds:
+            self._asker.free_all()
         self._gradients: dict[int, dict[int, Gradient]] = {i: {} for i in commits}
         seen = source.open(self._answers, regions)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
@@ -386,6 +401,9 @@ class RemoteStore:
             if size := link.share.size_bytes:
                 part = whole[link.share.start : link.share.stop]
                 (link.write if write else link.read)(link.region(kind, which)[:size], part)
+
+    def snapshot(self) -> Snapshot:
+        return self._asker.make(self.version)
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         total = np.zeros(len(self.layout.places), np.int64)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from tensorwire.parameters import AVERAGE, Bytes, Store
+from tensorwire.parameters import AVERAGE, Bytes, PresentVersion, Snapshot, Store
 
 from ..kernels import OwnStepKernel, TorchKernel, scalar_of
 from ..session import Session
@@ -51,6 +51,9 @@ class OptimizerState:
         arithmetic: of the optimizer.
         ownership: who has the model.
         parameters: of the store.
+
+    Attributes:
+        snapshot: what `state_dict` reads instead of what the store has now; None: it does not.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class OptimizerState:
         parameters: Sequence[torch.Tensor],
     ) -> None:
         self._session, self._store, self._optimizer = session, store, optimizer
+        self.snapshot: Snapshot | None = None
         self._arithmetic, self._ownership = arithmetic, ownership
         self._trained = {i: parameters[i] for i in store.layout.trained}
         self._frozen: dict[Any, Entry] = {}
@@ -85,6 +89,10 @@ class OptimizerState:
                 )
             return plain()
         found = self._read()
+        hooks: Any = self._optimizer
+        own = getattr(plain, "__func__", None) is torch.optim.Optimizer.state_dict
+        if self.snapshot and not (own and not hooks._optimizer_state_dict_post_hooks):
+            self.snapshot.fetch()  # who knows what they make of the tensors
         entries = {self._trained[i]: entry for i, entry in found.items()}
         state = self._ownership.state_dict(plain, {**entries, **self._frozen}, found)
         if self._arithmetic.ema:
@@ -165,11 +173,8 @@ class OptimizerState:
         By index in the store; of a parameter only the format counts.
         """
         store, kernel = self._store, self._arithmetic.kernel
-        arrays = {}
-        for name in kernel.states:
-            arrays[name] = np.empty(store.layout.size_bytes, np.uint8)
-            store.read_state(name, arrays[name])
-        scalars, counts = store.scalars().tolist(), store.counts().tolist()
+        version = self.snapshot or PresentVersion(store)
+        scalars, counts = version.scalars().tolist(), version.counts().tolist()
         found = {}
         for index, parameter in self._trained.items():
             if not (counts[index] or _is_made_at_once(kernel)):
@@ -182,7 +187,7 @@ class OptimizerState:
             elif kernel.keeps_count:
                 entry["step"] = torch.tensor(float(counts[index]))
             for name, size in self._shapes_of(index).items():
-                entry[name] = _array_at(arrays[name][place.start : place.end], size, parameter)
+                entry[name] = _array_at(version.state(name, place), size, parameter)
             if entry:
                 found[index] = entry
         return found
@@ -281,12 +286,10 @@ class OptimizerState:
     def averages(self) -> dict[int, torch.Tensor]:
         """The averages of weights, of parameters that have one."""
         self.average_frozen()
-        store = self._store
-        data = np.empty(store.layout.size_bytes, np.uint8)
-        store.read_state(AVERAGE, data)
-        counts = store.counts(averaged=True)
+        version, places = self.snapshot or PresentVersion(self._store), self._store.layout.places
+        counts = version.counts(averaged=True)
         trained = {
-            i: tensor_at(data[store.layout.places[i].start : store.layout.places[i].end], parameter)
+            i: tensor_at(version.state(AVERAGE, places[i]), parameter)
             for i, parameter in self._trained.items()
             if counts[i]
         }

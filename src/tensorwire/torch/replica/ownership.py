@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorwire.parameters import Store
+from tensorwire.parameters import Layout, Readable
 
 from ..model_index import ModelIndex, model_index_of
 from ..session import Session
@@ -218,15 +218,16 @@ class Pipelined(Replicated):
 
     # ---- the model's
 
-    def model_state(self, store: Store, buffers: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    def model_state(
+        self, version: Readable, layout: Layout, buffers: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
         """The `state_dict()` of the whole model, one version of it; no other worker takes part.
 
         Args:
-            store: has it.
+            version: of the store that has it.
+            layout: of the store.
             buffers: their indices in the store.
         """
-        data = np.empty(store.layout.size_bytes, np.uint8)
-        store.read_values(data)
         index, found = self._index, {}
         own = dict(self._model.named_buffers())
         indices = {**{name: i for i, name in enumerate(index.parameters)}, **buffers}
@@ -236,8 +237,7 @@ class Pipelined(Replicated):
             else:  # in the order of its indices, whatever it is in memory
                 like = torch.empty_like(index.buffers[name], memory_format=torch.contiguous_format)
             if name in indices:
-                place = store.layout.places[indices[name]]
-                found[key] = tensor_at(data[place.start : place.end], like)
+                found[key] = tensor_at(version.value(layout.places[indices[name]]), like)
             elif name in own:  # a buffer that nobody else has
                 found[key] = own[name].detach()
             else:  # without elements

@@ -29,6 +29,7 @@ from tensorwire.parameters import (
     Bytes,
     Commit,
     Part,
+    PresentVersion,
     Spec,
     Store,
 )
@@ -558,7 +559,8 @@ class Replica:
     def model_state(self) -> dict[str, torch.Tensor]:
         """The `state_dict()` of a shared model, all of it; no other worker takes part."""
         assert isinstance(self.ownership, Pipelined)
-        return self.ownership.model_state(self.store, self.buffers.indices)
+        version = self.state.snapshot or PresentVersion(self.store)
+        return self.ownership.model_state(version, self.store.layout, self.buffers.indices)
 
     def tensors(self) -> Iterator[Found]:
         """Where the tensors of this process are now, by the addresses at which they arrived."""

@@ -1,0 +1,239 @@
+"""The snapshots that a server has made of a store: copies of its share of one version, lent out.
+
+A thread of its own copies while the store's thread waits for commits. Who asks is a worker that
+has the version it asks for and has not committed the next one, so that the version stays in place,
+at all servers, until the copy is there: a successor can make the copy again, and all servers have
+the same version in it. What is held is noted in memory that outlives this process.
+
+Who is no worker holds no version back by a commit: for such a reader the store's thread would have
+to wait with the next version. A mailbox for its requests has its place behind those of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
+from tensorwire.failpoints import failpoint
+from tensorwire.memory import Mailbox, Region, RemoteMailbox, mailbox_bytes
+
+from ..messages import Bytes
+from ..regions import AVERAGE, RegionKind, reply_block
+from ..shard import ShardMemory
+from ..snapshot import (
+    AVERAGED,
+    BELL_BYTES,
+    COUNTS,
+    MOST_SNAPSHOTS,
+    REQUEST_BYTES,
+    REQUEST_PLACES,
+    SCALARS,
+    VALUES,
+    Parts,
+    Reply,
+    Request,
+    RequestKind,
+    RequestOutcome,
+    state,
+)
+from .opening import Opening
+
+_LOOK_S = 1.0  # whether who holds a snapshot is still there
+_FIND_S = 5.0
+_CHUNK_BYTES = 16 << 20
+_BLOCK_BYTES = mailbox_bytes(REQUEST_BYTES, REQUEST_PLACES)
+_NOTE_WORDS = 8  # of each snapshot: 1 + rank of who holds it, number, version
+
+
+class Held(NamedTuple):
+    """A snapshot: the worker that holds it, by its rank, the number of its request, the version."""
+
+    rank: int
+    number: int
+    version: int
+
+
+class Snapshots:
+    """Those of one store at this server, and the thread that makes them.
+
+    Args:
+        opening: of the store.
+        memory: what is copied.
+        fail: is told what the thread cannot go on after.
+
+    Attributes:
+        present: the version in place; set when all of it is written, before anybody is told.
+    """
+
+    def __init__(
+        self,
+        opening: Opening,
+        memory: ShardMemory,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._opening, self._member, self._memory = opening, opening.member, memory
+        self.present, self._fail = 1, fail
+        count = self._member.count
+        asks = opening.allocate(RegionKind.ASKS, None, BELL_BYTES + count * _BLOCK_BYTES)
+        self._bell = asks.word(0)
+        starts = [BELL_BYTES + rank * _BLOCK_BYTES for rank in range(count)]
+        blocks = [asks[start : start + _BLOCK_BYTES] for start in starts]
+        self._inboxes = [Mailbox(block, REQUEST_PLACES) for block in blocks]
+        words = _NOTE_WORDS * MOST_SNAPSHOTS
+        notes = opening.allocate(RegionKind.HOLDERS, None, 8 * words).array("int64")[:words]
+        self._notes = notes.reshape(MOST_SNAPSHOTS, -1)
+        self._answered = [0] * count  # by rank, the number of the request
+        self._outboxes: dict[int, RemoteMailbox] = {}
+        # Those of a predecessor go on; what it was about to make or to free is not kept.
+        self._regions = {held: self._allocate(held) for _, held in self._noted()}
+        self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="tensorwire-snapshots", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer; when the store has the version that is in place."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and frees all snapshots: the store is about to be freed."""
+        self._closing = True
+        with contextlib.suppress(ClosedError, StaleHandleError):
+            self._bell.set(self._bell.value + 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for held in list(self._regions):
+            self._free(held)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                seen = self._bell.value
+                for rank in range(self._member.count):
+                    if self._closing:
+                        return
+                    self._serve(rank)
+                for held in list(self._regions):
+                    if self._is_gone(held.rank):
+                        self._free(held)
+                with contextlib.suppress(TimeoutError):
+                    self._bell.wait_until(seen + 1, _LOOK_S if self._regions else None)
+        except (ClosedError, StaleHandleError):
+            return  # the job is over
+        except BaseException as error:
+            if not self._closing:
+                traceback.print_exc()
+                self._fail(error)
+
+    def _serve(self, rank: int) -> None:
+        """Does what a worker has asked for last, unless it was done and answered."""
+        number = self._inboxes[rank].count
+        if number <= self._answered[rank]:
+            return
+        reply = self._do(rank, number, Request.from_bytes(self._inboxes[rank].message(number)))
+        # One that is gone is not waited for; a process in its place asks anew.
+        with contextlib.suppress(TensorwireError, LookupError):
+            if rank not in self._outboxes:
+                peer = self._member.workers[rank]
+                name = self._opening.regions.name(RegionKind.REPLY)
+                block = reply_block(self._member.index)
+                self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
+            self._outboxes[rank].send(reply.to_bytes(), number).wait(_FIND_S)
+            self._answered[rank] = number
+            failpoint("snapshot.told")
+
+    def _do(self, rank: int, number: int, request: Request) -> Reply:
+        """Idempotent, as a successor of this process does it again."""
+        if request.kind == RequestKind.MAKE:
+            return self._make(Held(rank, number, request.version))
+        for held in list(self._regions):
+            if held.rank == rank and (
+                request.kind == RequestKind.FREE_ALL or held.number == request.number
+            ):
+                self._free(held)
+        return Reply(RequestOutcome.DONE)
+
+    def _make(self, asked: Held) -> Reply:
+        if asked in self._regions:
+            return Reply(RequestOutcome.DONE)
+        where = f"server {self._member.index}"
+        if self._is_gone(asked.rank):
+            return Reply(RequestOutcome.REFUSED, f"worker {asked.rank} has ended")
+        if self.present != asked.version:
+            text = f"{where} is at version {self.present}, and {asked.version} was asked for"
+            return Reply(RequestOutcome.REFUSED, text)
+        rows = [row for row in range(MOST_SNAPSHOTS) if not self._notes[row, 0]]
+        if not rows:
+            listed = ", ".join(f"version {h.version} for worker {h.rank}" for h in self._regions)
+            text = (
+                f"{where} holds {len(self._regions)} snapshots of one optimizer's store, the most "
+                f"at a time: {listed}"
+            )
+            return Reply(RequestOutcome.BUSY, text)
+        region: Region | None = None
+        try:
+            region = self._allocate(asked)
+            failpoint("snapshot.allocated")
+            self._copy(asked.version, region)
+        except MemoryError as error:
+            if region is not None:
+                self._member.free(region)
+            return Reply(RequestOutcome.NO_MEMORY, f"{where} has no memory for a snapshot: {error}")
+        failpoint("snapshot.copied")
+        self._regions[asked] = region
+        row = self._notes[rows[0]]
+        row[1], row[2] = asked.number, asked.version
+        row[0] = 1 + asked.rank  # last: then it is held
+        failpoint("snapshot.noted")
+        return Reply(RequestOutcome.DONE)
+
+    def _copy(self, version: int, region: Region) -> None:
+        memory, arrays = region.array(), self._arrays()
+        parts = Parts.of(version, arrays)
+        parts.write_head(memory)
+        for name, array in arrays.items():
+            target = memory[parts.place(name)]
+            for start in range(0, len(array), _CHUNK_BYTES):
+                if self._closing:
+                    raise ClosedError("the store is freed")
+                target[start : start + _CHUNK_BYTES] = array[start : start + _CHUNK_BYTES]
+
+    def _arrays(self) -> Mapping[str, Bytes]:
+        """What a snapshot consists of, by the names of its parts."""
+        memory, size = self._memory, self._opening.regions.share.size_bytes
+        arrays = {VALUES: memory.master[:size]}
+        arrays |= {state(name): each[:size] for name, each in memory.states.items()}
+        if memory.average is not None:
+            arrays[state(AVERAGE)] = memory.average[:size]
+        arrays[COUNTS] = memory.counts.view(np.uint8)
+        arrays[AVERAGED] = memory.averaged.view(np.uint8)
+        arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
+        return arrays
+
+    def _allocate(self, held: Held) -> Region:
+        size = Parts.of(held.version, self._arrays()).size_bytes
+        which = f"{held.rank}.{held.number}"
+        return self._opening.regions.allocate(self._member, RegionKind.SNAPSHOT, which, size)
+
+    def _noted(self) -> Iterator[tuple[int, Held]]:
+        """What is noted as held, with the row of the notes."""
+        for row, (holder, number, version, *_) in enumerate(self._notes.tolist()):
+            if holder:
+                yield row, Held(holder - 1, number, version)
+
+    def _free(self, held: Held) -> None:
+        for row, each in self._noted():
+            if each == held:
+                self._notes[row, 0] = 0
+        self._member.free(self._regions.pop(held))
+        failpoint("snapshot.freed")
+
+    def _is_gone(self, rank: int) -> bool:
+        """Who held a snapshot has ended; one that takes its place has none."""
+        peer = self._member.workers.get(rank)
+        return peer is None or peer.lost or self._member.has_left(rank)

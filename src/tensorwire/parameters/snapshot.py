@@ -1,0 +1,155 @@
+"""A snapshot of one version of a store at one server: how it is asked for, and what is in it.
+
+Pure. `server/snapshots.py` makes them, `worker/snapshot.py` asks for them. A snapshot is a region
+that begins with what is in it and where. docs/parameters.md has the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorwire.errors import BusyError
+
+from .layout import padded
+from .messages import Bytes
+
+MOST_SNAPSHOTS = 2
+"""Of one store at a time: one that is being written to a disk, and one that is made meanwhile."""
+
+VALUES, COUNTS, SCALARS, AVERAGED = "values", "counts", "scalars", "averaged"
+"""The parts of a snapshot, beside `state` of each state of the optimizer."""
+
+REQUEST_BYTES, REQUEST_PLACES = 64, 2
+"""Of a mailbox for requests: a successor may read one when the next is on its way."""
+REPLY_BYTES = 448
+BELL_BYTES = 64
+"""The word and padding in front of the mailboxes for requests."""
+
+_REQUEST = struct.Struct("<qqq")  # kind, version, number
+_REPLY = struct.Struct("<qq")  # outcome, bytes of text
+_HEAD_BYTES = 4096
+
+
+def state(name: str) -> str:
+    """The part of a snapshot that has a state of the optimizer."""
+    return f"state/{name}"
+
+
+def busy(text: str) -> BusyError:
+    """The error where as many snapshots are held as there may be, and the text tells by whom."""
+    return BusyError(
+        f"{text}. Each is held until its checkpoint is written: wait for one, or save to the same "
+        "path, which waits by itself"
+    )
+
+
+class RequestKind(IntEnum):
+    """What is asked for; the request's own number is the name of what is made."""
+
+    MAKE = 1
+    FREE = 2
+    FREE_ALL = 3  # whatever was made for the same member
+
+
+class Request(NamedTuple):
+    """What a member asks of a server.
+
+    Attributes:
+        kind: of it.
+        version: MAKE: the one that is copied, which stays in place until there is an answer.
+        number: FREE: of the request by which the snapshot was made.
+    """
+
+    kind: RequestKind
+    version: int = 0
+    number: int = 0
+
+    def to_bytes(self) -> Bytes:
+        """As it is written."""
+        return np.frombuffer(_REQUEST.pack(*self), np.uint8)
+
+    @staticmethod
+    def from_bytes(data: Bytes) -> Request:
+        """Copies it out of memory; ValueError if it is none."""
+        kind, version, number = _REQUEST.unpack(data[: _REQUEST.size].tobytes())
+        return Request(RequestKind(kind), version, number)
+
+
+class RequestOutcome(IntEnum):
+    """What came of a request."""
+
+    DONE = 0
+    BUSY = 1  # as many as there may be are held
+    REFUSED = 2
+    NO_MEMORY = 3
+
+
+class Reply(NamedTuple):
+    """A server's answer; the text tells what an outcome other than DONE is about."""
+
+    outcome: RequestOutcome
+    text: str = ""
+
+    def to_bytes(self) -> Bytes:
+        """As it is written; a text that is too long is cut."""
+        text = self.text.encode()[: REPLY_BYTES - _REPLY.size]
+        return np.frombuffer(_REPLY.pack(self.outcome, len(text)) + text, np.uint8)
+
+    @staticmethod
+    def from_bytes(data: Bytes) -> Reply:
+        """Copies it out of memory."""
+        outcome, size = _REPLY.unpack(data[: _REPLY.size].tobytes())
+        text = data[_REPLY.size : _REPLY.size + size].tobytes().decode(errors="replace")
+        return Reply(RequestOutcome(outcome), text)
+
+
+class Parts:
+    """Where the parts of a snapshot lie in its region.
+
+    Attributes:
+        size_bytes: of the region.
+    """
+
+    def __init__(self, version: int, places: Mapping[str, tuple[int, int]]) -> None:
+        self.version, self._places = version, dict(places)
+        self.size_bytes = max((stop for _, stop in places.values()), default=_HEAD_BYTES)
+
+    @staticmethod
+    def of(version: int, arrays: Mapping[str, Bytes]) -> Parts:
+        """Those of a snapshot that has these arrays."""
+        places, at = {}, _HEAD_BYTES
+        for name, array in arrays.items():
+            places[name] = at, at + len(array)
+            at += padded(len(array))
+        return Parts(version, places)
+
+    def write_head(self, memory: Bytes) -> None:
+        """Says in the memory of a snapshot what is where."""
+        text = json.dumps({"version": self.version, "parts": self._places}).encode()
+        if len(text) > _HEAD_BYTES - 8:
+            raise ValueError(f"the parts of a snapshot take {len(text)} bytes to name, too many")
+        memory[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        memory[:8].view(np.int64)[0] = len(text)
+
+    @staticmethod
+    def head_bytes() -> int:
+        """How much of the memory of a snapshot says what is where."""
+        return _HEAD_BYTES
+
+    @staticmethod
+    def read(head: Bytes) -> Parts:
+        """What `write_head` has written."""
+        size = int(head[:8].view(np.int64)[0])
+        told = json.loads(head[8 : 8 + size].tobytes())
+        places = {name: (start, stop) for name, (start, stop) in told["parts"].items()}
+        return Parts(told["version"], places)
+
+    def place(self, name: str) -> slice:
+        """Where a part lies; LookupError if there is none of this name."""
+        return slice(*self._places[name])

@@ -1,0 +1,131 @@
+"""What `job.save` does: which calls write, and what is written while the script goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorwire.membership import note_in_job_log
+
+from . import checkpoint
+from .ending import tell_of_failed_write
+from .replica.replica import Replica
+from .session import Session
+
+
+class BackgroundWrites:
+    """Those of one worker, at most one at a time for each path.
+
+    An error is raised once, by whatever looks next. One thread uses it.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, threading.Thread] = {}
+        self._errors: list[BaseException] = []
+
+    def start(self, path: str, write: Callable[[], object]) -> None:
+        """Begins to write; nothing is being written to this path."""
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they would keep what was written
+                self._errors.append(error)
+
+        # Not a daemon: a process that ends has its checkpoint written first.
+        self._running[path] = threading.Thread(target=run, name="tensorwire-save")
+        self._running[path].start()
+
+    def wait(self, path: str) -> None:
+        """Returns when nothing is being written to a path.
+
+        Raises:
+            OSError, ...: what could not be written, to other paths too.
+        """
+        if (thread := self._running.get(path)) is not None:
+            thread.join()
+            del self._running[path]
+        self.check()
+
+    def finish(self) -> None:
+        """Returns when nothing is being written."""
+        for thread in self._running.values():
+            thread.join()
+        self._running.clear()
+
+    def check(self) -> None:
+        """Raises what could not be written, if nobody was told yet."""
+        errors, self._errors = self._errors, []
+        for other in errors[1:]:
+            errors[0].add_note(f"nor was another checkpoint: {type(other).__name__}: {other}")
+        if errors:
+            raise errors[0]
+
+
+class Saving:
+    """The checkpoints of one worker.
+
+    Args:
+        session: of the worker.
+        kept: what `job.keep` has named; more may be added.
+        replicas: of its optimizers; more may be added.
+
+    Attributes:
+        counts: how often `save` was called, by path.
+        writes: what is being written.
+    """
+
+    def __init__(
+        self, session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]
+    ) -> None:
+        self._session, self._kept, self._replicas = session, kept, replicas
+        self.counts: dict[str, int] = {}
+        self.writes = BackgroundWrites()
+        session.before_release = self.writes.finish  # they read from a store
+
+    def save(
+        self, path: str | os.PathLike[str], keep: int | None, every: int, wait: bool
+    ) -> Path | None:
+        """See `Job.save`."""
+        for name, number in (("keep", keep), ("every", every)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
+        session, where = self._session, os.path.abspath(path)
+        self.counts[where] = self.counts.get(where, 0) + 1
+        if self.counts[where] % every:
+            return None
+        if session.rejoin is not None and not session.rejoin.begin_save():
+            return None
+        self.writes.wait(where)
+        position = session.position.saved()
+        done = session.done if position is None else position["epoch"]
+        content = checkpoint.Content(self._kept, self._replicas, done, session.seed, position)
+
+        def write() -> Path:
+            written = content.write(path, keep)
+            note_in_job_log("saved", path=os.path.abspath(written))
+            return written
+
+        if wait:
+            return write()
+        self.writes.start(where, write)
+        return None
+
+    def finish(self) -> None:
+        """Returns when nothing is being written; raises what could not be."""
+        self.writes.finish()
+        self.writes.check()
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing is saved any more; raises what could not be written, unless an error ends all."""
+        try:
+            self.finish()
+        except Exception as failed:
+            if error is None:
+                raise
+            tell_of_failed_write(failed)
