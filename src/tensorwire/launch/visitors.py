@@ -21,7 +21,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.membership import PEER_CREDENTIALS, is_there, runtime_folder, try_lock
 
 # Who has connected and says nothing for long makes room for others.
-_MOST_WAITING = 64
+_MOST_WAITING = 256
 _LONGEST_CLAIM = 4096
 _LONGEST_PATH = 107  # of a unix socket, as the kernel has room for it
 
@@ -142,7 +142,7 @@ class Door:
         self.path.unlink(missing_ok=True)  # what a killed one has left
         self._listener.bind(os.fspath(self.path))
         self.path.chmod(0o600)
-        self._listener.listen(_MOST_WAITING)
+        self._listener.listen()
         self._listener.setblocking(False)
         self._epoll.register(self._listener, select.EPOLLIN)
 

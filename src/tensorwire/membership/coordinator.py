@@ -32,6 +32,8 @@ _TOLD_BY = f"{RANK} and {COORDINATOR}"
 _PAUSE_S = 0.05
 _ANSWER_S = 30.0  # of a program that does nothing but wait for such questions
 _MOST_BYTES = 1 << 16
+# Nobody listens, one that was killed has left its name, and so many come that one has to wait.
+_NOT_YET = FileNotFoundError, ConnectionRefusedError, BlockingIOError
 _SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
 
 
@@ -90,21 +92,16 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
             channel.connect(path)
             _check_user(channel, path)
             return channel
-        except FileNotFoundError as error:
-            channel.close()
-            if time.monotonic() >= deadline:
-                after = f" within {timeout_s:g} s" if timeout_s else ""
-                raise UnavailableError(
-                    f"{COORDINATOR} is {path}, and nobody listens there{after}: start "
-                    "'tensorwire serve' on this host, which prints the path; if it was there, the "
-                    "job is over, and its own messages tell why"
-                ) from error
         except OSError as error:
             channel.close()
-            text = f"{COORDINATOR} is {path}, which cannot be reached: {error.strerror or error}"
-            if isinstance(error, ConnectionRefusedError):
-                text += "; the tensorwire serve that listened there was killed: start it again"
-            raise UnavailableError(text) from error
+            if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
+                after = f" within {timeout_s:g} s" if timeout_s else ""
+                raise UnavailableError(
+                    f"{COORDINATOR} is {path}, and nobody could be reached there{after} "
+                    f"({error.strerror or error}): start 'tensorwire serve' on this host, which "
+                    "prints the path; if it was there, its job is over: its own messages tell why, "
+                    "unless it was killed"
+                ) from None
         except BaseException:
             channel.close()
             raise
@@ -127,7 +124,7 @@ def _ask(channel: socket.socket, path: str, question: dict[str, Any]) -> dict[st
         channel.send(json.dumps(question).encode())
         data = channel.recv(_MOST_BYTES)
     except OSError as error:
-        raise UnavailableError(f"tensorwire serve at {path} does not answer: {error}") from error
+        raise UnavailableError(f"tensorwire serve at {path} does not answer: {error}") from None
     if not data:
         raise UnavailableError(
             f"tensorwire serve at {path} has ended; its own messages tell why, unless it was killed"

@@ -55,8 +55,8 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     launcher = "tensorwire run"
     if workers != 1 and os.environ.get(COORDINATOR):
         launcher = "tensorwire serve"
+        tracebacks.install(f"worker {os.environ.get(RANK, '')}")
         enter_job(timeout_s=rendezvous.join_timeout_s())
-        tracebacks.install(f"worker {os.environ[RANK]}")
     # A program that says that it is alone is alone, whatever a launcher has said to it.
     told = {key: os.environ[key] for key in os.environ if workers != 1 or key == SLICES}
     place = World.from_environment(told)
