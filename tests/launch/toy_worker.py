@@ -27,6 +27,7 @@ from tensorwire.parameters import (
 )
 
 STEPS = int(os.environ.get("TOY_STEPS", "12"))
+STORES = int(os.environ.get("TOY_STORES", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     assert world is not None
     member = WorkerMember.join(world)
     digest, collective = hashlib.sha256(), Collective(member)
-    for number in range(2):
+    for number in range(STORES):
         train(member, collective, number, digest)
     total = collective.sum([float(world.rank)])
     digest.update(repr(total).encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.failpoints import WORKER_FAILPOINTS
+from tensorwire.transitions import rows_of
 
 SCRIPT = """
 import os, sys, hashlib, random, torch, torch.nn.functional as F, tensorwire.torch as tw
@@ -102,10 +102,13 @@ CASES = [
     for rank, (place, many) in enumerate(
         {
             "part.sent": (2, 4, 6),
+            "answer.come": (1, 4),
             "answer.noted": (1, 3, 5),
             "position.noted": (1, 2, 12, 14, 19, 26),
+            "gradients.sent": (1, 13),
             "commit.noted": (1, 6, 14, 20),
             "commit.sent": (2, 7, 13, 21),
+            "result.come": (1, 14),
             "result.noted": (3, 6, 15, 19),
         }.items()
     )
@@ -113,14 +116,35 @@ CASES = [
 ]
 
 
+# A process that has another one's place: what it does first.
+SUCCESSORS = [
+    f"worker-1:commit.sent:7:kill,worker-1+1:{place}:1:kill"
+    for place in ("commit.repeated", "version.reached", "position.noted")
+]
+# A later one of the place does it again.
+SUCCESSORS += [
+    f"worker-0:commit.noted:6:kill,worker-0+1:{first}:1:kill,worker-0+2:{then}:1:kill"
+    for first, then in (
+        ("commit.repeated", "version.reached"),
+        ("version.reached", "commit.repeated"),
+    )
+]
+
+
 def test_every_place_is_tried() -> None:
-    assert {place for _, place, _ in CASES} == set(WORKER_FAILPOINTS)
+    """A row that is added to the protocol is tried here, at its first and at a later time."""
+    tried = {place for _, place, _ in CASES}
+    assert tried | {"commit.repeated", "version.reached"} == set(rows_of("worker"))
+    for name in tried:
+        assert len({times for _, place, times in CASES if place == name}) > 1
 
 
-def test_the_documentation_names_every_place() -> None:
-    page = (Path(__file__).parents[2] / "docs/fault-tolerance.md").read_text()
-    for name, what in WORKER_FAILPOINTS.items():
-        assert f"| `{name}` | {what} |" in page
+@pytest.mark.slow
+@pytest.mark.parametrize("fail", SUCCESSORS)
+def test_successors_are_killed(tmp_path: Path, whole: tuple[set[str], bytes], fail: str) -> None:
+    digests, said = run(tmp_path / "job", SCRIPT, fail, "--servers", "2")
+    assert f"takes its place (restart {fail.count(',') + 1})" in said, said
+    assert (digests, (tmp_path / "job/checkpoint").read_bytes()) == whole
 
 
 @pytest.fixture(scope="module")

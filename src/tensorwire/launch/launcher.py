@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from tensorwire import failpoints
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
@@ -91,4 +93,5 @@ def run(
         silence_s,
         *([] if server_command is None else [tuple(server_command)]),
     )
+    failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
     return Supervisor(job, prefix=prefix, patience=patience).run()

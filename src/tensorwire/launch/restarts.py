@@ -16,12 +16,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.transitions import GRANT
+from tensorwire.walk import Walk
 
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
@@ -49,6 +52,29 @@ class _Member:
     successor: Process | None = None
     until: float | None = None
     overdue: bool = False
+
+
+class _Arrival(NamedTuple):
+    """Something else has started a worker: it, the socket to it, and what it is told first."""
+
+    worker: Replaceable
+    socket: socket.socket
+    told: dict[str, Any]
+
+
+class _Grant:
+    """The place of a member that has ended is given to a successor: the rows start it, or it came.
+
+    Args:
+        process: that has ended.
+        member: whose place it is.
+        came: the successor, where something else has started it.
+    """
+
+    successor: Process
+
+    def __init__(self, process: Replaceable, member: _Member, came: _Arrival | None = None) -> None:
+        self.process, self.member, self.came = process, member, came
 
 
 class Restarts:
@@ -85,6 +111,7 @@ class Restarts:
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
         self._standby_deaths = 0
+        self._grant = self._bind()
 
     # --- members --------------------------------------------------------------------------------
 
@@ -117,14 +144,11 @@ class Restarts:
             KeeperError: it cannot be told what it gets.
         """
         member = self._members.setdefault((worker.kind, worker.index), _Member([]))
-        member.keeper.attach(ours)
-        succeeds = former is not None and member.keeper.restorable  # else nobody has known it
-        if former is not None and succeeds:
-            member.term += 1
-            self._granted(former, worker, member.term)
-        member.keeper.tell({**told, "term": member.term})
-        if succeeds:
-            member.keeper.hand_over([], member.term)
+        if former is not None and member.keeper.restorable:
+            self._grant(_Grant(former, member, _Arrival(worker, ours, told)))
+        else:  # nobody has known a former one
+            member.keeper.attach(ours)
+            member.keeper.tell({**told, "term": 0})
         return member.term
 
     def farewell(self, process: Replaceable) -> bool | None:
@@ -147,7 +171,10 @@ class Restarts:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
         untaken = process.kind == "server" and not member.keeper.taken
-        return member.keeper.restorable and (process.killed or untaken)
+        if not (member.keeper.restorable and (process.killed or untaken)):
+            return False
+        failpoint("death.noticed")
+        return True
 
     def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
@@ -160,7 +187,10 @@ class Restarts:
         reached = member.keeper.progress()
         member.deaths = 1 if reached > member.reached else member.deaths + 1
         member.reached = reached
-        return member.deaths <= self._job.restarts
+        if member.deaths > self._job.restarts:
+            return False
+        failpoint("death.counted")
+        return True
 
     def replace(self, process: Process) -> tuple[Process, int]:
         """Has a successor take the place of a member that has ended.
@@ -172,24 +202,55 @@ class Restarts:
             OSError: it cannot be started.
             KeeperError: it cannot be told what it gets.
         """
-        member = self._members[process.kind, process.index]
-        member.term += 1
-        if process.kind == "worker":
+        grant = _Grant(process, self._members[process.kind, process.index])
+        self._grant(grant)
+        return grant.successor, grant.member.term
+
+    def _bind(self) -> Walk[_Grant]:
+        return Walk[_Grant](
+            GRANT,
+            {
+                "term.granted": self._grant_term,
+                "successor.started": self._start_successor,
+                "grant.noted": self._note_grant,
+                "place.handed": self._hand_over,
+            },
+        )
+
+    @staticmethod
+    def _grant_term(grant: _Grant) -> None:
+        grant.member.term += 1
+
+    def _start_successor(self, grant: _Grant) -> None:
+        process, member = grant.process, grant.member
+        if grant.came is not None:
+            ours = grant.came.socket
+        elif process.kind == "worker":
             ours, theirs = make_pair()
             with theirs:
                 try:
-                    successor = self._start_worker(process.index, theirs.fileno(), member.term)
+                    grant.successor = self._start_worker(
+                        process.index, theirs.fileno(), member.term
+                    )
                 except BaseException:
                     ours.close()
                     raise
         else:
-            successor, ours = self._take_standby() or self._start_standby()
-            member.successor, member.overdue = successor, False
+            grant.successor, ours = self._take_standby() or self._start_standby()
+            member.successor, member.overdue = grant.successor, False
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
-        self._granted(process, successor, member.term)
-        member.keeper.hand_over(member.arguments, member.term)
-        return successor, member.term
+
+    def _note_grant(self, grant: _Grant) -> None:
+        successor = grant.successor if grant.came is None else grant.came.worker
+        self._granted(grant.process, successor, grant.member.term)
+
+    @staticmethod
+    def _hand_over(grant: _Grant) -> None:
+        keeper, term = grant.member.keeper, grant.member.term
+        if grant.came is not None:
+            keeper.tell({**grant.came.told, "term": term})
+        keeper.hand_over(grant.member.arguments, term)
 
     def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.

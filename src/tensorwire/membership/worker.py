@@ -220,8 +220,7 @@ def _descriptor_store(rank: int) -> DescriptorStore | None:
     store = DescriptorStore.of_descriptor(int(number))
     if term:
         store.wait_for_takeover()
-    else:
-        failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""))
+    failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""), int(term or 0))
     return store
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tensorwire.errors import ClosedError, TimeoutError
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion
 
@@ -79,7 +78,6 @@ class Opening:
                 raise ValueError(f"the descriptions of a store have {len(told)} bytes, too many")
             memory[8 : 8 + len(told)] = np.frombuffer(told, np.uint8)
             size[0] = len(told)
-            failpoint("opening.described")
         found = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
         self.mapped = set(found["mapped"])
         return _checked([text.encode() for text in found["texts"]], servers)
