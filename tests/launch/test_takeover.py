@@ -23,13 +23,10 @@ WORKER = (HERE / "toy_worker.py").read_text()
 def launch(
     place: Place, servers: int, fail: str, workers: int = 2, stores: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    runtime = place.folder / "runtime"
-    runtime.mkdir(mode=0o700)
     return place.run(
         WORKER,
         environment={
             "TENSORWIRE_FAIL": fail,
-            "XDG_RUNTIME_DIR": str(runtime),
             "TOY_STORES": str(stores),
         },
         servers=servers,

@@ -1,7 +1,8 @@
 """A worker without torch that uses all that servers do; prints a digest of what came out of it.
 
 It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
-parameters, sums with others, and a second store after the first was freed.
+parameters, sums with others, a snapshot of a version that is read when there are later ones, and a
+second store after the first was freed.
 """
 
 import hashlib
@@ -21,6 +22,9 @@ from tensorwire.parameters import (
     REDUCED,
     WANT_NORM,
     Commit,
+    PresentVersion,
+    Readable,
+    RemoteSnapshot,
     RemoteStore,
     Spec,
     TensorSpec,
@@ -44,6 +48,17 @@ def main() -> None:
     digest.update(repr(total).encode())
     member.close()
     print("digest", digest.hexdigest()[:16], flush=True)
+
+
+def contents(store: RemoteStore, version: Readable) -> bytes:
+    """All of a version: parameters, state, counts, numbers."""
+    found = [version.counts().tobytes(), version.scalars().tobytes()]
+    for place in store.layout.places:
+        parts = version.value(place), version.state("velocity", place)
+        if isinstance(version, RemoteSnapshot):
+            version.fetch()
+        found += [part.tobytes() for part in parts]
+    return b"".join(found)
 
 
 def train(
@@ -116,6 +131,14 @@ def train(
         if step == STEPS // 2:
             publish(2)
             digest.update(repr(collective.sum([1.0, float(world.rank)])).encode())
+        if step == STEPS // 3:
+            snapshot = store.snapshot()
+            kept = contents(store, PresentVersion(store))
+        elif step == 2 * STEPS // 3:
+            digest.update(contents(store, snapshot))
+            assert contents(store, snapshot) == kept
+            assert contents(store, PresentVersion(store)) != kept
+            snapshot.release()
         time.sleep(PAUSE_S)
     values = np.zeros(store.layout.size_bytes, np.uint8)
     store.read_values(values)

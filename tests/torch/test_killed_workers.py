@@ -110,6 +110,8 @@ CASES = [
             "commit.sent": (2, 7, 13, 21),
             "result.come": (1, 14),
             "result.noted": (3, 6, 15, 19),
+            "snapshot.asked": (2,),
+            "snapshot.held": (1,),
         }.items()
     )
     for times in many
@@ -401,3 +403,47 @@ def test_under_a_torchrun_each_only_what_died_is_started_again(
     assert "exitcode: -9" in second
     digests = set(re.findall(r"digest (\w+)", first + second))
     assert (digests, checkpoint.read_bytes()) == whole
+
+
+HOLDS = """
+import os, signal, sys, threading, torch, torch.nn.functional as F, tensorwire.torch as tw
+from tensorwire.torch import checkpoint
+from torch import nn
+
+job = tw.init(seed=3)
+first = not os.path.exists(sys.argv[1])
+model = nn.Linear(20, 5)
+opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+job.keep(model=model, opt=opt)
+x = torch.randn(160, 20)
+loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
+go, write = threading.Event(), checkpoint._write
+checkpoint._write = lambda content, file: (go.wait(), write(content, file))
+
+def save():
+    for name in "ab":
+        job.save(f"{sys.argv[1]}.{name}", wait=False)
+
+for epoch in job.epochs(2):
+    for number, (a, b) in enumerate(loader, loader.first_batch):
+        F.cross_entropy(model(a), b).backward()
+        opt.step(), opt.zero_grad()
+        if epoch == 1 and number == 3 and first and job.rank == 1:
+            open(sys.argv[1], "w").close()
+            save()
+            os.kill(os.getpid(), signal.SIGKILL)
+if job.rank == 1:
+    save()  # as many as there may be, if nobody holds the former process's
+    go.set()
+print("digest", model.weight.sum().item().hex().replace("-", "m"))
+job.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_snapshots_of_a_killed_worker_are_freed(tmp_path: Path) -> None:
+    digests, said = run(tmp_path / "job", HOLDS, "")
+    assert "takes its place (restart 1)" in said
+    assert len(digests) == 1
+    written = [tmp_path / "job" / f"checkpoint.{name}" for name in "ab"]
+    assert written[0].read_bytes() == written[1].read_bytes()

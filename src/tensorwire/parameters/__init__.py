@@ -38,7 +38,7 @@ from .server.process import serve
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.local import LocalStore
-from .worker.snapshot import PresentVersion, Readable, Snapshot
+from .worker.snapshot import PresentVersion, Readable, RemoteSnapshot, Snapshot
 from .worker.store import Part, Place, RemoteStore, Store
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "Place",
     "PresentVersion",
     "Readable",
+    "RemoteSnapshot",
     "RemoteStore",
     "Result",
     "Rows",

@@ -564,7 +564,7 @@ class Job:
             self.session.after_step.clear()
             self.session.close(goodbye)
             discovery.leave(goodbye, error)
-        self._saving.end(error)
+        self._saving.end(goodbye)
 
     def _check_same(self, given: Mapping[str, Any]) -> None:
         """Raises RuntimeError if `init` is called again for another job than this one."""

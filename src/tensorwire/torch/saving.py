@@ -121,11 +121,11 @@ class Saving:
         self.writes.finish()
         self.writes.check()
 
-    def end(self, error: BaseException | None) -> None:
-        """Nothing is saved any more; raises what could not be written, unless an error ends all."""
+    def end(self, orderly: bool) -> None:
+        """Nothing is saved any more; raises what could not be written, or tells it."""
         try:
             self.finish()
         except Exception as failed:
-            if error is None:
+            if orderly:
                 raise
-            tell_of_failed_write(failed)
+            tell_of_failed_write(failed)  # another error is on its way
