@@ -122,6 +122,10 @@ class Restarts:
         member.keeper.attach(ours)
         return theirs
 
+    def expect(self, kind: str, index: int) -> None:
+        """A member will come that something else starts; `admit` lets it in."""
+        self._members[kind, index] = _Member([])
+
     def admit(
         self,
         worker: Replaceable,
@@ -129,7 +133,7 @@ class Restarts:
         told: dict[str, Any],
         former: Replaceable | None,
     ) -> int:
-        """Something else has started a worker, which is there: the first one, or a successor.
+        """Something else has started an expected worker, which is there, or a successor of it.
 
         Args:
             worker: it.
@@ -143,7 +147,7 @@ class Restarts:
         Raises:
             KeeperError: it cannot be told what it gets.
         """
-        member = self._members.setdefault((worker.kind, worker.index), _Member([]))
+        member = self._members[worker.kind, worker.index]
         if former is not None and member.keeper.restorable:
             self._grant(_Grant(former, member, _Arrival(worker, ours, told)))
         else:  # nobody has known a former one
@@ -153,8 +157,7 @@ class Restarts:
 
     def farewell(self, process: Replaceable) -> bool | None:
         """Whether a worker has left in good order (true), or has failed (false); None: neither."""
-        member = self._member_of(process)
-        return None if member is None else member.keeper.left
+        return self._members[process.kind, process.index].keeper.left
 
     def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.

@@ -111,6 +111,8 @@ class ServeSupervisor(Supervisor):
         """They come by themselves, and may have come already."""
         self._workers_left = 0
         self._awaited = dict.fromkeys(range(self._job.workers))
+        for rank in self._awaited:
+            self._restarts.expect("worker", rank)
         self._is_open = True
         count = self._job.workers
         who = "a worker joins" if count == 1 else f"{count} workers join"
