@@ -1,5 +1,6 @@
 """`tensorwire serve`: workers that something else starts join, die, come back, and leave."""
 
+import json
 import os
 import re
 import signal
@@ -147,11 +148,19 @@ def test_a_worker_that_never_comes_ends_the_job(place: Place) -> None:
 
 
 def test_deaths_without_progress_end_the_job(place: Place) -> None:
-    with serve(place, "become(); die()", workers=1, restarts=2) as job:
-        for _ in range(3):
-            job.start(0).wait()
+    text = "become()\nprint('log', os.environ['TENSORWIRE_JOB_LOG'], flush=True)\ndie()"
+    with serve(place, text, workers=1, restarts=2) as job:
+        workers = [job.start(0)]
+        for _ in range(2):
+            workers[-1].wait()
+            workers.append(job.start(0))
         code, told = job.end()
+        path = output_of(workers[-1]).partition("log ")[2].strip()
     assert code == 1
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    grants = [(e["term"], e["dead"], e["pid"]) for e in lines if e["what"] == "grant"]
+    pids = [worker.pid for worker in workers]
+    assert grants == [(1, pids[0], pids[1]), (2, pids[1], pids[2])]
     assert "after it had been replaced 2 times without getting any further" in said(told)
     assert "no checkpoint was saved" in said(told)
 
