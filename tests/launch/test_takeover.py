@@ -25,10 +25,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     return place.run(
         WORKER,
-        environment={
-            "TENSORWIRE_FAIL": fail,
-            "TOY_STORES": str(stores),
-        },
+        environment={"TENSORWIRE_FAIL": fail, "TOY_STORES": str(stores)},
         servers=servers,
         workers=workers,
         server_command=SERVER,

@@ -110,8 +110,8 @@ CASES = [
             "commit.sent": (2, 7, 13, 21),
             "result.come": (1, 14),
             "result.noted": (3, 6, 15, 19),
-            "snapshot.asked": (2,),
-            "snapshot.held": (1,),
+            "snapshot.asked": (1, 4),
+            "snapshot.held": (1, 3),
         }.items()
     )
     for times in many
@@ -162,7 +162,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], bytes]:
 def test_killed_at_a_place(
     tmp_path: Path, whole: tuple[set[str], bytes], number: int, place: str, times: int
 ) -> None:
-    fail = f"worker-{(number + times) % 2}:{place}:{times}:kill"
+    rank = 0 if place.startswith("snapshot.") else (number + times) % 2  # worker 0 saves
+    fail = f"worker-{rank}:{place}:{times}:kill"
     servers = str(1 + times % 2)
     assert run_killed(tmp_path / "job", fail, "--servers", servers) == whole
 
