@@ -15,6 +15,7 @@ from launching import HERE, Place, lines_of
 from serving import Served, output_of, until
 
 from tensorwire.errors import UnavailableError
+from tensorwire.launch import ServeSupervisor, serve_spec
 from tensorwire.launch.visitors import Door
 from tensorwire.membership import enter_job
 
@@ -263,6 +264,15 @@ def test_what_killed_supervisors_left_is_removed(
     door.close()
     door.close()
     assert not list(folder.iterdir())
+
+
+def test_what_cannot_be_served() -> None:
+    with pytest.raises(ValueError, match="restarts is 0; 1 or more"):
+        serve_spec(2, restarts=0)
+    with pytest.raises(ValueError, match="transports are rdma, tcp; shm has to be among them"):
+        serve_spec(2, transports=["rdma", "tcp"])
+    with pytest.raises(ValueError, match="to come back is 0, not some seconds"):
+        ServeSupervisor(serve_spec(2), return_s=0.0)
 
 
 def test_what_a_worker_is_told_where_nobody_listens(tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def serve_spec(
     Raises:
         ValueError: an argument cannot be right.
     """
+    if restarts < 1:
+        raise ValueError(f"restarts is {restarts}; 1 or more are needed where members are replaced")
+    if transports is not None and "shm" not in transports:
+        raise ValueError(
+            f"transports are {', '.join(transports)}; shm has to be among them, because only what "
+            "is in shared memory outlives a process"
+        )
     job = JobSpec(
         ("-m", "tensorwire", "serve"),  # the workers' own nobody knows
         workers,
