@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from tensorwire.membership import Collective, WorkerMember, World
+from tensorwire.membership import COORDINATOR, Collective, WorkerMember, World, enter_job
 from tensorwire.parameters import (
     APPLY,
     PRODUCED,
@@ -36,6 +36,8 @@ PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
 
 
 def main() -> None:
+    if COORDINATOR in os.environ:
+        enter_job()
     world = World.from_environment()
     assert world is not None
     member = WorkerMember.join(world)

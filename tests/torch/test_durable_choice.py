@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import tensorwire.torch as tw
+from tensorwire.membership import World
+from tensorwire.torch import discovery
 
 TRAIN = """
 import os, signal, sys, torch, tensorwire.torch as tw
@@ -117,3 +119,13 @@ def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained") == 2
+
+
+def test_where_workers_are_restarted_singly_all_are_durable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TENSORWIRE_COORDINATOR", "socket")
+    place = World(0, 2, ("127.0.0.1:1",), durable=True)
+    with pytest.raises(ValueError, match="'tensorwire serve' are replaced"):
+        discovery.as_durable(place, False)
+    assert discovery.as_durable(place, True).durable

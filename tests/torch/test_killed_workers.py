@@ -362,6 +362,50 @@ def test_two_optimizers_of_one_backward(tmp_path: Path) -> None:
     assert "one optimizer had stepped and another had gradients, which cannot be" in said
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # eight processes import torch
+def test_under_a_torchrun_each_only_what_died_is_started_again(
+    tmp_path: Path, whole: tuple[set[str], bytes]
+) -> None:
+    """First a worker is killed, later the server; the other worker's torchrun notices nothing."""
+    script, checkpoint, path = (tmp_path / name for name in ("script.py", "checkpoint", "job"))
+    script.write_text(SCRIPT)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))  # as tensorwire run deals them
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "TENSORWIRE_COORDINATOR": str(path)}
+
+    def start(fail: str, *command: str, **more: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**environment, "TENSORWIRE_FAIL": fail, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3"]
+    torchrun += ["--monitor-interval=0.1", str(script), str(checkpoint)]
+    started = [
+        start("worker-1:commit.noted:6:kill", *torchrun, TENSORWIRE_RANK=f"{rank}")
+        for rank in (0, 1)
+    ]
+    serve = ["tensorwire", "serve", "--workers=2", f"--socket={path}"]
+    started.append(start("server-0:version.published:30:kill", *serve))
+    try:
+        first, second, told = (each.communicate(timeout=150)[0] for each in started)
+        assert [each.returncode for each in started] == [0, 0, 0], first + second + told
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+    assert re.search(r"worker 1 \(pid \d+\) takes its place \(restart 1\)", told), told
+    assert re.search(r"server 0 \(pid \d+\) takes its place \(restart 1\)", told), told
+    assert told.count("takes its place") == 2, told
+    assert "exitcode: -9" not in first
+    assert "exitcode: -9" in second
+    digests = set(re.findall(r"digest (\w+)", first + second))
+    assert (digests, checkpoint.read_bytes()) == whole
+
+
 HOLDS = """
 import os, signal, sys, threading, torch, torch.nn.functional as F, tensorwire.torch as tw
 from tensorwire.torch import checkpoint

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
-
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import JobSpec, Supervisor
 
@@ -172,14 +168,7 @@ def run(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = Supervisor(job, prefix=not no_prefix, command=_own_command()).run()
+        code = Supervisor(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)
-
-
-def _own_command() -> str:
-    """What was typed to start this job."""
-    by_module = os.path.basename(sys.argv[0]) == "__main__.py"
-    program = [sys.executable, "-m", "tensorwire"] if by_module else ["tensorwire"]
-    return shlex.join([*program, *sys.argv[1:]])

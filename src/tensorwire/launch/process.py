@@ -119,6 +119,11 @@ class Process:
         return pipe[1]
 
     @property
+    def killed(self) -> bool:
+        """Whether a signal has ended it; false as long as `code` is None."""
+        return self.code is not None and self.code < 0
+
+    @property
     def has_ended(self) -> bool:
         """Whether `pidfd` is ready by now."""
         poll = select.poll()

@@ -16,10 +16,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.transitions import GRANT
 from tensorwire.walk import Walk
@@ -55,13 +57,27 @@ class _Member:
     overdue: bool = False
 
 
+class _Arrival(NamedTuple):
+    """Something else has started a worker: it, the socket to it, and what it is told first."""
+
+    worker: Replaceable
+    socket: socket.socket
+    told: dict[str, Any]
+
+
 class _Grant:
-    """The place of a member that has ended is given to a successor, which the rows start."""
+    """The place of a member that has ended is given to a successor: the rows start it, or it came.
+
+    Args:
+        process: that has ended.
+        member: whose place it is.
+        came: the successor, where something else has started it.
+    """
 
     successor: Process
 
-    def __init__(self, process: Process, member: _Member) -> None:
-        self.process, self.member = process, member
+    def __init__(self, process: Replaceable, member: _Member, came: _Arrival | None = None) -> None:
+        self.process, self.member, self.came = process, member, came
 
 
 class Restarts:
@@ -84,7 +100,9 @@ class Restarts:
         start: Callable[[list[str], int], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
-        granted: Callable[[Process, Process, int], None] = lambda dead, successor, term: None,
+        granted: Callable[[Replaceable, Replaceable, int], None] = lambda dead, successor, term: (
+            None
+        ),
     ) -> None:
         self._job = job
         self._patience = patience
@@ -108,7 +126,44 @@ class Restarts:
         member.keeper.attach(ours)
         return theirs
 
-    def can_replace(self, process: Process) -> bool:
+    def expect(self, kind: str, index: int) -> None:
+        """A member will come that something else starts; `admit` lets it in."""
+        self._members[kind, index] = _Member([])
+
+    def admit(
+        self,
+        worker: Replaceable,
+        ours: socket.socket,
+        told: dict[str, Any],
+        former: Replaceable | None,
+    ) -> int:
+        """Something else has started an expected worker, which is there, or a successor of it.
+
+        Args:
+            worker: it.
+            ours: the socket to it, owned from now on.
+            told: what it gets to know, beside its term.
+            former: who was that worker before.
+
+        Returns:
+            How many processes before it have had its place.
+
+        Raises:
+            KeeperError: it cannot be told what it gets.
+        """
+        member = self._members[worker.kind, worker.index]
+        if former is not None and member.keeper.restorable:
+            self._grant(_Grant(former, member, _Arrival(worker, ours, told)))
+        else:  # nobody has known a former one
+            member.keeper.attach(ours)
+            member.keeper.tell({**told, "term": 0})
+        return member.term
+
+    def farewell(self, process: Replaceable) -> bool | None:
+        """Whether a worker has left in good order (true), or has failed (false); None: neither."""
+        return self._members[process.kind, process.index].keeper.left
+
+    def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 
         It was killed, or was a server's successor that ended before it had taken over. One that
@@ -122,19 +177,18 @@ class Restarts:
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
-        killed = process.code is not None and process.code < 0
         untaken = process.kind == "server" and not member.keeper.taken
-        if not (member.keeper.restorable and (killed or untaken)):
+        if not (member.keeper.restorable and (process.killed or untaken)):
             return False
         failpoint("death.noticed")
         return True
 
-    def could_replace(self, process: Process) -> bool:
+    def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
         member = self._member_of(process)
         return process.kind == "standby" or (member is not None and member.keeper.restorable)
 
-    def count(self, process: Process) -> bool:
+    def count(self, process: Replaceable) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
         member = self._members[process.kind, process.index]
         reached = member.keeper.progress()
@@ -176,7 +230,9 @@ class Restarts:
 
     def _start_successor(self, grant: _Grant) -> None:
         process, member = grant.process, grant.member
-        if process.kind == "worker":
+        if grant.came is not None:
+            ours = grant.came.socket
+        elif process.kind == "worker":
             ours, theirs = make_pair()
             with theirs:
                 try:
@@ -193,13 +249,17 @@ class Restarts:
         member.keeper.attach(ours)
 
     def _note_grant(self, grant: _Grant) -> None:
-        self._granted(grant.process, grant.successor, grant.member.term)
+        successor = grant.successor if grant.came is None else grant.came.worker
+        self._granted(grant.process, successor, grant.member.term)
 
     @staticmethod
     def _hand_over(grant: _Grant) -> None:
-        grant.member.keeper.hand_over(grant.member.arguments, grant.member.term)
+        keeper, term = grant.member.keeper, grant.member.term
+        if grant.came is not None:
+            keeper.tell({**grant.came.told, "term": term})
+        keeper.hand_over(grant.member.arguments, term)
 
-    def release(self, process: Process) -> None:
+    def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.
 
         Others look whether its socket is still held, and learn so that nobody comes.
@@ -212,14 +272,14 @@ class Restarts:
         member = self._member_of(process)
         return member is not None and member.term > 0
 
-    def ending(self, process: Process) -> str:
+    def ending(self, process: Replaceable) -> str:
         """How a member ended, as a phrase that follows its name."""
         member = self._member_of(process)
         if member is not None and member.overdue:
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
-    def history(self, process: Process) -> str:
+    def history(self, process: Replaceable) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
         member = self._members[process.kind, process.index]
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
@@ -308,7 +368,7 @@ class Restarts:
         for member in self._members.values():
             member.keeper.close()
 
-    def _member_of(self, process: Process) -> _Member | None:
+    def _member_of(self, process: Replaceable) -> _Member | None:
         return self._members.get((process.kind, process.index))
 
     def _start_standby(self) -> tuple[Process, socket.socket]:

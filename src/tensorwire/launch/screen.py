@@ -22,10 +22,11 @@ class Screen:
 
     Args:
         prefix: whether lines begin with the name of their process.
+        program: what lines of the launcher itself begin with.
     """
 
-    def __init__(self, prefix: bool) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: bool, program: str) -> None:
+        self._prefix, self._program = prefix, program
         self._stdout, self._stderr = Output(1), Output(2)
         if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
             self._stderr = self._stdout
@@ -69,7 +70,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Prints a line of the launcher itself."""
-        line = f"tensorwire run: {text}\n"
+        line = f"{self._program}: {text}\n"
         self._stderr.add(line.encode(errors="backslashreplace"))
 
     def register(self, poll: select.poll) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 
 # Where the cgroups of version 2 are: alone, or beside those of version 1.
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
@@ -34,16 +34,16 @@ class Silence:
         self._limit_s, self._say = limit_s, say
         self._tick_s = min(_LONGEST_TICK_S, limit_s / 4)
         self._looked_at: float | None = None
-        self._stopped: dict[Process, float] = {}  # since when, by this process's clock
-        self._told: set[Process] = set()
-        self._fenced: set[Process] = set()
+        self._stopped: dict[Replaceable, float] = {}  # since when, by this process's clock
+        self._told: set[Replaceable] = set()
+        self._fenced: set[Replaceable] = set()
 
     def times(self) -> Iterable[float]:
         """When `tend` has something to do."""
         if self._looked_at is not None:
             yield self._looked_at + self._tick_s
 
-    def tend(self, processes: Iterable[Process]) -> None:
+    def tend(self, processes: Iterable[Replaceable]) -> None:
         """Looks at processes if it is time.
 
         Args:

@@ -17,12 +17,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
 from tensorwire.launch.process import Process, signal_name
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.restarts import Restarts, many_files
 from tensorwire.launch.resume import resume_line
@@ -51,7 +53,12 @@ class Supervisor:
         prefix: whether lines begin with the name of their process.
         patience: times; default the usual ones.
         command: that started the job, for who wants to go on with it; default that of this process.
+
+    Attributes:
+        program: what its own lines begin with.
     """
+
+    program = "tensorwire run"
 
     def __init__(
         self,
@@ -70,7 +77,7 @@ class Supervisor:
         self._environment: dict[str, str] = {}
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._addresses: list[str] = []  # of all servers
-        self._screen = Screen(prefix)
+        self._screen = Screen(prefix, self.program)
         self._say = self._screen.say
         self._restarts = Restarts(
             job,
@@ -138,17 +145,20 @@ class Supervisor:
                     return
                 addresses.append(address)
                 self._log.add("server listens", address=address)
-            for rank in range(self._job.workers):
-                with contextlib.ExitStack() as theirs:
-                    store_fd = None
-                    if self._job.is_durable:
-                        store = theirs.enter_context(self._restarts.add("worker", rank))
-                        store_fd = store.fileno()
-                    self._note_member(self._start_worker(rank, store_fd))
-                self._workers_left -= 1
+            self._start_workers()
             self._restarts.begin()
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
+
+    def _start_workers(self) -> None:
+        for rank in range(self._job.workers):
+            with contextlib.ExitStack() as theirs:
+                store_fd = None
+                if self._job.is_durable:
+                    store = theirs.enter_context(self._restarts.add("worker", rank))
+                    store_fd = store.fileno()
+                self._note_member(self._start_worker(rank, store_fd))
+            self._workers_left -= 1
 
     def _start_server(self, index: int, addresses: list[str]) -> str | None:
         """Starts one and waits for its address; None if the job is to end instead."""
@@ -252,7 +262,7 @@ class Supervisor:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
         wake_at = [*(at for at in times if at is not None), *self._restarts.times()]
-        wake_at += self._silence.times()
+        wake_at += [*self._silence.times(), *self._times()]
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -260,6 +270,7 @@ class Supervisor:
             process.read(ready)
         for (kind, index), mistake in self._restarts.exchange(ready):
             self._note_mistake(kind, index, mistake)
+        self._attend(ready)
         ended = [process for process in self._running if process.pidfd in ready]
         for process in ended:
             process.collect()
@@ -273,18 +284,35 @@ class Supervisor:
             if process not in self._lost:
                 self._note_end(process)
         self._replace_lost()
-        if self._ending or not (self._workers_left or self._workers()):
+        if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
         self._restarts.tend()
-        watched = filter(self._restarts.could_replace, self._running) if self._replaces else ()
-        self._silence.tend(watched)
+        watched = self._watched() if self._replaces else ()
+        self._silence.tend(filter(self._restarts.could_replace, watched))
         self._escalate()
+
+    def _watched(self) -> Iterable[Replaceable]:
+        """The processes that have to run, and are not to be stopped."""
+        return self._running
+
+    def _descriptors(self) -> Iterable[int]:
+        """What else is waited for, beside processes and their output."""
+        return ()
+
+    def _times(self) -> Iterable[float]:
+        """When there is something to do, beside the steps against processes that still run."""
+        return ()
+
+    def _attend(self, ready: set[int]) -> None:
+        """Deals with `_descriptors` and `_times`."""
 
     def _poll(self, deadline: float) -> set[int]:
         """The descriptors that are ready; writes what can be written."""
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
         self._restarts.register(poll)
+        for descriptor in self._descriptors():
+            poll.register(descriptor, select.POLLIN)
         for process in self._running:
             poll.register(process.pidfd, select.POLLIN)
             for stream in process.streams:
@@ -378,10 +406,10 @@ class Supervisor:
             else:
                 self._fail(f"{_named(process)} is not kept: {text}", 1, process)
 
-    def _note_member(self, process: Process) -> None:
+    def _note_member(self, process: Replaceable) -> None:
         self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)
 
-    def _note_grant(self, dead: Process, successor: Process, term: int) -> None:
+    def _note_grant(self, dead: Replaceable, successor: Replaceable, term: int) -> None:
         """On the disk before the successor knows its term."""
         evidence = self._restarts.ending(dead)
         about = {"kind": dead.kind, "index": dead.index, "term": term, "pid": successor.pid}
@@ -455,7 +483,7 @@ class Supervisor:
             killed = process.code is not None and process.code < 0
             self._died |= killed or self._restarts.is_successor(process)
         self._log.add("failed", text=text)
-        self._term_within(self._patience.grace_s if self._workers() else self._patience.alone_s)
+        self._term_within(self._patience.grace_s if self._has_workers else self._patience.alone_s)
 
     def _term_within(self, wait_s: float) -> None:
         """SIGTERM is sent in so many seconds, or earlier if that was planned already."""

@@ -2,6 +2,7 @@
 
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer
+from .coordinator import COORDINATOR, PEER_CREDENTIALS, enter_job
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
@@ -24,13 +25,16 @@ from .runtime import runtime_folder
 from .server import ServerMember
 from .status import StatusRegion, read_status, reader_name
 from .worker import WorkerMember
-from .world import SLICES, World
+from .world import RANK, SLICES, World
 
 __all__ = [
+    "COORDINATOR",
     "GOODBYE",
     "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
+    "PEER_CREDENTIALS",
+    "RANK",
     "SLICES",
     "Collective",
     "CollectiveServer",
@@ -52,6 +56,7 @@ __all__ = [
     "called",
     "check_name",
     "drop_claim",
+    "enter_job",
     "explicit_start",
     "find_cluster_start",
     "find_start",

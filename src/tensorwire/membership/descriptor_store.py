@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 
 LISTENER = "listener"
 """The key of the socket on which a server listens."""
+
+STORE, TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
+"""Environment variables of a worker: its socket to the launcher; how often it was replaced."""
 
 _MOST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 128
@@ -89,6 +93,17 @@ class DescriptorStore:
     def drop(self, key: str) -> None:
         """The launcher closes what it keeps under the key."""
         self._send({"drop": key}, [])
+
+    def leave(self, in_order: bool) -> None:
+        """Nobody takes this member's place: it has done its work, or says that it has failed."""
+        self._send({"leave": in_order}, [])
+
+    @property
+    def abandoned(self) -> bool:
+        """The launcher is gone, and with it all that it held."""
+        poll = select.poll()
+        poll.register(self._channel, 0)
+        return bool(poll.poll(0))
 
     def take(self, key: str) -> Kept | None:
         """What a former server has kept under a key, once; the launcher keeps it too."""

@@ -15,7 +15,7 @@ from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, RemoteWord
 
 from .colocation import Colocation
-from .descriptor_store import LISTENER, DescriptorStore
+from .descriptor_store import STORE, TERM, DescriptorStore
 from .durable_memory import DurableMemory, open_node
 from .history import HISTORY_BYTES, POSITIONS_AT, History
 from .identity import (
@@ -32,7 +32,6 @@ from .identity import (
 )
 from .world import World
 
-_STORE, _TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
 _WATCH_S = 0.05
 _TAKEOVER_S = 60.0  # a successor may have to be started first, on a busy machine
 Arguments = ParamSpec("Arguments")
@@ -142,9 +141,23 @@ class WorkerMember:
 
         Returns:
             Whether there is one.
+
+        Raises:
+            PeerLostError: there is none, as the launcher has ended.
         """
         if not self.place.durable or peer not in self.servers:
             return False
+        if self._find_successor(peer):
+            return True
+        if self._store is not None and self._store.abandoned:
+            raise PeerLostError(
+                "the launcher of this job has ended, and its servers with it; its own messages "
+                "tell why, unless it was killed. The job can go on from its last checkpoint: "
+                "job.load"
+            )
+        return False
+
+    def _find_successor(self, peer: Peer) -> bool:
         with self._recovering:
             started = time.perf_counter()
             while peer.lost:
@@ -191,8 +204,8 @@ class WorkerMember:
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
                 self.persist(peer, _raise_word, word, GOODBYE)
-        if goodbye and self._store is not None:
-            self._store.drop(LISTENER)  # nobody could take the place of one that has left
+        if self._store is not None:
+            self._store.leave(goodbye)
         self.node.close()
 
 
@@ -202,7 +215,7 @@ def _raise_word(word: RemoteWord, value: int) -> None:
 
 def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
-    number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
+    number, term = os.environ.pop(STORE, ""), os.environ.pop(TERM, "")
     if not number or not _is_store(int(number)):
         return None  # a process that the launcher's has started does not inherit it
     if not durable:

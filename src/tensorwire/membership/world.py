@@ -113,6 +113,7 @@ def _check_unsaid(environ: Mapping[str, str]) -> None:
         names = " and ".join(told)
         raise ValueError(
             f"{names} say that this is a worker of a job and {SERVERS} is not set, so that it "
-            f"cannot join the others: unset {names}, or pass {SERVERS} on too; "
-            "tw.init(rank=0, world_size=1) if this process is to train alone"
+            f"cannot join the others: unset {names}, or pass {SERVERS} on too, or "
+            "TENSORWIRE_COORDINATOR where 'tensorwire serve' runs; tw.init(rank=0, world_size=1) "
+            "if this process is to train alone"
         )

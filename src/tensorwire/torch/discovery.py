@@ -1,4 +1,4 @@
-"""How a worker finds its job: by the variables of `tensorwire run`, by an engine, or it is alone.
+"""How a worker finds its job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
 Where an engine has started the workers, the first one of every host starts a server beside it and
 tells the others its address through the store at which they meet. docs/launch.md has it all.
@@ -17,9 +17,12 @@ from dataclasses import replace
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
+    COORDINATOR,
+    RANK,
     SLICES,
     World,
     drop_claim,
+    enter_job,
     hold_claim,
     shown_command,
     without_ranks,
@@ -50,13 +53,18 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     """
     global _by_engine
     _by_engine = False
+    launcher = "tensorwire run"
+    if workers != 1 and os.environ.get(COORDINATOR):
+        launcher = "tensorwire serve"
+        tracebacks.install(f"worker {os.environ.get(RANK, '')}")
+        enter_job(timeout_s=rendezvous.join_timeout_s())
     # A program that says that it is alone is alone, whatever a launcher has said to it.
     told = {key: os.environ[key] for key in os.environ if workers != 1 or key == SLICES}
     place = World.from_environment(told)
     if place is not None and place.servers:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
             raise ValueError(
-                f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
+                f"rank {rank} of world_size {workers} is not what {launcher} has said: rank "
                 f"{place.rank} of {place.workers}"
             )
         hold_claim(",".join(place.servers), place.rank, "TENSORWIRE_RANK and TENSORWIRE_SERVERS")
@@ -75,7 +83,7 @@ def as_durable(place: World, durable: bool | None) -> World:
     """A worker's place as `tw.init(durable=…)` wants it.
 
     Raises:
-        ValueError: it is to be durable and cannot be.
+        ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be.
     """
     why = "" if durable is not False else "tw.init(durable=False)"
     names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
@@ -88,6 +96,10 @@ def as_durable(place: World, durable: bool | None) -> World:
         )
         raise ValueError(
             f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
+        )
+    if place.durable and why and os.environ.get(COORDINATOR):
+        raise ValueError(
+            f"workers of 'tensorwire serve' are replaced when they die, and cannot be here: {why}"
         )
     if not (place.durable and why):
         return replace(place, asked=place.durable and (durable is True or place.asked))
