@@ -41,6 +41,7 @@ WORKER_FAILPOINTS = {
     "part.sent": "a worker has sent its part of a sum",
     "answer.noted": "the result of the sum is noted",
     "position.noted": "its position in the script is noted",
+    "gradients.noted": "what another optimizer has is noted, before this one's commit",
     "commit.noted": "a slice's gradients are at all servers and its commit is noted, and not sent",
     "commit.sent": "the commit is at all servers",
     "result.noted": "the result of a version is noted",

@@ -13,6 +13,7 @@ et al., ARIES, 1992), with a cell for a page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -94,6 +95,9 @@ class Journal:
         self._room = _room(arrays)
         # Parts of `undo`; pop and append are atomic.
         self._free = list(range(len(undo) // self._room))
+        self._spent_s = [0.0] * (len(self._free) + 1)  # by each of them, and for the rest
+        self._spent_before_s = 0.0
+        self._bytes = len(memory) + len(undo) + len(table_undo)
         self._tables: dict[int, _TableUndo] = {}
         start = 0
         for table in tables_of(share):
@@ -116,6 +120,11 @@ class Journal:
     def table_undo_bytes(share: Share, states: int) -> int:
         """Likewise for copies of rows, with so many arrays of state."""
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
+
+    def cost(self, threads: int) -> tuple[float, int]:
+        """Seconds that so many threads have spent on it since the last call, and its bytes."""
+        before, self._spent_before_s = self._spent_before_s, sum(self._spent_s)
+        return (self._spent_before_s - before) / threads, self._bytes
 
     # ---- versions
 
@@ -172,7 +181,7 @@ class Journal:
     @contextmanager
     def cell(self, cell: int, version: int) -> Iterator[None]:
         """A step changes the arrays of a cell within this; afterwards it is done."""
-        slot = self._free.pop()
+        started, slot = time.perf_counter(), self._free.pop()
         at = slot * self._room
         for array in self._arrays[cell]:
             self._undo[at : at + len(array)] = array
@@ -180,6 +189,7 @@ class Journal:
         failpoint("cell.saved")
         self._armed[slot] = version << _CELL_BITS | cell
         failpoint("cell.armed")
+        self._spent_s[slot] += time.perf_counter() - started
         yield
         failpoint("cell.changed")
         self._done[cell] = version
@@ -190,10 +200,12 @@ class Journal:
     @contextmanager
     def table(self, cell: int, version: int, rows: Rows) -> Iterator[None]:
         """A step changes some rows of the table that begins with a cell within this."""
+        started, spent = time.perf_counter(), self._spent_s
         self._tables[cell].save(rows)
         failpoint("table.saved")
         self._armed_tables[cell] = version
         failpoint("table.armed")
+        spent[-1] += time.perf_counter() - started
         yield
         failpoint("table.changed")
         self._done[cell] = version

@@ -353,7 +353,8 @@ class Versions:
             wait_all(chunks.finish())
         waited = arriving.waited_s / self._shard.threads
         wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        result = Result(version, finite, norm, wait_s, work_s)
+        notes = (0.0, 0) if self._journal is None else self._journal.cost(self._shard.threads)
+        result = Result(version, finite, norm, wait_s, work_s, *notes)
         last = commits[0].operation == RELEASE
         failpoint("version.applied")
         if self._journal is not None:

@@ -40,6 +40,7 @@ from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .closed import JOB_CLOSED
 from .edit_memory import EditMemory
+from .held import Held
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
@@ -68,6 +69,7 @@ class Replica:
         reducer: has the gradients.
         store: has the parameters.
         state: the optimizer's.
+        held: what it has while another one steps.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
         buffers: the model's.
@@ -175,6 +177,7 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
+        self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
 
@@ -366,6 +369,7 @@ class Replica:
         repeated = self.store.is_committed(slice_index)
         if not repeated:
             reducer.check_repeated()
+        self._hold()
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
         complete = reducer.slice_committed()
@@ -392,6 +396,11 @@ class Replica:
             self.same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result, repeated)
+
+    def _hold(self) -> None:
+        """This optimizer is about to change parameters; see `Held`."""
+        for each in self._others if self.session.rejoin is not None else ():
+            each.held.note(each is self)
 
     def _take(self) -> tuple[bytes, tuple[int, ...]]:
         """This slice's own gradients, before they are averaged; returns what a commit says."""
@@ -437,15 +446,6 @@ class Replica:
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
         return result.norm
-
-    def check_scalable(self) -> None:
-        """Raises ValueError if a gradient has too few bits to be unscaled, as in torch."""
-        for i in self.trained:
-            if self.parameters[i].dtype == torch.float16:
-                raise ValueError(
-                    f"parameter {self._name(i)} is float16; a scaler needs float32 parameters "
-                    "under autocast"
-                )
 
     def _check_scale(self, scale: float) -> None:
         if scale != self._scaled:
@@ -515,6 +515,7 @@ class Replica:
                 self.ownership.check_movable("freezing inside edit()")
                 plan = self._plan()
             else:
+                self._hold()
                 self._publish(edited=True)
         except BaseException:
             residency.take_format(before)
