@@ -1,13 +1,16 @@
 """A worker without torch that uses all that servers do; prints a digest of what came out of it.
 
 It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
-parameters, sums with others, and a second store after the first was freed.
+parameters, sums with others, and a second store after the first was freed. Into TOY_FOLDER, if
+there is one, it writes what benchmarks/tensorwire_benchmarks/faults_judge.py reads.
 """
 
 import hashlib
+import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +31,7 @@ from tensorwire.parameters import (
 
 STEPS = int(os.environ.get("TOY_STEPS", "12"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
+FOLDER = os.environ.get("TOY_FOLDER", "")
 
 
 def main() -> None:
@@ -40,7 +44,20 @@ def main() -> None:
     total = collective.sum([float(world.rank)])
     digest.update(repr(total).encode())
     member.close()
+    if FOLDER:
+        head = json.dumps([["digest", "bytes", [], digest.digest_size]]).encode()
+        Path(FOLDER, f"final-{world.rank}").write_bytes(head + b"\n" + digest.digest())
     print("digest", digest.hexdigest()[:16], flush=True)
+
+
+def log(world: World, number: int, step: int, norms: list[str]) -> None:
+    for i in world.my_slices:
+        event = {
+            "optimizer": f"store {number}", "epoch": 0, "step": step, "slice": i,
+            "samples": [step * world.slices + i], "losses": norms,
+        }  # fmt: skip
+        with Path(FOLDER, f"events-{world.rank}").open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def train(
@@ -56,7 +73,7 @@ def train(
     spec = Spec("toy", ("lr",), 1, world.slices, tensors, 1, ("warmth",))
     store = RemoteStore(member, number, spec)
     places = {i: store.places(i) for i in world.my_slices}
-    version = 1
+    version, norms = 1, list[str]()
 
     def commit(operation: int, present: bytes, flags: int = 0, max_norm: float = math.inf) -> None:
         nonlocal version
@@ -67,6 +84,7 @@ def train(
                 i, Commit(version, operation, flags, 1.0, max_norm, 1.0 + i, ((0.1,),), mine)
             )
         result = store.wait()
+        norms.append(result.norm.hex())
         digest.update(repr((result.finite, result.norm)).encode())
 
     def publish(seed: int) -> None:
@@ -113,6 +131,9 @@ def train(
         if step == STEPS // 2:
             publish(2)
             digest.update(repr(collective.sum([1.0, float(world.rank)])).encode())
+        if FOLDER:
+            log(world, number, step, norms)
+        norms.clear()
         time.sleep(PAUSE_S)
     values = np.zeros(store.layout.size_bytes, np.uint8)
     store.read_values(values)

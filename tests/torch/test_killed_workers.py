@@ -154,7 +154,7 @@ x = torch.randn(160, 20)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
 
 def die():
-    if job.rank == 1 and first:
+    if job.rank == job.size - 1 and first:
         open(sys.argv[1], "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -180,6 +180,17 @@ def test_a_worker_that_is_killed_in_its_script(tmp_path: Path) -> None:
     assert (
         digests == run(tmp_path / "other", LOOP.format(**PARTS).replace("die()\n", "pass\n"), "")[0]
     )
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_alone_and_counts_batches_anew(tmp_path: Path) -> None:
+    """Its norm was asked for, and is not when the batch is computed again."""
+    inside = {"inside": "tw.clip_grad_norm_(opt, 1.0) if number % 2 == 1 else None"}
+    script, options = LOOP.format(**PARTS | inside), ("--workers", "1", "--servers", "1")
+    _, said = run(tmp_path / "job", script, "", *options, code=1)
+    assert "does other things" in said
+    counted = LOOP.format(**PARTS | inside | {"first_batch": ", loader.first_batch"})
+    assert len(run(tmp_path / "other", counted, "", *options)[0]) == 1
 
 
 @pytest.mark.slow

@@ -154,10 +154,10 @@ class History:
         """
         if not self._ahead:
             if self.position is not None:
-                raise self._different()
+                raise self.different()
             return None
         if self._ahead[0].key != (kind, store, number, slice_):
-            raise self._different()
+            raise self.different()
         return self._ahead.popleft().data
 
     def is_next(self, kind: NoteKind) -> bool:
@@ -203,10 +203,11 @@ class History:
             RuntimeError: it has not done all that the predecessor had.
         """
         if self._ahead:
-            raise self._different()
+            raise self.different()
         self.position, self._ahead, self._later = None, deque(self._later), []
 
-    def _different(self) -> RuntimeError:
+    def different(self) -> RuntimeError:
+        """The error of a script that does other things than it did in the predecessor."""
         return RuntimeError(
             f"worker {self._rank} was killed, and the process that took its place does other "
             "things: the script's sums, barriers and steps have to be the same when it runs again, "

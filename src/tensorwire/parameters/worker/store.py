@@ -358,7 +358,11 @@ class RemoteStore:
         if (noted := self._committed(slice_index)) is not None:
             assert history is not None
             history.take(NoteKind.COMMIT, number, commit.version, slice_index)
-            self._commit_again(slice_index, noted)
+            former = self._noted_commit(noted)
+            asks = [(each.operation, each.flags, each.weight) for each in (commit, former)]
+            if asks[0] != asks[1]:
+                raise history.different()
+            self._commit_again(slice_index, former)
             return
         gradients = take_meant(self._gradients[slice_index], commit)
         for link in self._links:
@@ -373,24 +377,27 @@ class RemoteStore:
             link.commit(slice_index, commit, data)
         failpoint("commit.sent")
 
-    def _commit_again(self, slice_index: int, noted: bytes) -> None:
-        """Sends a commit to those servers that have not got it."""
+    def _noted_commit(self, noted: bytes) -> Commit:
         spec = self.layout.spec
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
         data = np.frombuffer(noted, np.uint8)
         commit = Commit.from_bytes(data, *shape)
         size = Commit.size_bytes(*shape)
-        commit = replace(commit, blocks=data[size:].view(np.uint32).tolist())
+        return replace(commit, blocks=data[size:].view(np.uint32).tolist())
+
+    def _commit_again(self, slice_index: int, commit: Commit) -> None:
+        """Sends a commit to those servers that have not got it."""
+        data = commit.to_bytes()
         for link in self._links:
             if link.committed(slice_index) < commit.version:
-                link.commit(slice_index, commit, data[:size])
+                link.commit(slice_index, commit, data)
 
     def go_on(self, version: int) -> None:
         self.version = version
         noted = [(index, self._committed(index)) for index in self._gradients]
         for index, each in noted:
             if each is not None:
-                self._commit_again(index, each)
+                self._commit_again(index, self._noted_commit(each))
         if all(each is not None for _, each in noted):
             self._answers.wait_reached(version + 1)
 
