@@ -64,6 +64,7 @@ class CostSettings:
     """What to measure.
 
     Attributes:
+        optimizers: some of `OPTIMIZERS`.
         tensors: of 1 MiB each.
         turns: of each job and case.
         steps: of a turn without computation.
@@ -72,6 +73,7 @@ class CostSettings:
             else is measured.
     """
 
+    optimizers: Sequence[str] = tuple(OPTIMIZERS)
     tensors: int = 24
     turns: int = 24
     steps: int = 20
@@ -106,7 +108,7 @@ class CostRow(Row):
 def measure(report: Report, settings: CostSettings, tell: Callable[[str], None]) -> None:
     """Adds the rows of all cases; where one cannot be measured they have the reason."""
     measured = _measure if settings.beside is None else _measure_beside
-    for optimizer in OPTIMIZERS:
+    for optimizer in settings.optimizers:
         tell(f"cost, {optimizer}")
         size = settings.tensors << 20
         try:
@@ -123,10 +125,10 @@ def judge(report: Report, settings: CostSettings) -> list[Verdict]:
     Or the speed beside the other checkout.
     """
     if settings.beside is not None:
-        return [_judge_equal(report, f"cost.before.{name}") for name in OPTIMIZERS]
+        return [_judge_equal(report, f"cost.before.{name}") for name in settings.optimizers]
     found = []
-    for name, bar in OPTIMIZERS.items():
-        rows: list[Any] = [row for row in report.rows if row.system == ON]
+    rows: list[Any] = [row for row in report.rows if row.system == ON]
+    for name in settings.optimizers:
         exchange = next((row for row in rows if row.case == f"cost.exchange.{name}"), None)
         whole = next((row for row in rows if row.case == f"cost.computation.{name}"), None)
         why = "it was not measured" if exchange is None else exchange.note
@@ -134,7 +136,9 @@ def judge(report: Report, settings: CostSettings) -> list[Verdict]:
         if exchange is not None:
             cpu, interval = exchange.cpu_ratio, exchange.cpu_ratio_interval
         told = f"server's CPU time of a durable job, {name}"
-        found.append(Verdict.of(told, "<=", bar, "x", cpu, interval, "" if cpu else why))
+        found.append(
+            Verdict.of(told, "<=", OPTIMIZERS[name], "x", cpu, interval, "" if cpu else why)
+        )
         step, interval = None, None
         if whole is not None:
             step, interval = whole.step_ratio, whole.step_ratio_interval
@@ -159,7 +163,7 @@ def print_costs(report: Report, console: Console) -> None:
     if not rows:
         return
     table = new_table(
-        f"what durability costs, {format_size(rows[0].bytes)}: a step; of the server CPU and memory",
+        f"what durability costs, {format_size(rows[0].bytes)}: a step; of the server, CPU, memory",
         "case", "job", ">step", ">CPU", ">RSS", ">PSS", ">notes", ">CPU ratio", ">step ratio",
     )  # fmt: skip
     cells = []
