@@ -389,17 +389,18 @@ class Replica:
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
         statistics.exposed_s += time.perf_counter() - started
-        self.finite = result.finite
-        self.steps += 1
+        self.finite, self.steps = result.finite, self.steps + 1
         self._edit_memory.stepped()
         if self.same_batches.looks:
             self.same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result, repeated)
 
-    def _hold(self) -> None:
-        """This optimizer is about to change parameters; see `Held`."""
-        for each in self._others if self.session.rejoin is not None else ():
+    def _hold(self, edits: bool = False) -> None:
+        """This optimizer is about to change parameters; see `Held`. An edit may be anywhere."""
+        if edits and not any(each.reducer.waits for each in self._others):
+            return
+        for each in self._others if self.session.notes else ():
             each.held.note(each is self)
 
     def _take(self) -> tuple[bytes, tuple[int, ...]]:
@@ -515,7 +516,7 @@ class Replica:
                 self.ownership.check_movable("freezing inside edit()")
                 plan = self._plan()
             else:
-                self._hold()
+                self._hold(edits=True)
                 self._publish(edited=True)
         except BaseException:
             residency.take_format(before)
