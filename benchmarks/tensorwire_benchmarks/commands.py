@@ -347,7 +347,7 @@ def faults(
     if beside and not cost:
         raise click.UsageError("--beside needs --cost")
     chosen_ones = () if cost else tuple(dict.fromkeys(scenarios)) or fault_bench.SCENARIOS
-    costs = CostSettings(beside=beside)
+    costs = CostSettings(beside=str(beside or ""))
     if quick:
         costs = dataclasses.replace(costs, turns=8, steps=10)
     settings = fault_bench.FaultSettings(

@@ -69,8 +69,8 @@ class CostSettings:
         turns: of each job and case.
         steps: of a turn without computation.
         computing_steps: of one with.
-        beside: another checkout, with tensorwire and torch installed in its .venv; then nothing
-            else is measured.
+        beside: the path of another checkout, with tensorwire and torch installed in its .venv; then
+            nothing else is measured. "": none.
     """
 
     optimizers: Sequence[str] = tuple(OPTIMIZERS)
@@ -78,7 +78,7 @@ class CostSettings:
     turns: int = 24
     steps: int = 20
     computing_steps: int = 4
-    beside: Path | None = None
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ class CostRow(Row):
 
 def measure(report: Report, settings: CostSettings, tell: Callable[[str], None]) -> None:
     """Adds the rows of all cases; where one cannot be measured they have the reason."""
-    measured = _measure if settings.beside is None else _measure_beside
+    measured = _measure_beside if settings.beside else _measure
     for optimizer in settings.optimizers:
         tell(f"cost, {optimizer}")
         size = settings.tensors << 20
         try:
             measured(report, optimizer, size, settings)
         except PairError as error:
-            case = "exchange" if settings.beside is None else "before"
+            case = "before" if settings.beside else "exchange"
             row = CostRow(report.bench, f"cost.{case}.{optimizer}", ON, size, note=str(error))
             report.rows.append(row)
 
@@ -124,7 +124,7 @@ def judge(report: Report, settings: CostSettings) -> list[Verdict]:
 
     Or the speed beside the other checkout.
     """
-    if settings.beside is not None:
+    if settings.beside:
         return [_judge_equal(report, f"cost.before.{name}") for name in settings.optimizers]
     found = []
     rows: list[Any] = [row for row in report.rows if row.system == ON]
@@ -215,8 +215,7 @@ def _measure(report: Report, optimizer: str, size: int, settings: CostSettings) 
 
 
 def _measure_beside(report: Report, optimizer: str, size: int, settings: CostSettings) -> None:
-    assert settings.beside is not None
-    python = settings.beside / ".venv/bin/python"
+    python = Path(settings.beside, ".venv/bin/python")
     # Of a checkout before durability; it knows no option.
     commands = {NOW: _command("--no-durable"), BEFORE: _command(python=str(python.absolute()))}
     with contextlib.ExitStack() as stack:

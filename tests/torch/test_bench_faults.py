@@ -3,6 +3,7 @@
 The kills of CI are two here, and those of tests/launch/test_random_kills.py without torch.
 """
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -190,13 +191,15 @@ def test_the_bars_of_the_cost() -> None:
 @pytest.mark.parametrize(("upper", "met"), [(0.971, True), (0.969, False)])
 def test_no_interval_wholly_below_the_bar(upper: float, met: bool) -> None:
     report = faults.Report("faults", {})
-    settings = CostSettings(("adam",), beside=Path("elsewhere"))
+    settings = CostSettings(("adam",), beside="elsewhere")
+    report.settings["cost"] = dataclasses.asdict(settings)
     (found,) = durable_cost.judge(report, settings)
     assert found.met is None
     interval = 0.9, upper
     report.comparisons.append(Comparison("cost.before.adam", 1, "now", "before", 0.95, interval, 9))
     (found,) = durable_cost.judge(report, settings)
     assert found.met == met
+    assert json.dumps(report.to_json())
 
 
 @pytest.mark.slow
