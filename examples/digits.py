@@ -97,6 +97,8 @@ def as_table(report):
     time("exposed_communication_s", "  exposed communication")
     time("hidden_communication_s", "hidden behind computation")
     time("server_work_s", "server: work")
+    if report["server_notes_s"]:  # tensorwire run --durable
+        time("server_notes_s", "  of it copies, in case it is killed")
     time("server_wait_s", "server: waiting for the last slice")
     table.add_row("pushed per step and worker", f"{report['bytes_pushed_per_step'] / 1e3:.1f} kB")
     table.add_row("parameters", f"{report['bytes_of_parameters'] / 1e3:.1f} kB")

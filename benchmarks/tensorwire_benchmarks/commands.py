@@ -23,6 +23,7 @@ from tensorwire_benchmarks import faults as fault_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
@@ -299,6 +300,13 @@ def parameters(
 @json_option("Write all rows, the machine and the verdicts to FILE.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of victims and moments.")
 @click.option("--kills", type=click.IntRange(1), help="Over all scenarios (default 50).")
+@click.option("--cost", is_flag=True, help="Only what durability costs; nothing is killed.")
+@click.option(
+    "--beside",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With --cost: a built checkout of a commit before durability. Jobs there and jobs here "
+    "that are not durable take turns.",
+)
 @click.option(
     "--scenario",
     "scenarios",
@@ -306,32 +314,46 @@ def parameters(
     multiple=True,
     help="Only this one; may be given several times.",
 )
-@click.option("--quick", is_flag=True, help="Two kills of each scenario: a look.")
+@click.option("--quick", is_flag=True, help="Two kills of each scenario, few steps: a look.")
 def faults(
-    json_path: Path | None, seed: int, kills: int | None, scenarios: tuple[str, ...], quick: bool
-) -> None:
-    """Does a job whose servers are killed compute the same, and how long is a repair?
+    json_path: Path | None, seed: int, kills: int | None, cost: bool, beside: Path | None,
+    scenarios: tuple[str, ...], quick: bool,
+) -> None:  # fmt: skip
+    """Does a job whose processes are killed compute the same, and what does that cost?
 
     Small jobs of two workers: BatchNorm, Dropout, a scheduler and accumulation; sparse tables; two
-    optimizers with an average of weights; Muon; a pipeline. Each runs undisturbed first, then with
-    servers and the standby killed by SIGKILL at random moments, the next one after the last repair.
+    optimizers with an average of weights; Muon; two pipelines. Each runs undisturbed first, then
+    with servers, workers and the standby killed by SIGKILL at random moments, the next one after
+    the last repair, but sometimes two at once or the process in the place of the first.
     A judge that knows nothing of tensorwire compares the final values to the bit, and looks
     whether each slice of each step was made once and each sample used once. The exit code is 1 if
-    anything differs, or a job fails or hangs. Some ten minutes.
+    anything differs, or a job fails or hangs. Besides, what durability costs while nobody dies: the
+    server's CPU time and memory and the steps of a job with it and without, in turns. Some fifteen
+    minutes.
 
     \b
     Everything, kept for comparison:
         tensorwire bench faults --json faults.json
 
     \b
-    One scenario:
+    One scenario, or only the cost:
         tensorwire bench faults --scenario batchnorm --kills 10 --seed 7
+        tensorwire bench faults --cost
     """  # noqa: D301 (\b is what click reads)
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
-    chosen_ones = tuple(dict.fromkeys(scenarios)) or fault_bench.SCENARIOS
-    kills = kills or (2 * len(chosen_ones) if quick else 50)
-    settings = fault_bench.FaultSettings(chosen_ones, kills, seed)
+    if cost and (scenarios or kills):
+        raise click.UsageError("--cost kills nothing: leave out --scenario and --kills")
+    if beside and not cost:
+        raise click.UsageError("--beside needs --cost")
+    chosen_ones = () if cost else tuple(dict.fromkeys(scenarios)) or fault_bench.SCENARIOS
+    costs = CostSettings(beside=str(beside or ""))
+    if quick:
+        costs = dataclasses.replace(costs, turns=8, steps=10)
+    settings = fault_bench.FaultSettings(
+        chosen_ones, kills or (2 * len(chosen_ones) if quick else 50), seed,
+        cost=None if scenarios or kills else costs,
+    )  # fmt: skip
     found: list[Report] = []
 
     def run(tell: Told) -> Report:

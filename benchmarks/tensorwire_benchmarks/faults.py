@@ -2,13 +2,16 @@
 
 Each scenario is a small job (`faults_job.py`) that runs undisturbed first, then as often as it
 takes with servers, workers and the standby killed at random moments by SIGKILL; the next kill comes
-when worker 0 has made two steps after the last one, so that one of them needed the repair.
+when worker 0 has made two steps after the last one, so that one of them needed the repair. Now and
+then two processes are killed at the same moment, or the one that takes the place of the first as
+well; and some jobs lose a process before their first step, while stores are opened.
 `faults_judge.py`, a program of its own, compares the files that they leave. Recovery lasts from the
 kill until the step of worker 0 that ends its longest pause after it. It is warm where a standby
 waited that had imported everything, else cold. A worker is started again and its script runs from
-the beginning, which lasts as long as its imports; that is told apart.
+the beginning, which lasts as long as its imports; that is told apart. Only kills of one process
+between two steps are timed.
 
-Not measured: what durability costs while nobody dies; machines that die.
+Not measured here: what durability costs while nobody dies (`durable_cost.py`); machines that die.
 """
 
 from __future__ import annotations
@@ -37,22 +40,27 @@ from tensorwire.bench import machine
 from tensorwire.bench.harness import median, percentile
 from tensorwire.bench.report import add_groups, machine_line, new_table
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
+from tensorwire_benchmarks.durable_cost import CostSettings, print_costs
+from tensorwire_benchmarks.durable_cost import judge as judge_cost
+from tensorwire_benchmarks.durable_cost import measure as measure_cost
 
 SERVERS = {"batchnorm": 1, "tables": 2, "two optimizers": 1, "whole": 2, "pipeline": 1}
 """Of each scenario."""
 SCENARIOS = tuple(SERVERS)
-WORKERS_DIE = ("batchnorm", "tables")
-"""Scenarios whose workers are killed too. In others a backward pass is of several optimizers,
-between whose steps a worker cannot be replaced, or the model is split.
-"""
+WORKERS = {"pipeline": 4}
+"""Of each scenario, where it is not 2; a pipeline has two replicas of two processes."""
+WORKERS_STAY = {"pipeline": "workers are not killed: those of a split model cannot be replaced"}
+"""Scenarios that lose only servers and standbys, and why."""
 SAMPLES = {"batchnorm": 2560}
 _SAMPLES, _WORKERS = 1280, 2
 _HERE = Path(__file__).parent
 _HANG_S = 60.0
 _WARM_WAIT_S = 12.0
 _STEPS_AFTER = 2
+_EARLY, _TWO, _AGAIN = 1 / 4, 1 / 8, 1 / 8
+_SUCCESSOR_WAIT_S = 5.0
 RECOVERY_BAR_S = 2.0
-_REPLACED = re.compile(r"server \d+ \(pid (\d+)\) takes its place")
+_REPLACED = re.compile(r"(?:server|worker) \d+ \(pid (\d+)\) takes its place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,11 @@ class FaultSettings:
     """What to run.
 
     Attributes:
-        scenarios: of `SCENARIOS`.
+        scenarios: of `SCENARIOS`; none: nothing is killed.
         kills: over all scenarios.
         seed: of victims and moments.
         epochs: of each job.
+        cost: what to measure of the cost of durability; None: nothing.
         pace_s, disturbed_pace_s: that a worker sleeps per batch; disturbed jobs have to last.
     """
 
@@ -71,6 +80,7 @@ class FaultSettings:
     kills: int = 50
     seed: int = 0
     epochs: int = 3
+    cost: CostSettings | None = None
     pace_s: float = 0.005
     disturbed_pace_s: float = 0.08
 
@@ -82,6 +92,8 @@ class FaultRow(Row):
     Attributes:
         scenario: its name, as `case`.
         kills, standby_kills, worker_kills: of all processes, and of these standbys and workers.
+        opening_kills: before the first step.
+        double_kills: at the same moment as another one, or of the process in its place.
         parameters_equal: the final values of all workers, and all losses, to the bit.
         samples_once: each sample was used once in an epoch.
         steps_once: each slice of each step was made once.
@@ -94,6 +106,8 @@ class FaultRow(Row):
     kills: int = 0
     standby_kills: int = 0
     worker_kills: int = 0
+    opening_kills: int = 0
+    double_kills: int = 0
     parameters_equal: bool = False
     samples_once: bool = False
     steps_once: bool = False
@@ -118,11 +132,17 @@ class Kill:
         at: when, of the monotonic clock.
         who: "server", "worker" or "standby".
         warm: whether a standby was ready.
+        opening: no step had been made.
+        double: it was not the first at that moment, or the process in the place of the first.
+        timed: what follows until the next one is its repair alone.
     """
 
     at: float
     who: str
-    warm: bool
+    warm: bool = False
+    opening: bool = False
+    double: bool = False
+    timed: bool = True
 
 
 @dataclass(slots=True)
@@ -178,9 +198,12 @@ def run(settings: FaultSettings, tell: Callable[[float, float, str], None]) -> R
                     found.failures.append(str(error))
             done += len(found.kills)
             report.rows.append(_row(name, found))
+        if settings.cost is not None:
+            measure_cost(report, settings.cost, partial(tell, done, settings.kills))
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
-    report.verdicts += judge(report)
+    report.verdicts += judge(report) if settings.scenarios else []
+    report.verdicts += judge_cost(report, settings.cost) if settings.cost is not None else []
     return report
 
 
@@ -192,13 +215,13 @@ def _tell_more(
 
 def judge(report: Report) -> list[Verdict]:
     """All equal, and a warm repair is quick."""
-    rows: list[Any] = report.rows
+    rows = _rows(report)
     equal = [row.parameters_equal and row.samples_once and row.steps_once for row in rows]
     share = 100.0 * sum(equal) / len(equal) if equal else None
     killed = sum(row.kills for row in rows)
-    warm = [row for row in rows if row.warm_s_median is not None]
-    worst = max((row.warm_s_median for row in warm), default=None)
-    count = sum(row.warm_kills for row in warm)
+    warm = [row.warm_s_median for row in rows if row.warm_s_median is not None]
+    worst = max(warm, default=None)
+    count = sum(row.warm_kills for row in rows)
     return [
         Verdict.of("jobs like undisturbed ones", ">=", 100.0, "%", share,
                    detail=f"{killed} kills" if equal else "no job has ended"),
@@ -210,22 +233,34 @@ def judge(report: Report) -> list[Verdict]:
 
 def fails(report: Report) -> bool:
     """Whether anything is unequal, or a job has failed or hung."""
-    rows: list[Any] = report.rows
     return any(
         row.failures or not (row.parameters_equal and row.samples_once and row.steps_once)
-        for row in rows
+        for row in _rows(report)
     )
 
 
+def _rows(report: Report) -> list[FaultRow]:
+    return [row for row in report.rows if isinstance(row, FaultRow)]
+
+
 def print_faults(report: Report, console: Console) -> None:
-    """One table, what went wrong, verdicts."""
+    """A table of kills and one of costs, what went wrong, verdicts."""
     console.print(machine_line(report), soft_wrap=True)
+    if rows := _rows(report):
+        _print_kills(rows, console)
+    print_costs(report, console)
+    for verdict in report.verdicts:
+        style = {True: "green", False: "bold red", None: "yellow"}[verdict.met]
+        console.print(Text(verdict.line(), style=style), soft_wrap=True)
+
+
+def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
     table = new_table(
-        "jobs whose processes are killed", "scenario", ">kills", "parameters", "samples", "steps",
-        ">recovery", ">p99", ">warm (kills)", ">cold (kills)", ">worker (kills)",
+        "jobs whose processes are killed: how often, before the first step, two at once; equal?",
+        "scenario", ">kills", "parameters", "samples", "steps", ">recovery", ">warm (kills)",
+        ">cold (kills)", ">worker (kills)",
     )  # fmt: skip
-    rows: list[Any] = report.rows
-    cells = []
+    cells: list[list[str | Text]] = []
     for row in rows:
         checks = (row.parameters_equal, row.samples_once, row.steps_once)
         words = (("equal", "UNEQUAL"), ("once", "NOT ONCE"), ("once", "NOT ONCE"))
@@ -233,21 +268,20 @@ def print_faults(report: Report, console: Console) -> None:
             Text(word[not good], style="green" if good else "bold red")
             for word, good in zip(words, checks, strict=True)
         ]
-        cells.append((
-            row.scenario, str(row.kills), *told,
-            format_seconds(row.recovery_s_median), format_seconds(row.recovery_s_p99),
+        cells.append([
+            row.scenario, f"{row.kills}, {row.opening_kills}, {row.double_kills}", *told,
+            format_seconds(row.recovery_s_median),
             f"{format_seconds(row.warm_s_median)} ({row.warm_kills})",
             f"{format_seconds(row.cold_s_median)} ({row.cold_kills})",
             f"{format_seconds(row.rejoin_s_median)} ({row.worker_kills})",
-        ))  # fmt: skip
+        ])  # fmt: skip
     add_groups(table, cells)
     console.print(table)
     for row in rows:
+        if row.scenario in WORKERS_STAY:
+            console.print(Text(f"{row.scenario}: {row.note}", style="dim"), soft_wrap=True)
         for failure in row.failures:
             console.print(Text(f"{row.scenario}: {failure}", style="bold red"), soft_wrap=True)
-    for verdict in report.verdicts:
-        style = {True: "green", False: "bold red", None: "yellow"}[verdict.met]
-        console.print(Text(verdict.line(), style=style), soft_wrap=True)
 
 
 def _row(name: str, found: _Found) -> FaultRow:
@@ -260,10 +294,12 @@ def _row(name: str, found: _Found) -> FaultRow:
 
     return FaultRow(
         "faults", name, "tensorwire", found.bytes, operations=len(both),
-        note="" if both else "no server was killed",
+        note=WORKERS_STAY.get(name, "") or ("" if both else "no kill of a server was timed"),
         scenario=name, kills=len(found.kills),
         standby_kills=sum(kill.who == "standby" for kill in found.kills),
         worker_kills=sum(kill.who == "worker" for kill in found.kills),
+        opening_kills=sum(kill.opening for kill in found.kills),
+        double_kills=sum(kill.double for kill in found.kills),
         parameters_equal=ended and not found.wrong.get("parameters"),
         samples_once=ended and not found.wrong.get("samples"),
         steps_once=ended and not found.wrong.get("steps"),
@@ -290,8 +326,10 @@ def _run_scenario(
         disturbed = folder / f"disturbed-{found.judged}"
         before = len(found.kills)
         with _Job(name, disturbed, settings.disturbed_pace_s, settings.epochs) as job:
-            while len(found.kills) < kills and (kill := job.kill(chance)) is not None:
-                found.kills.append(kill)
+            early = [job.kill_early(chance)] if chance.random() < _EARLY else []
+            found.kills += (kill for kill in early if kill is not None)
+            while len(found.kills) < kills and (together := job.kill(chance)):
+                found.kills += together
                 tell(len(found.kills))
                 if not job.await_steps(_STEPS_AFTER):
                     break
@@ -300,7 +338,9 @@ def _run_scenario(
         samples = str(SAMPLES.get(name, _SAMPLES))
         command = [sys.executable, str(_HERE / "faults_judge.py"), str(whole), str(disturbed)]
         judged = subprocess.run(
-            [*command, str(_WORKERS), samples], stdout=subprocess.PIPE, check=False
+            [*command, str(WORKERS.get(name, _WORKERS)), samples],
+            stdout=subprocess.PIPE,
+            check=False,
         )
         for kind, texts in json.loads(judged.stdout).items():
             found.wrong.setdefault(kind, []).extend(texts)
@@ -314,6 +354,8 @@ def _note_recoveries(folder: Path, kills: list[Kill], found: _Found) -> None:
     ends = [kill.at for kill in kills[1:]] + [float("inf")]
     for kill, end in zip(kills, ends, strict=True):
         after = [event for event in events if kill.at < event["at"] < end]
+        if not kill.timed or not after:
+            continue
         # Later pauses have other causes: one of these steps needed the repair.
         near = [event["at"] for event in after if event["step"] < after[0]["step"] + _STEPS_AFTER]
         taken = recovery_s(kill.at, near)
@@ -331,7 +373,8 @@ class _Job:
         self._output = folder / "output"
         script = [str(_HERE / "faults_job.py"), name, str(folder), str(pace_s), str(epochs)]
         command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
-        command += ["--workers", str(_WORKERS), "--servers", str(SERVERS[name]), *script]
+        self._workers = WORKERS.get(name, _WORKERS)
+        command += ["--workers", str(self._workers), "--servers", str(SERVERS[name]), *script]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -370,10 +413,29 @@ class _Job:
             time.sleep(0.002)
         return True
 
-    def kill(self, chance: random.Random) -> Kill | None:
-        """Kills a process at some moment; every other time it waits for a standby before."""
+    def kill_early(self, chance: random.Random) -> Kill | None:
+        """Kills a process when all workers have joined, before the first step if it can."""
+        joined = [self._folder / f"joined-{rank}" for rank in range(self._workers)]
+        while not all(path.exists() for path in joined):
+            self.steps()
+            if self._process.poll() is not None:
+                return None
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.05)
+        who = "server" if self._name in WORKERS_STAY or chance.random() < 1 / 2 else "worker"
+        victim = chance.choice(self._processes()[who])
+        opening = self.steps() == 0
+        kill = self._end(victim, Kill(time.monotonic(), who, opening=opening, timed=False))
+        self.await_steps(_STEPS_AFTER)
+        return kill
+
+    def kill(self, chance: random.Random) -> list[Kill]:
+        """Kills a process at some moment; every other time it waits for a standby before.
+
+        Sometimes another one at the same moment, or the one that takes its place.
+        """
         if not self.await_steps(1):
-            return None
+            return []
         wait_warm, delay_s = chance.random() < 0.5, chance.random() * 0.5
         until = time.monotonic() + _WARM_WAIT_S
         while (
@@ -381,27 +443,59 @@ class _Job:
         ):
             self.steps()
             if self._process.poll() is not None:
-                return None
+                return []
         time.sleep(delay_s)
         found, draw = self._processes(), chance.random()
         # A standby one time in six: its death is no repair that somebody waits for.
         who = "standby" if found["standby"] and draw < 1 / 6 else "server"
-        if draw > 1 / 2 and self._name in WORKERS_DIE:
+        if draw > 1 / 2 and self._name not in WORKERS_STAY:
             who = "worker"
         if not found[who] or self._process.poll() is not None:
-            return None
-        victim = chance.choice(found[who])
+            return []
+        victim, more = chance.choice(found[who]), chance.random()
+        others = [
+            (pid, kind)
+            for kind, pids in found.items()
+            for pid in pids
+            if pid != victim and not (kind == "worker" and self._name in WORKERS_STAY)
+        ]
         warm = self._ready(found["standby"])
         self.steps()
         # Only workers that still train can show what a repair takes.
         if self._ended() or self._process.poll() is not None:
-            return None
-        at = time.monotonic()
+            return []
+        two, again = more < _TWO and bool(others), _TWO <= more < _TWO + _AGAIN
+        replaced = len(self._replaced())
+        first = Kill(time.monotonic(), who, warm, timed=not (two or again))
+        kills = [self._end(victim, first)]
+        if two:
+            second, kind = chance.choice(others)
+            kills.append(self._end(second, Kill(first.at, kind, double=True, timed=False)))
+        elif again and who != "standby" and (after := self._successor(replaced, chance)):
+            then = Kill(time.monotonic(), who, double=True, timed=False)
+            kills.append(self._end(after, then))
+        return [kill for kill in kills if kill is not None]
+
+    def _end(self, pid: int, kill: Kill) -> Kill | None:
         try:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return None
-        return Kill(at, who, warm)
+        return kill
+
+    def _successor(self, before: int, chance: random.Random) -> int | None:
+        """Waits for the next process that takes another one's place, after so many; its number."""
+        until = time.monotonic() + _SUCCESSOR_WAIT_S
+        while len(found := self._replaced()) == before:
+            if time.monotonic() > until or self._process.poll() is not None:
+                return None
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.5)
+        return None if self._ended() else found[-1]
+
+    def _replaced(self) -> list[int]:
+        """The processes that have got another one's place."""
+        return [int(pid) for pid in _REPLACED.findall(self._output.read_text(errors="replace"))]
 
     def finish(self) -> None:
         """Waits for the end. Raises _JobFailed if it is not a good one."""
@@ -412,11 +506,11 @@ class _Job:
             raise _JobFailed(f"exit code {self._process.returncode}:\n{self._tail()}")
 
     def _ended(self) -> bool:
-        return any((self._folder / f"final-{rank}").exists() for rank in range(_WORKERS))
+        return any((self._folder / f"final-{rank}").exists() for rank in range(self._workers))
 
     def _processes(self) -> dict[str, list[int]]:
         """The servers, the workers, and standbys that nobody has told to take a place."""
-        replaced = {int(pid) for pid in _REPLACED.findall(self._output.read_text(errors="replace"))}
+        replaced = self._replaced()
         found: dict[str, list[int]] = {"server": [], "worker": [], "standby": []}
         pid = self._process.pid
         try:

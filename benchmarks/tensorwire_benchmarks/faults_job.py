@@ -3,9 +3,10 @@
     tensorwire run --durable faults_job.py SCENARIO FOLDER PACE EPOCHS
 
 Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
-that it survives a kill; at the end it writes FOLDER/final-RANK. Worker 0 writes to FOLDER/progress
-how many steps it has made. PACE is the seconds that it sleeps per batch, which changes no bit. What
-is in the files is judged by faults_judge.py; nothing here knows that processes are killed.
+that it survives a kill; at the end it writes FOLDER/final-RANK. FOLDER/joined-RANK is there once it
+has joined the job. Worker 0 writes to FOLDER/progress how many steps it has made. PACE is the
+seconds that it sleeps per batch, which changes no bit. What is in the files is judged by
+faults_judge.py; nothing here knows that processes are killed.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     torch.set_num_threads(1)
     scenario = SCENARIOS[scenario_name]
     job = tw.init(seed=3, **scenario.init)
+    (folder / f"joined-{job.rank}").touch()
     training = scenario.make()
     data = _data(scenario)
     split = job.pipeline > 1

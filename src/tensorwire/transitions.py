@@ -355,6 +355,19 @@ BORROWING = Phase(
     ),
 )
 
+HOLDING = Phase(
+    "holding",
+    "worker",
+    "notes what an optimizer has while another one steps",
+    (
+        Transition(
+            "gradients.noted",
+            "where gradients of another optimizer lie is noted, before this one commits",
+            "takes them from there when it computes the batch again, and pushes none",
+        ),
+    ),
+)
+
 ASK = Phase(
     "ask",
     "worker",
@@ -501,6 +514,7 @@ PHASES = (
     SUM,
     ASK,
     POSITION,
+    HOLDING,
     COMMIT,
     RESULT,
     REJOIN,

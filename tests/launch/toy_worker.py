@@ -2,13 +2,16 @@
 
 It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
 parameters, sums with others, a snapshot of a version that is read when there are later ones, and a
-second store after the first was freed.
+second store after the first was freed. Into TOY_FOLDER, if there is one, it writes what
+benchmarks/tensorwire_benchmarks/faults_judge.py reads.
 """
 
 import hashlib
+import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +36,7 @@ from tensorwire.parameters import (
 STEPS = int(os.environ.get("TOY_STEPS", "12"))
 STORES = int(os.environ.get("TOY_STORES", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
+FOLDER = os.environ.get("TOY_FOLDER", "")
 
 
 def main() -> None:
@@ -47,6 +51,9 @@ def main() -> None:
     total = collective.sum([float(world.rank)])
     digest.update(repr(total).encode())
     member.close()
+    if FOLDER:
+        head = json.dumps([["digest", "bytes", [], digest.digest_size]]).encode()
+        Path(FOLDER, f"final-{world.rank}").write_bytes(head + b"\n" + digest.digest())
     print("digest", digest.hexdigest()[:16], flush=True)
 
 
@@ -59,6 +66,16 @@ def contents(store: RemoteStore, version: Readable) -> bytes:
             version.fetch()
         found += [part.tobytes() for part in parts]
     return b"".join(found)
+
+
+def log(world: World, number: int, step: int, norms: list[str]) -> None:
+    for i in world.my_slices:
+        event = {
+            "optimizer": f"store {number}", "epoch": 0, "step": step, "slice": i,
+            "samples": [step * world.slices + i], "losses": norms,
+        }  # fmt: skip
+        with Path(FOLDER, f"events-{world.rank}").open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 def train(
@@ -74,7 +91,7 @@ def train(
     spec = Spec("toy", ("lr",), 1, world.slices, tensors, 1, ("warmth",))
     store = RemoteStore(member, number, spec)
     places = {i: store.places(i) for i in world.my_slices}
-    version = 1
+    version, norms = 1, list[str]()
 
     def commit(operation: int, present: bytes, flags: int = 0, max_norm: float = math.inf) -> None:
         nonlocal version
@@ -85,6 +102,7 @@ def train(
                 i, Commit(version, operation, flags, 1.0, max_norm, 1.0 + i, ((0.1,),), mine)
             )
         result = store.wait()
+        norms.append(result.norm.hex())
         digest.update(repr((result.finite, result.norm)).encode())
 
     def publish(seed: int) -> None:
@@ -139,6 +157,9 @@ def train(
             assert contents(store, snapshot) == kept
             assert contents(store, PresentVersion(store)) != kept
             snapshot.release()
+        if FOLDER:
+            log(world, number, step, norms)
+        norms.clear()
         time.sleep(PAUSE_S)
     values = np.zeros(store.layout.size_bytes, np.uint8)
     store.read_values(values)

@@ -78,5 +78,7 @@ def test_a_job_goes_on(tmp_path: Path) -> None:
         assert digests == whole
         report = json.loads((folder / "report.json").read_text())
         assert len(report["server_takeovers_s"]) == 1
+        assert 0 < report["server_notes_s"] < report["server_work_s"]
+        assert report["bytes_of_notes"] > 2 * 4 * 20 * 300
         saved = tmp_path / "undisturbed/checkpoint"
         assert (folder / "checkpoint").read_bytes() == saved.read_bytes()

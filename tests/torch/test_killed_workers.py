@@ -74,7 +74,8 @@ def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> t
     """The digests of all workers, and all that was printed."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tensorwire", "run", "--durable", "--workers", "2"]
+    command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
+    command += [] if "--workers" in options else ["--workers", "2"]
     done = subprocess.run(
         [*command, *options, str(folder / "script.py"), str(folder / "checkpoint")],
         env={**os.environ, "TENSORWIRE_FAIL": fail},
@@ -136,7 +137,8 @@ SUCCESSORS += [
 def test_every_place_is_tried() -> None:
     """A row that is added to the protocol is tried here, at its first and at a later time."""
     tried = {place for _, place, _ in CASES}
-    assert tried | {"commit.repeated", "version.reached"} == set(rows_of("worker"))
+    apart = {"commit.repeated", "version.reached", "gradients.noted"}
+    assert tried | apart == set(rows_of("worker"))
     for name in tried:
         assert len({times for _, place, times in CASES if place == name}) > 1
 
@@ -180,7 +182,7 @@ x = torch.randn(160, 20)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
 
 def die():
-    if job.rank == 1 and first:
+    if job.rank == job.size - 1 and first:
         open(sys.argv[1], "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -206,6 +208,17 @@ def test_a_worker_that_is_killed_in_its_script(tmp_path: Path) -> None:
     assert (
         digests == run(tmp_path / "other", LOOP.format(**PARTS).replace("die()\n", "pass\n"), "")[0]
     )
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_alone_and_counts_batches_anew(tmp_path: Path) -> None:
+    """Its norm was asked for, and is not when the batch is computed again."""
+    inside = {"inside": "tw.clip_grad_norm_(opt, 1.0) if number % 2 == 1 else None"}
+    script, options = LOOP.format(**PARTS | inside), ("--workers", "1", "--servers", "1")
+    _, said = run(tmp_path / "job", script, "", *options, code=1)
+    assert "does other things" in said
+    counted = LOOP.format(**PARTS | inside | {"first_batch": ", loader.first_batch"})
+    assert len(run(tmp_path / "other", counted, "", *options)[0]) == 1
 
 
 @pytest.mark.slow
@@ -300,25 +313,37 @@ def test_optimizers_in_turn(tmp_path: Path) -> None:
         assert digests == whole, fail
 
 
-TWO = """
-import os, signal, sys, torch, tensorwire.torch as tw
+SEVERAL = """
+import hashlib, torch, torch.nn.functional as F, tensorwire.torch as tw
 from torch import nn
 
 job = tw.init(seed=3)
-first = not os.path.exists(sys.argv[1])
-one, two = nn.Linear(20, 20), nn.Linear(20, 5)
+torch.manual_seed(0)
+body = nn.Sequential(nn.Linear(20, 200), nn.BatchNorm1d(200), nn.ReLU(), nn.Linear(200, 100))
+head = nn.Sequential(nn.BatchNorm1d(100), nn.Linear(100, 200), nn.Linear(200, 5))
+last = nn.Linear(100, 5)
 opts = [
-    tw.DistributedOptimizer(torch.optim.SGD(each.parameters(), 0.1), each) for each in (one, two)
+    tw.DistributedOptimizer(torch.optim.Adam(body.parameters(), 1e-3), body),
+    tw.DistributedOptimizer(torch.optim.SGD(head.parameters(), 0.1, momentum=0.9), head),
+    tw.DistributedOptimizer(torch.optim.SGD(last.parameters(), 0.1), last),
 ]
+job.keep(body=body)
+x = torch.randn(320, 20, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
 for epoch in job.epochs(2):
-    for (a,) in job.loader(torch.utils.data.TensorDataset(torch.randn(160, 20)), 8):
-        two(one(a)).sum().backward()
+    for a, b in job.loader(data, 8, shuffle=True):
+        for opt in opts:
+            opt.zero_grad()
+        hidden = body(a)
+        (F.cross_entropy(head(hidden), b) + F.cross_entropy(last(hidden), b)).backward()
         opts[0].step()
-        if epoch == 1 and job.rank == 1 and first:
-            open(sys.argv[1], "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        tw.clip_grad_norm_(opts[2], 0.5)
         opts[1].step()
-        opts[0].zero_grad(), opts[1].zero_grad()
+        opts[2].step()
+state = [each for model in (body, head, last) for each in model.state_dict().values()]
+content = b"".join(each.detach().numpy().tobytes() for each in state)
+print("digest", hashlib.sha256(content).hexdigest())
+job.barrier()
 """
 
 
@@ -349,17 +374,82 @@ for epoch in job.epochs(2):
 """
 
 
+CHANGED = """
+import os, signal, sys, torch, tensorwire.torch as tw
+from torch import nn
+
+job = tw.init(seed=3)
+first = not os.path.exists(sys.argv[1])
+one, two = nn.Linear(20, 300), nn.Linear(300, 5)
+opts = [
+    tw.DistributedOptimizer(torch.optim.SGD(each.parameters(), 0.1), each) for each in (one, two)
+]
+
+def die():
+    if epoch == 1 and job.rank == 1 and first:
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for epoch in job.epochs(2):
+    for (a,) in job.loader(torch.utils.data.TensorDataset(torch.randn(160, 20)), 8):
+        two(one(a)).sum().backward()
+        opts[0].step(), opts[0].zero_grad()
+        {between}
+        two(one(a).detach()).sum().backward()
+        die()
+        opts[1].step(), opts[1].zero_grad()
+print("digest", two.weight.sum().item().hex().replace("-", "m"))
+job.barrier()
+"""
+
+
 @pytest.mark.slow
 def test_gradients_that_wait_while_another_optimizer_steps(tmp_path: Path) -> None:
     _, said = run(tmp_path / "job", ACCUMULATED, "", code=1)
-    assert "another had gradients, which cannot be computed again" in said
+    assert "another had gradients that cannot be computed again" in said
 
 
 @pytest.mark.slow
-def test_two_optimizers_of_one_backward(tmp_path: Path) -> None:
-    """The first one's step is made, and the other one's gradients cannot be made again."""
-    _, said = run(tmp_path / "job", TWO, "", code=1)
-    assert "one optimizer had stepped and another had gradients, which cannot be" in said
+@pytest.mark.timeout(240)
+def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
+    """One has stepped, and the others get the gradients and buffers that the former process had."""
+    whole, _ = run(tmp_path / "undisturbed", SEVERAL, "")
+    assert len(whole) == 1
+    for number, fail in enumerate(
+        [
+            "worker-1:commit.sent:156:kill",  # the first has stepped
+            "worker-0:commit.noted:157:kill",  # and the norm of the third is asked for
+            "worker-1:gradients.noted:77:kill",
+        ]
+    ):
+        digests, said = run(tmp_path / str(number), SEVERAL, fail)
+        assert said.count("takes its place (restart 1)") == 1, said
+        assert digests == whole, fail
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_buffers_that_no_server_has(tmp_path: Path) -> None:
+    """A worker that is alone has them for itself, and its last batch is computed twice."""
+    options = "--workers", "1", "--servers", "1"
+    whole, _ = run(tmp_path / "undisturbed", SEVERAL, "", *options)
+    digests, said = run(tmp_path / "job", SEVERAL, "worker-0:commit.sent:316:kill", *options)
+    assert said.count("takes its place (restart 1)") == 1, said
+    assert digests == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("between", ["opts[1].zero_grad()", ""], ids=["dropped", "added"])
+def test_a_further_backward_before_the_other_step(tmp_path: Path, between: str) -> None:
+    """It changes what had been noted, and what was dropped before does not count."""
+    script = CHANGED.format(between=between or "pass")
+    digests, said = run(tmp_path / "job", script, "", code=0 if between else 1)
+    if between:
+        undisturbed = script.replace("first = not", "first = False and not")
+        assert digests == run(tmp_path / "other", undisturbed, "")[0]
+    else:
+        assert "another had gradients that cannot be computed again" in said
 
 
 @pytest.mark.slow

@@ -51,6 +51,24 @@ def test_notes_are_replayed_in_order(region: Region) -> None:
     assert taken(open_(region)) == [b"sum 1", b"sum 2", b"sum 3"]
 
 
+def test_what_a_predecessor_may_not_have_noted(region: Region) -> None:
+    key = 1, 7, 0  # store, version, slice
+    first = open_(region)
+    assert first.take_or_note(NoteKind.GRADIENTS, b"there", *key) == (True, None)
+    add(first, 1)
+    history = open_(region)
+    assert history.lies_ahead(NoteKind.GRADIENTS, *key)
+    assert history.lies_ahead(NoteKind.GRADIENTS, 1)
+    assert not history.lies_ahead(NoteKind.GRADIENTS, 1, 8, 0)
+    assert history.take_or_note(NoteKind.BUFFERS, b"here", *key) == (False, None), "it had none"
+    assert history.take_or_note(NoteKind.GRADIENTS, b"here", *key) == (True, b"there")
+    assert not history.lies_ahead(NoteKind.GRADIENTS, 1)
+    assert history.take_or_note(NoteKind.GRADIENTS, b"here", *key) == (False, None)
+    assert history.take(NoteKind.SUM, number=1) == b"sum 1"
+    assert history.take_or_note(NoteKind.BUFFERS, b"here", *key) == (True, None)
+    assert open_(region).lies_ahead(NoteKind.BUFFERS, *key)
+
+
 def test_a_sum_that_was_asked_for_is_ahead_until_it_is_answered(region: Region) -> None:
     add(open_(region), 1)
     history = open_(region)

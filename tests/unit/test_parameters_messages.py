@@ -104,6 +104,8 @@ def test_difference_sees_what_must_agree(commit: Commit) -> None:
         numbers,
         numbers,
         numbers,
+        numbers,
+        st.integers(0, 1 << 40),
         st.booleans(),
         st.text(),
     )

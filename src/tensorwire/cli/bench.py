@@ -21,7 +21,7 @@ _IN_REPOSITORY = {
     "training": "What does a synchronous training step cost?",
     "placement": "What does placing gradients gain, on real models?",
     "parameters": "What do optimizers, sparse tables and the loops of other libraries cost?",
-    "faults": "Does a job whose servers are killed compute the same, and how long is a repair?",
+    "faults": "Does a job whose processes are killed compute the same, and what does that cost?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""

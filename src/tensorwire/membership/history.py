@@ -39,13 +39,17 @@ class NoteKind(IntEnum):
     """What a note is about.
 
     The result of a sum of all workers, a slice's commit, the result of a version of a store, or
-    that a checkpoint was loaded.
+    that a checkpoint was loaded. Of what an optimizer has while another one commits: where its
+    gradients lie, that these are about to change, and its buffers.
     """
 
     SUM = 1
     COMMIT = 2
     VERSION = 3
     LOAD = 4
+    GRADIENTS = 5
+    CHANGED = 6
+    BUFFERS = 7
 
 
 class Entry(NamedTuple):
@@ -150,15 +154,43 @@ class History:
         """
         if not self._ahead:
             if self.position is not None:
-                raise self._different()
+                raise self.different()
             return None
         if self._ahead[0].key != (kind, store, number, slice_):
-            raise self._different()
+            raise self.different()
         return self._ahead.popleft().data
 
     def is_next(self, kind: NoteKind) -> bool:
         """What a predecessor has done next is of this kind."""
         return bool(self._ahead) and self._ahead[0].kind == kind
+
+    def take_or_note(
+        self, kind: NoteKind, data: bytes, store: int, number: int, slice_: int
+    ) -> tuple[bool, bytes | None]:
+        """Notes what a predecessor may not have noted at this place.
+
+        Returns:
+            Whether it is noted, and the predecessor's note.
+        """
+        if not self.replaying:
+            self.note(kind, data, store, number, slice_)
+            return True, None
+        if not self._ahead or self._ahead[0].key != (kind, store, number, slice_):
+            return False, None
+        return True, self._ahead.popleft().data
+
+    def lies_ahead(
+        self, kind: NoteKind, store: int, number: int | None = None, slice_: int | None = None
+    ) -> bool:
+        """A predecessor has noted this, and this process is not yet there; None: any."""
+        return any(
+            each.kind == kind
+            and each.store == store
+            and number in (None, each.number)
+            and slice_ in (None, each.slice)
+            for notes in (self._ahead, self._later)
+            for each in notes
+        )
 
     def was_committed(self, store: int, version: int, slice_: int) -> bytes | None:
         """The commit of a slice for a version, as a predecessor has made it or was about to."""
@@ -171,10 +203,11 @@ class History:
             RuntimeError: it has not done all that the predecessor had.
         """
         if self._ahead:
-            raise self._different()
+            raise self.different()
         self.position, self._ahead, self._later = None, deque(self._later), []
 
-    def _different(self) -> RuntimeError:
+    def different(self) -> RuntimeError:
+        """The error of a script that does other things than it did in the predecessor."""
         return RuntimeError(
             f"worker {self._rank} was killed, and the process that took its place does other "
             "things: the script's sums, barriers and steps have to be the same when it runs again, "

@@ -13,6 +13,7 @@ et al., ARIES, 1992), with a cell for a page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -107,6 +108,9 @@ class Journal:
         self._room = _room(arrays)
         # Parts of `undo`; pop and append are atomic.
         self._free = list(range(len(undo) // self._room))
+        self._spent_s = [0.0] * (len(self._free) + 1)  # by each of them, and for the rest
+        self._spent_before_s = 0.0
+        self._bytes = len(memory) + len(undo) + len(table_undo)
         self._tables: dict[int, _TableUndo] = {}
         start = 0
         for table in tables_of(share):
@@ -129,6 +133,11 @@ class Journal:
     def table_undo_bytes(share: Share, states: int) -> int:
         """Likewise for copies of rows, with so many arrays of state."""
         return sum(_table_bytes(table, 1 + states) for table in tables_of(share))
+
+    def cost(self, threads: int) -> tuple[float, int]:
+        """Seconds that so many threads have spent on it since the last call, and its bytes."""
+        before, self._spent_before_s = self._spent_before_s, sum(self._spent_s)
+        return (self._spent_before_s - before) / threads, self._bytes
 
     # ---- versions
 
@@ -186,11 +195,12 @@ class Journal:
 
     def save(self, change: Change) -> None:
         """Copies the arrays of a cell."""
-        change.slot = self._free.pop()
+        started, change.slot = time.perf_counter(), self._free.pop()
         at = change.slot * self._room
         for array in self._arrays[change.cell]:
             self._undo[at : at + len(array)] = array
             at += len(array)
+        self._spent_s[change.slot] += time.perf_counter() - started
 
     def arm(self, change: Change) -> None:
         """Puts the copy of a cell into force."""
@@ -207,7 +217,9 @@ class Journal:
 
     def save_rows(self, change: Change) -> None:
         """Copies rows of a table."""
+        started, spent = time.perf_counter(), self._spent_s
         self._tables[change.cell].save(change.rows)
+        spent[-1] += time.perf_counter() - started
 
     def arm_rows(self, change: Change) -> None:
         """Puts the copy of rows into force."""

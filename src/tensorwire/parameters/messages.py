@@ -43,7 +43,8 @@ OPERATION_NAMES = {
 
 # numpy's structured arrays say the same and take ten times as long for a few numbers.
 _COMMIT = struct.Struct("<qqqddd")  # version, operation, flags, scale, max_norm, weight
-_RESULT = struct.Struct("<qqqdddq")  # version, failed, finite, norm, wait_s, work_s, message_bytes
+# version, failed, finite, norm, wait_s, work_s, notes_s, notes_bytes, message_bytes
+_RESULT = struct.Struct("<qqqddddqq")
 
 RESULT_BYTES = 4032
 """A result with its text."""
@@ -229,6 +230,8 @@ class Result:
         norm: of the reduced gradient before clipping; nan where nobody asked.
         wait_s: how long the server waited for the last slice after the first.
         work_s: how long it then took.
+        notes_s: the part of it that went to copies and notes for a successor.
+        notes_bytes: memory for these.
         failed: the store is over, and `message` says why.
         message: text for the user.
     """
@@ -238,6 +241,8 @@ class Result:
     norm: float = float("nan")
     wait_s: float = 0.0
     work_s: float = 0.0
+    notes_s: float = 0.0
+    notes_bytes: int = 0
     failed: bool = False
     message: str = ""
 
@@ -251,6 +256,8 @@ class Result:
             self.norm,
             self.wait_s,
             self.work_s,
+            self.notes_s,
+            self.notes_bytes,
             len(text),
         )
         return np.frombuffer(head + text, np.uint8)
@@ -259,7 +266,8 @@ class Result:
     def from_bytes(data: Bytes) -> Result:
         """Copies it out of memory."""
         head = _RESULT.unpack(data[: _RESULT.size].tobytes())
-        version, failed, finite, norm, wait_s, work_s, message_bytes = head
+        version, failed, finite, norm, wait_s, work_s, notes_s, notes_bytes, message_bytes = head
         size = min(max(message_bytes, 0), MESSAGE_BYTES)
         text = data[_RESULT.size : _RESULT.size + size].tobytes().decode(errors="replace")
-        return Result(version, bool(finite), norm, wait_s, work_s, bool(failed), text)
+        took = wait_s, work_s, notes_s, notes_bytes
+        return Result(version, bool(finite), norm, *took, bool(failed), text)

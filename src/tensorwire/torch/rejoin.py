@@ -49,6 +49,11 @@ class Rejoin:
         """The script runs again, and is not yet where it was."""
         return self._history.position is not None
 
+    @property
+    def notes(self) -> bool:
+        """What happens is noted; a process can take the place of this one."""
+        return not self._history.reason
+
     def begin_loop(self, first: int, count: int) -> range:
         """A loop of epochs begins; those that it gives out."""
         self._loop += 1

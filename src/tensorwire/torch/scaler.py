@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         core = replica_of(optimizer)
-        core.check_scalable()
+        core.reducer.check_scalable()
         self._begin(core)
         self._check_scale_growth_tracker("step")
         core.scaling, core.finite = (1.0 / self.get_scale(), True), True
@@ -66,7 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         core = replica_of(optimizer)
         self._begin(core)
         self._check_scale_growth_tracker("unscale_")
-        core.check_scalable()
+        core.reducer.check_scalable()
         core.synchronize(scale=1.0 / self.get_scale())
         state["stage"] = OptState.UNSCALED
 

@@ -114,6 +114,11 @@ class Session:
         """The modules that servers may import for optimizers; None: there are no servers."""
         return None if self.member is None else permitted_imports()
 
+    @property
+    def notes(self) -> bool:
+        """What happens is noted, and a process can take the place of this one."""
+        return self.rejoin is not None and self.rejoin.notes
+
     # ---- data
 
     def batch_comes(self, iteration: object, samples: int) -> None:

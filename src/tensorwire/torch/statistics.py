@@ -36,6 +36,7 @@ class Statistics:
         self.train_s = 0.0
         self.server_work_s = 0.0
         self.server_wait_s = 0.0
+        self.server_notes_s = 0.0
         self.values: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
         self._last: float | None = None
@@ -54,6 +55,7 @@ class Statistics:
         self._last = now
         self.server_work_s += result.work_s
         self.server_wait_s += result.wait_s
+        self.server_notes_s += result.notes_s
 
     def end_epoch(self, epoch: int) -> None:
         """Keeps the epoch's last figures."""
@@ -79,10 +81,12 @@ class Statistics:
             "exposed_communication_s": exposed,
             "server_work_s": self.server_work_s / steps,
             "server_wait_s": self.server_wait_s / steps,
+            "server_notes_s": self.server_notes_s / steps,
             "bytes_pushed_per_step": self.bytes_pushed // versions,
             "bytes_produced_per_step": self.bytes_produced // versions,
             "bytes_copied_per_step": self.bytes_copied // versions,
             "bytes_of_parameters": sum(store.layout.size_bytes for store in stores),
+            "bytes_of_notes": sum(store.notes_bytes for store in stores),
             "paths": sorted({store.path for store in stores}),
             "last": dict(self.values),
             "epochs": self.history,

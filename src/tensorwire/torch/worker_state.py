@@ -14,7 +14,6 @@ import torch.distributed
 from . import checkpoint
 from .replica.replica import Replica
 from .session import Session
-from .views import flat_bytes, tensor_at
 
 _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
@@ -132,7 +131,8 @@ def _saved(replica: Replica) -> dict[str, Any]:
     groups = replica.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     same = replica.same_batches.saved()
-    own = {name: flat_bytes(each.detach()).tobytes() for name, each in replica.buffers.own()}
+    own = {name: each.tobytes() for name, each in replica.buffers.own()}
+    replica.held.forget()
     return {
         "groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled,
         "buffers": own, "waits": replica.reducer.waits,
@@ -147,11 +147,7 @@ def _go_on(replica: Replica, saved: Mapping[str, Any]) -> None:
                 group[key].copy_(value)
             else:
                 group[key] = value
-    buffers = dict(replica.model.named_buffers())
-    with torch.no_grad():
-        for name, data in saved["buffers"].items():
-            like = buffers[name]
-            like.copy_(tensor_at(np.frombuffer(data, np.uint8).copy(), like))
+    replica.buffers.put(replica.store, saved["buffers"])
     replica.steps, replica.was_scaled = saved["steps"], saved["scaled"]
     replica.same_batches.go_on(saved["same"])
     replica.reducer.lacks = saved["waits"]

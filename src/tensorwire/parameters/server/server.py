@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -478,7 +477,10 @@ class Versions:
         _, arriving, started, complete = making.gathered
         waited = arriving.waited_s / self._shard.threads
         wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        making.result = replace(making.result, wait_s=wait_s, work_s=work_s)
+        notes = (0.0, 0) if self._journal is None else self._journal.cost(self._shard.threads)
+        making.result = Result(
+            making.version, making.result.finite, making.result.norm, wait_s, work_s, *notes
+        )
 
     def _publish(self, making: Making) -> None:
         assert self._journal

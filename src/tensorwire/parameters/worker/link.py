@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,8 +40,13 @@ class Answers:
             if result.failed or result.version != version:
                 raise consequence(result.message or "the job is over; its servers have ended")
             results.append(result)
-        finite, slowest = all(each.finite for each in results), max(r.work_s for r in results)
-        return Result(version, finite, results[0].norm, results[0].wait_s, slowest)
+        return replace(
+            results[0],
+            finite=all(each.finite for each in results),
+            work_s=max(each.work_s for each in results),
+            notes_s=max(each.notes_s for each in results),
+            notes_bytes=sum(each.notes_bytes for each in results),
+        )
 
     def wait_opened(self) -> None:
         """Returns when all servers have opened the store, perhaps for a predecessor."""

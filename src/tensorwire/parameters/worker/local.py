@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.membership import NoteKind
 from tensorwire.memory import local_memory
 
 from ..contributions import Contribution
@@ -23,12 +24,15 @@ from .snapshot import LocalSnapshot, Snapshot
 from .store import Place
 from .view import ScriptView
 
+_ALONE = "nobody takes the place of a worker that is alone"
+
 
 class LocalStore:
     """See `Store`. Its memory is private to this process."""
 
     path = "local"
     asynchronous = False
+    notes_bytes = 0
 
     def __init__(self, spec: Spec, kernel: Kernel) -> None:
         self.layout = Layout(spec)
@@ -101,8 +105,19 @@ class LocalStore:
     def is_committed(self, slice_index: int) -> bool:
         return False
 
+    def take_or_note(
+        self, kind: NoteKind, slice_index: int, data: bytes
+    ) -> tuple[bool, bytes | None]:
+        raise RuntimeError(_ALONE)
+
+    def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
+        return False
+
+    def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
+        raise RuntimeError(_ALONE)
+
     def go_on(self, version: int) -> None:
-        raise RuntimeError("nobody takes the place of a worker that is alone")
+        raise RuntimeError(_ALONE)
 
     def wait(self) -> Result:
         self.version += 1

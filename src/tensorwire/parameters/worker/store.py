@@ -21,7 +21,7 @@ from tensorwire.walk import Walk
 
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
-from ..messages import RELEASE, Bytes, Commit, Description, Result
+from ..messages import POOLED, PUSHED, RELEASE, Bytes, Commit, Description, Result
 from ..regions import RegionKind, ServerRegions, allocate_at_worker, result_block
 from ..rows import Gradient, take_meant
 from .link import Answers, Link
@@ -69,6 +69,7 @@ class Store(Protocol):
         version: the one that the last `wait` asked for, whether it came or not; 1 before.
         path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
         compares: the kernel does not tell what was written by way of `value`; see `take_back`.
+        notes_bytes: memory of servers for copies and notes for a successor; 0 before a version.
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
     """
@@ -78,6 +79,7 @@ class Store(Protocol):
     version: int
     path: str
     compares: bool
+    notes_bytes: int
     asynchronous: bool
 
     @property
@@ -147,6 +149,24 @@ class Store(Protocol):
 
         Nothing that is pushed for it leaves, and its commit is the one that was made.
         """
+
+    def take_or_note(
+        self, kind: NoteKind, slice_index: int, data: bytes
+    ) -> tuple[bool, bytes | None]:
+        """Notes what this worker has of a slice of the next version, which is not committed.
+
+        Gradients that are noted lie at the servers, and a process in the place of this one pushes
+        nothing until it has been given the note.
+
+        Returns:
+            As `History.take_or_note`.
+        """
+
+    def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
+        """A process in whose place this one is has noted this of a slice; None: of any version."""
+
+    def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
+        """A gradient that lies at the servers; `how` and `block` as a commit says it."""
 
     def go_on(self, version: int) -> None:
         """The next version follows this one, which a process in whose place this one is has seen.
@@ -241,7 +261,7 @@ class RemoteStore:
         servers, place = member.servers, member.place
         self.path = "+".join(sorted({peer.path.transport for peer in servers}))
         self.asynchronous = self.path != "shm"
-        self.version = 1
+        self.version, self.notes_bytes = 1, 0
         self._source = source = ViewSource(member, number, layout, self.own)
         self._regions = list(source.allocated.values())
         result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
@@ -329,13 +349,47 @@ class RemoteStore:
             return None
         return self._history.was_committed(self._number, self.version + 1, slice_index)
 
+    def take_or_note(
+        self, kind: NoteKind, slice_index: int, data: bytes
+    ) -> tuple[bool, bytes | None]:
+        assert self._history is not None
+        self.settle()
+        return self._history.take_or_note(kind, data, self._number, self.version + 1, slice_index)
+
+    def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
+        if self._history is None or not self._history.succeeds:
+            return False
+        version = None if slice_index is None else self.version + 1
+        return self._history.lies_ahead(kind, self._number, version, slice_index)
+
+    def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
+        places, place = self.layout.places, self.layout.places[tensor]
+        kind, at = RegionKind.SLOT if how == PUSHED else RegionKind.PRODUCED, place.start
+        if how == POOLED:
+            at = places[block // 2].start
+            kind = RegionKind.PRODUCED if block % 2 else RegionKind.POOL
+        data = np.empty(place.end - place.start, np.uint8)
+        for link in self._links:
+            start = max(place.start, link.share.start)
+            stop = min(place.end, link.share.stop)
+            if start < stop:
+                begin = start + at - place.start - link.share.start
+                there = link.region(kind, slice_index)[begin : begin + stop - start]
+                link.read(there, data[start - place.start : stop - place.start])
+        return data
+
+    def _is_elsewhere(self, slice_index: int) -> bool:
+        """The slice's gradients are those that a predecessor has brought to the servers."""
+        held = self.lies_ahead(NoteKind.GRADIENTS, slice_index)
+        return held or self.is_committed(slice_index)
+
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
-        if self.is_committed(slice_index):
+        if self._is_elsewhere(slice_index):
             return 0
         return sum(link.push(slice_index, tensor, data) for link in self._links)
 
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
-        if self.is_committed(slice_index):
+        if self._is_elsewhere(slice_index):
             return 0
         self._gradients[slice_index][tensor] = rows, values
         return sum(link.rows_copied(tensor, rows) for link in self._links)
@@ -352,7 +406,11 @@ class RemoteStore:
         if (noted := self._committed(slice_index)) is not None:
             assert history is not None
             history.take(NoteKind.COMMIT, number, commit.version, slice_index)
-            self._commit_again(slice_index, noted)
+            former = self._noted_commit(noted)
+            asks = [(each.operation, each.flags, each.weight) for each in (commit, former)]
+            if asks[0] != asks[1]:
+                raise history.different()
+            self._commit_again(slice_index, former)
             return
         self._send_commit(_Sending(slice_index, commit))
 
@@ -372,17 +430,20 @@ class RemoteStore:
         for link in self._links:
             link.commit(sending.slice_index, sending.commit, sending.data)
 
-    def _commit_again(self, slice_index: int, noted: bytes) -> None:
-        """Sends a commit to those servers that have not got it."""
+    def _noted_commit(self, noted: bytes) -> Commit:
         spec = self.layout.spec
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
         data = np.frombuffer(noted, np.uint8)
         commit = Commit.from_bytes(data, *shape)
         size = Commit.size_bytes(*shape)
-        commit = replace(commit, blocks=data[size:].view(np.uint32).tolist())
+        return replace(commit, blocks=data[size:].view(np.uint32).tolist())
+
+    def _commit_again(self, slice_index: int, commit: Commit) -> None:
+        """Sends a commit to those servers that have not got it."""
+        data = commit.to_bytes()
         for link in self._links:
             if link.committed(slice_index) < commit.version:
-                link.commit(slice_index, commit, data[:size])
+                link.commit(slice_index, commit, data)
 
     def go_on(self, version: int) -> None:
         self.version = version
@@ -391,7 +452,7 @@ class RemoteStore:
 
     def _repeat(self, noted: dict[int, bytes]) -> None:
         for index, each in noted.items():
-            self._commit_again(index, each)
+            self._commit_again(index, self._noted_commit(each))
 
     def _await_repeated(self, noted: dict[int, bytes]) -> None:
         if len(noted) == len(self._gradients):
@@ -408,6 +469,7 @@ class RemoteStore:
 
     def _await_result(self, awaited: _Awaited) -> None:
         awaited.result = self._answers.wait(awaited.version)
+        self.notes_bytes = awaited.result.notes_bytes
         self.settle()
         self._source.take_changes(awaited.version)
 

@@ -6,8 +6,9 @@ result does not depend on who computes which slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
 
 from ..model_index import ModelIndex
 from ..session import Session
-from ..views import flat_bytes
+from ..views import flat_bytes, tensor_at
 
 _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
 
@@ -135,16 +136,32 @@ class Buffers:
         if len(self._slices) > 1:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
-    def own(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors of those that are not what the servers have, or that no server has."""
+    def own(self, steps: bool = False) -> list[tuple[str, Bytes]]:
+        """Names and bytes of those that are not what the servers have, or that no server has.
+
+        With `steps` a step is about to send those that servers know.
+        """
         if not self._owners:
-            return list(self._model.named_buffers())
-        names = [name for _, _, name in self._owners]
-        found = list(zip(names, self.tensors, strict=True))
-        if self.kind == "local" or not self._arrived:
-            return found
-        pairs = zip(found, self._arrived, strict=True)
-        return [each for each, arrived in pairs if not torch.equal(each[1], arrived)]
+            found = list(self._model.named_buffers())
+        elif steps and self.kind != "local":
+            return []
+        else:
+            names = [name for _, _, name in self._owners]
+            found = list(zip(names, self.tensors, strict=True))
+            if self.kind != "local" and self._arrived:
+                pairs = zip(found, self._arrived, strict=True)
+                found = [each for each, there in pairs if not torch.equal(each[1], there)]
+        return [(name, flat_bytes(tensor.detach())) for name, tensor in found]
+
+    def put(self, store: Store, own: Mapping[str, bytes]) -> None:
+        """Lets the buffers be what they were when these were their `own`."""
+        if self.kind != "local":
+            self.take(store)
+        buffers = dict(self._model.named_buffers())
+        with torch.no_grad():
+            for name, data in own.items():
+                like = buffers[name]
+                like.copy_(tensor_at(np.frombuffer(data, np.uint8).copy(), like))
 
     def after_slice(self, turn: int) -> None:
         """Slice number `turn` of this worker begins; at its end the version's are taken."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from tensorwire.membership import NoteKind
 from tensorwire.memory import same_bytes
 from tensorwire.parameters import (
     ABSENT,
@@ -135,6 +137,7 @@ class Reducer:
         samples: weight of the slice.
         waits: a gradient has come that was not committed.
         lacks: one had come to a process in whose place this one is, and is not here.
+        begun: how often gradients were committed or withdrawn.
     """
 
     def __init__(
@@ -153,7 +156,9 @@ class Reducer:
         self.sealed = False
         self.turn = 0
         self.waits = self.lacks = False
+        self.begun = 0
         self._waits_since = 0  # versions that were repeated before the first of them came
+        self._is_back = False  # `put_back` was called
         self.samples = SampleCount(session)
         self._session = session
         self._store = store
@@ -166,7 +171,11 @@ class Reducer:
         self._all_pushed = (sent * PUSHED).tobytes()
         self._all_produced = (sent * PRODUCED).tobytes()
         self._views = self._find_views()
-        self._slots = self._find_slots(parameters, placement)
+        self._slots: GradientSlots | str = "what another process has left there counts"
+        self._later: Callable[[], GradientSlots | str] | None = None
+        self._later = partial(self._find_slots, parameters, placement)
+        if not store.lies_ahead(NoteKind.GRADIENTS):
+            self._slots, self._later = self._later(), None
         dense = [state for state in states if not state.is_table]
         self._checks = GradientChecks({state.index: state.parameter.nbytes for state in dense})
         self._looked_at = self._checks.at(0)
@@ -329,6 +338,15 @@ class Reducer:
             with torch.no_grad():
                 torch._foreach_copy_(targets, gradients)
 
+    def check_scalable(self) -> None:
+        """Raises ValueError if a gradient has too few bits to be unscaled, as in torch."""
+        for state in self.states:
+            if state.parameter.dtype == torch.float16:
+                raise ValueError(
+                    f"parameter {state.name} is float16; a scaler needs float32 parameters "
+                    "under autocast"
+                )
+
     def check_all_unchanged(self) -> None:
         """Raises RuntimeError if a gradient was changed after it had left."""
         for state in self.states:
@@ -396,6 +414,36 @@ class Reducer:
                 blocks[state.index] = state.block or 0
         return bytes(present), tuple(blocks)
 
+    def watch(self, callback: Callable[[torch.Tensor], None]) -> None:
+        """Calls something when a gradient has come and is not yet added to what is there."""
+        self._hooks += [state.parameter.register_hook(callback) for state in self.states]
+
+    def lying(self) -> tuple[bytes, tuple[int, ...]] | None:
+        """As `present`; None where none waits, or one has not left, or is of a table."""
+        if not self.waits or self.sealed or self._differ:
+            return None
+        for state in self.states:
+            left = None if state.left is None else state.left.gradient
+            if state.parameter.grad is not left or (state.is_table and left is not None):
+                return None
+        return self.present()
+
+    def put_back(self, present: bytes, blocks: Sequence[int]) -> None:
+        """Gradients become those that another process has left at the servers."""
+        for state in self.states:
+            state.forget()
+            how, parameter = present[state.index], state.parameter
+            if how == ABSENT:
+                parameter.grad = None
+                continue
+            block = blocks[state.index] if how == POOLED else 0
+            data = self._store.read_gradient(self.slice_index, state.index, how, block)
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            with torch.no_grad():
+                parameter.grad.copy_(tensor_at(data, parameter))
+        self.lacks, self._is_back = False, True
+
     def push_edited(
         self, averages: dict[int, tuple[torch.Tensor, Bytes]], spoiled: bool = False
     ) -> None:
@@ -430,7 +478,7 @@ class Reducer:
         if any(state.left is not None for state in self.states):
             self._store.settle()
         self.forget()
-        self.waits = self.lacks = False
+        self._begin()
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
@@ -440,21 +488,33 @@ class Reducer:
         for state in self.states:
             state.left, state.block = None, None
 
-    def check_repeated(self) -> None:
-        """Raises RuntimeError if gradients depend on a version that came too early.
+    def _begin(self) -> None:
+        """Nothing waits."""
+        self.waits = self.lacks = self._is_back = False
+        self.begun += 1
 
-        A process that takes the place of another one computes its last step again. If one optimizer
-        had made it and this one had not, this one's gradients were made with new parameters of the
-        other.
+    @property
+    def _differ(self) -> bool:
+        """Gradients are not what they were in a process in whose place this one is.
+
+        It computes its last step again. If one optimizer had made it and this one had not, this
+        one's gradients were made with new parameters of the other.
         """
         rejoin = self._session.rejoin
-        early = self.waits and rejoin is not None and rejoin.repeated != self._waits_since
-        if early or self.lacks:
+        if rejoin is None or self._is_back:
+            return False
+        return self.lacks or (self.waits and rejoin.repeated != self._waits_since)
+
+    def check_repeated(self) -> None:
+        """Raises RuntimeError if gradients would have to be those of another process."""
+        if self._differ and not self.sealed:
             raise RuntimeError(
                 f"worker {self._session.rank} was killed when one optimizer had stepped and "
-                "another had gradients, which cannot be computed again; without them the script "
-                "would have called opt.zero_grad(). The job can go on from its last checkpoint: "
-                "job.load"
+                "another had gradients that cannot be computed again: they were added up in "
+                "accumulate() or by several backward passes, or are sparse. Let an optimizer have "
+                "none when another one steps: make backward() and step() of one, then of the next, "
+                "and drop with opt.zero_grad() what does not count. The job can go on from its "
+                "last checkpoint: job.load"
             )
 
     def begin_step(self, now: float) -> None:
@@ -469,14 +529,16 @@ class Reducer:
         self.forget()
         self.samples.stepped()
         self.turn = (self.turn + 1) % len(self._session.my_slices)
-        self.waits = self.lacks = False
+        self._begin()
         return self.turn == 0
 
     def stepped(self) -> None:
         """A version is in place."""
         self._steps += 1
         self._looked_at = self._checks.at(self._steps)
-        if isinstance(self._slots, GradientSlots):
+        if self._later is not None:
+            self._slots, self._later = self._later(), None
+        elif isinstance(self._slots, GradientSlots):
             self._slots.stepped()
 
     # ---- for people

@@ -41,6 +41,7 @@ from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .closed import JOB_CLOSED
 from .edit_memory import EditMemory
+from .held import Held
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
@@ -69,6 +70,7 @@ class Replica:
         reducer: has the gradients.
         store: has the parameters.
         state: the optimizer's.
+        held: what it has while another one steps.
         parameters: all of the store; on meta where another process has one.
         trained: indices of those that get gradients here.
         buffers: the model's.
@@ -176,6 +178,7 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
+        self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
 
@@ -367,6 +370,7 @@ class Replica:
         repeated = self.store.is_committed(slice_index)
         if not repeated:
             reducer.check_repeated()
+        self._hold()
         self.buffers.push(self.store, slice_index)
         self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
         complete = reducer.slice_committed()
@@ -386,13 +390,19 @@ class Replica:
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
         statistics.exposed_s += time.perf_counter() - started
-        self.finite = result.finite
-        self.steps += 1
+        self.finite, self.steps = result.finite, self.steps + 1
         self._edit_memory.stepped()
         if self.same_batches.looks:
             self.same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result, repeated)
+
+    def _hold(self, edits: bool = False) -> None:
+        """This optimizer is about to change parameters; see `Held`. An edit may be anywhere."""
+        if edits and not any(each.reducer.waits for each in self._others):
+            return
+        for each in self._others if self.session.notes else ():
+            each.held.note(each is self)
 
     def _take(self) -> tuple[bytes, tuple[int, ...]]:
         """This slice's own gradients, before they are averaged; returns what a commit says."""
@@ -438,15 +448,6 @@ class Replica:
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
         return result.norm
-
-    def check_scalable(self) -> None:
-        """Raises ValueError if a gradient has too few bits to be unscaled, as in torch."""
-        for i in self.trained:
-            if self.parameters[i].dtype == torch.float16:
-                raise ValueError(
-                    f"parameter {self._name(i)} is float16; a scaler needs float32 parameters "
-                    "under autocast"
-                )
 
     def _check_scale(self, scale: float) -> None:
         if scale != self._scaled:
@@ -516,6 +517,7 @@ class Replica:
                 self.ownership.check_movable("freezing inside edit()")
                 plan = self._plan()
             else:
+                self._hold(edits=True)
                 self._publish(edited=True)
         except BaseException:
             residency.take_format(before)
