@@ -209,6 +209,13 @@ class Session:
         for store, version in zip(self._stores, saved["versions"], strict=True):
             store.go_on(version)
 
+    def count(self, began: Mapping[str, Any]) -> None:
+        """Sums and versions follow those that `saved` told when an epoch began."""
+        if self._collective is not None:
+            self._collective.go_on(began["sums"])
+        for store, version in zip(self._stores, began["versions"], strict=False):
+            store.version = version  # those that the epoch makes come behind these
+
     # ---- together
 
     def sum(self, values: Sequence[float]) -> list[float]:
