@@ -193,6 +193,7 @@ class Session:
             "batches": self.batches,
             "batch_samples": self.batch_samples,
             "position": self.position.now(),
+            "made_steps": self.position.made_steps,
             "statistics": vars(self.statistics),
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
@@ -202,6 +203,7 @@ class Session:
         """The script is where `saved` was made, by a process in whose place this one is."""
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
+        self.position.made_steps = saved["made_steps"]
         vars(self.statistics).update(saved["statistics"])
         self.statistics.begin_pass()
         if self._collective is not None:
