@@ -5,6 +5,8 @@ And the terminal that it writes to.
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +69,13 @@ class Command(click.Command):
             if self.shows_errors:
                 raise
             raise click.ClickException(str(error)) from error
+
+
+def own_command() -> str:
+    """What was typed to start this process, for who wants to do it again."""
+    by_module = os.path.basename(sys.argv[0]) == "__main__.py"
+    program = [sys.executable, "-m", "tensorwire"] if by_module else ["tensorwire"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def terminal(width: int = 110) -> Console:

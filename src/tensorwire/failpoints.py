@@ -1,8 +1,9 @@
 """Places at which a test lets a process end itself or stop: what a kill can leave behind.
 
 `TENSORWIRE_FAIL=server-0:cell.armed:3:kill` lets server 0 kill itself at the third time it reaches
-`cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. A successor ignores it. Without
-the variable a place costs a call.
+`cell.armed`; `stop` stops it (SIGSTOP), and the test lets it go on. `server-0+1` is its first
+successor; several of them are separated by commas, one for each process. Without the variable a
+place costs a call. The places are the rows of transitions.py.
 """
 
 from __future__ import annotations
@@ -11,78 +12,45 @@ import os
 import signal
 import threading
 
-FAILPOINTS = {
-    "opening.described": "a server has noted what workers describe of a store",
-    "opening.ready": "it has all regions of the store, and has told nobody",
-    "opening.told": "it has told workers that the store is open",
-    "version.gathered": "it has the commits of all slices",
-    "version.reduced": "the reduced gradient of a first pass is kept",
-    "norms.sent": "its sums of squares are at other servers",
-    "version.begun": "counts and numbers are noted, and nothing is changed",
-    "cell.saved": "a copy of a cell is made and not yet in force",
-    "cell.armed": "it is in force, and the cell about to be changed",
-    "cell.changed": "the cell is changed, and not yet marked as done",
-    "cell.done": "it is marked, and the copy still in force",
-    "table.saved": "a copy of rows of a table is made and not yet in force",
-    "table.armed": "it is in force, and the rows about to be changed",
-    "table.changed": "the rows are changed, and not yet marked as done",
-    "version.applied": "all cells and counts have their new values, and nobody knows",
-    "version.published": "the version is noted as complete, and nobody is told",
-    "version.told": "the workers are told",
-    "snapshot.allocated": "memory for a snapshot of a version is there, and nothing is copied",
-    "snapshot.copied": "the version is copied, and not noted as held",
-    "snapshot.noted": "it is noted, and who has asked is not told",
-    "snapshot.told": "who has asked is told",
-    "snapshot.freed": "the memory of a snapshot is freed, and who has asked for that is not told",
-    "store.released": "a store is noted as freed, and its regions are there",
-    "store.freed": "they are gone",
-    "sum.gathered": "a sum of all workers is made, and not noted",
-    "sum.noted": "it is noted, and nobody is told",
-    "sum.told": "the workers are told",
-}
+from tensorwire.transitions import ROWS, rows_of
+
+FAILPOINTS = {name: row.what for name, row in rows_of("server").items()}
 """What has happened where at a server, in the order of a job."""
 
-WORKER_FAILPOINTS = {
-    "part.sent": "a worker has sent its part of a sum",
-    "answer.noted": "the result of the sum is noted",
-    "position.noted": "its position in the script is noted",
-    "commit.noted": "a slice's gradients are at all servers and its commit is noted, and not sent",
-    "commit.sent": "the commit is at all servers",
-    "result.noted": "the result of a version is noted",
-    "snapshot.asked": "a worker has asked servers for a snapshot, and has no answer",
-    "snapshot.held": "it has the snapshot, and nothing is written from it",
-}
+WORKER_FAILPOINTS = {name: row.what for name, row in rows_of("worker").items()}
 """What has happened where at a worker that another process can take the place of."""
+
+LAUNCHER_FAILPOINTS = {name: row.what for name, row in rows_of("launcher").items()}
+"""What has happened where at the launcher, with which the job ends."""
 
 _lock = threading.Lock()
 _name, _left, _signal = "", 0, signal.SIGKILL
 
 
-def arm(process: str, text: str) -> None:
+def arm(process: str, text: str, term: int = 0) -> None:
     """Makes this process end at the place that a text names, if it names this process.
 
     Args:
         process: this one, as "server-0".
-        text: "process:place:times:kill" or "…:stop"; "" arms nothing.
+        text: "process:place:times:kill" or "…:stop", several with commas; "" arms nothing.
+        term: how many processes have had the place of this one.
 
     Raises:
         ValueError: it makes no sense.
     """
     global _name, _left, _signal
-    if not text:
-        return
-    whose, _, rest = text.partition(":")
-    name, _, more = rest.partition(":")
-    times, _, action = more.partition(":")
-    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    places = FAILPOINTS | WORKER_FAILPOINTS
-    if name not in places or not times.isdigit() or int(times) < 1 or action not in signals:
-        raise ValueError(
-            f"TENSORWIRE_FAIL is {text!r}; it is 'server-0:PLACE:TIMES:kill' or '…:stop', with a "
-            f"place of {', '.join(places)}"
-        )
-    if whose == process:
-        _name, _left, _signal = name, int(times), signals[action]
+    for each in text.split(",") if text else ():
+        whose, _, rest = each.partition(":")
+        name, _, more = rest.partition(":")
+        times, _, action = more.partition(":")
+        signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+        if name not in ROWS or not times.isdigit() or int(times) < 1 or action not in signals:
+            raise ValueError(
+                f"TENSORWIRE_FAIL is {text!r}; it is 'server-0:PLACE:TIMES:kill' or '…:stop', with "
+                f"a place of {', '.join(ROWS)}"
+            )
+        if whose == (f"{process}+{term}" if term else process):
+            _name, _left, _signal = name, int(times), signals[action]
 
 
 def failpoint(name: str) -> None:

@@ -6,6 +6,7 @@ its progress and the goodbyes, and answers what `ask` of the tests' scripts send
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 from typing import Any, NoReturn
 
 NUMBER = 8
+CODES = {"late": 5, "lost": 1}  # of a server that fails after the goodbyes
 
 
 def main() -> None:
@@ -33,9 +35,7 @@ def main() -> None:
     if options.standby:
         assert len(sys.argv) == 4, sys.argv
         take_over(parser, options.descriptor_store)
-    wrong, _, index = os.environ.get("FAKE_SERVER", "").partition(" ")
-    if index and int(index) != options.index:
-        wrong = ""
+    wrong = wrong_with(options)
     print(f"started with servers={options.servers!r} listen={options.listen}")
     ranks = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
     print(f"ranks in the environment: {ranks}")
@@ -64,7 +64,12 @@ def main() -> None:
     for _ in range(options.workers):
         listener.accept()[0].close()
     print("all have said goodbye")
-    sys.exit({"late": 5, "lost": 1}.get(wrong, 0))
+    sys.exit(CODES.get(wrong, 0))
+
+
+def wrong_with(options: argparse.Namespace) -> str:
+    wrong, _, index = os.environ.get("FAKE_SERVER", "").partition(" ")
+    return "" if index and int(index) != options.index else wrong
 
 
 def hand_in(store: int, listener: socket.socket) -> tuple[socket.socket, int]:
@@ -79,7 +84,8 @@ def hand_in(store: int, listener: socket.socket) -> tuple[socket.socket, int]:
     for _ in range(2):  # the second one replaces the first
         keep(keeper, "listener", listener.fileno(), None)
     keep(keeper, "unwanted", numbers, [])
-    keeper.send(b'{"drop": "unwanted"}')
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        keeper.send(b'{"drop": "unwanted"}')
     return keeper, numbers
 
 
@@ -147,7 +153,7 @@ def serve(
                     SAYINGS[what](keeper, numbers)
             file.write(f"{os.getpid()} {term} {number_at(numbers, 0)}\n")
     print("all have said goodbye", flush=True)
-    os._exit(0)
+    os._exit(CODES.get(wrong_with(options), 0))
 
 
 def memfd(data: bytes) -> int:
@@ -165,7 +171,8 @@ def set_number(descriptor: int, place: int, value: int) -> None:
 
 
 def keep(keeper: socket.socket, key: str, descriptor: int, about: object) -> None:
-    socket.send_fds(keeper, [json.dumps({"keep": key, "about": about}).encode()], [descriptor])
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may keep no more
+        socket.send_fds(keeper, [json.dumps({"keep": key, "about": about}).encode()], [descriptor])
 
 
 def many_keys(keeper: socket.socket, descriptor: int) -> None:

@@ -47,6 +47,8 @@ class Place:
         self.mark = secrets.token_hex(16)
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
+        self.runtime = folder / "runtime"
+        self.runtime.mkdir(mode=0o700)
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -54,7 +56,8 @@ class Place:
         return str(path)
 
     def environment(self, **more: str) -> dict[str, str]:
-        environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary), **more}
+        places = {"TMPDIR": str(self.temporary), "XDG_RUNTIME_DIR": str(self.runtime)}
+        environment = {**os.environ, MARK: self.mark, **places, **more}
         for name in ("OMP_NUM_THREADS", "NO_COLOR"):
             if name not in more:
                 environment.pop(name, None)

@@ -68,7 +68,7 @@ def test_one_worker_fails(place: Place, failure: str, code: int, said: str) -> N
         workers=3,
     )
     assert done.returncode == code
-    first, others = summary(done.stderr)
+    first, others, *_ = summary(done.stderr)
     assert first.startswith("worker 1 (pid ")
     assert said in first
     assert first.endswith("; this ended the job")
@@ -103,7 +103,7 @@ def test_the_others_see_the_failure_and_say_so_themselves(place: Place) -> None:
     )
     assert done.returncode == 4
     assert lines_of(done.stderr, "worker 0") == ["worker 1 is lost"]
-    first, others = summary(done.stderr)
+    first, others, *_ = summary(done.stderr)
     assert first.startswith("worker 1 ")
     assert "worker 0 exited with code 9" in others
 
@@ -117,7 +117,8 @@ def test_a_killed_server(place: Place) -> None:
                 if b"fake_server" in open(f"/proc/{child}/cmdline", "rb").read():
                     os.kill(int(child), signal.SIGKILL)
         wait()
-        """
+        """,
+        durable=False,
     )
     assert done.returncode == 137
     assert next(summary(done.stderr)).startswith("server 0 (pid ")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from launching import FAKE_SERVER, QUICK, Launched, Place, lines_of, summary
 
-from tensorwire.launch import JobSpec, spec
+from tensorwire.launch import JobSpec
 
 WARM = {**QUICK, "standby_s": 0.1, "goodbye_s": 10.0}
 COLD = {**WARM, "standby_s": 1000.0}
@@ -166,7 +166,7 @@ def test_deaths_without_progress_end_the_job(place: Place) -> None:
     )
     assert others.startswith("after that worker 0 ")
     assert "server" not in others
-    assert "job.load" in advice
+    assert advice.startswith("no checkpoint was saved (job.save), so that the job begins anew: ")
 
 
 def test_two_servers_that_are_killed_at_once(place: Place) -> None:
@@ -321,7 +321,7 @@ def test_a_server_without_a_listener_or_a_keeper_is_not_replaced(
         done = run(place, text, durable=False, environment={"TENSORWIRE_DURABLE": "1"})
         assert "durable None False" in done.stdout
     assert done.returncode == 137
-    why, _ = summary(done.stderr)
+    why, *_ = summary(done.stderr)
     assert re.match(r"server 0 \(pid \d+\) was killed by SIGKILL \(perhaps", why)
 
 
@@ -335,7 +335,7 @@ def test_a_server_that_exits_with_a_code_ends_the_job(place: Place) -> None:
 def test_a_worker_that_fails_after_a_restart_is_the_cause(place: Place) -> None:
     done = run(place, "kill()\nask('add')\nsys.exit(6)")
     assert done.returncode == 6
-    _, why, others = summary(done.stderr)
+    _, why, others, *_ = summary(done.stderr)
     assert why.startswith("worker 0 ")
     assert others.count("server 0") == 1
 
@@ -380,10 +380,34 @@ def test_transports_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) ->
         JobSpec((__file__,), 1, durable=True, server_command=tuple(FAKE_SERVER))
 
 
-def test_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default() -> None:
     job = JobSpec((__file__,), 1, listen="::1", server_command=tuple(FAKE_SERVER))
-    assert job.is_durable == spec._DURABLE_BY_DEFAULT
-    for default in (False, True):
-        monkeypatch.setattr(spec, "_DURABLE_BY_DEFAULT", default)
-        assert job.is_durable == default
-        assert job.environment().get("TENSORWIRE_DURABLE") == ("1" if default else None)
+    assert job.is_durable
+    assert job.environment()["TENSORWIRE_DURABLE"] == "default"
+    asked = JobSpec((__file__,), 1, durable=True, server_command=tuple(FAKE_SERVER))
+    assert asked.environment()["TENSORWIRE_DURABLE"] == "1"
+
+
+def test_a_job_that_nobody_asked_to_be_durable_is_not_ended_by_that(place: Place) -> None:
+    """As where the limit of open files is low: it runs as it would have, and a line says it."""
+    text = "ask('add')\nprint(os.environ.get('TENSORWIRE_DURABLE'))\ngoodbye()"
+    few = {"hard_limit": 256, "environment": {"FAKE_FILES": "300"}}
+    done = run(place, text, durable=None, **few)
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout, "worker 0") == ["default"]
+    (line,) = summary(done.stderr)
+    assert re.match(r"server 0 \(pid \d+\) will not be replaced if it is killed: the la", line)
+    done = run(place, "goodbye()", durable=None, hard_limit=128)
+    assert done.returncode == 0, done.stderr
+    assert "durable None False" in done.stdout
+    assert not list(summary(done.stderr))
+
+
+@pytest.mark.parametrize("options", [{"restarts": 0}, {"transports": ("tcp",)}])
+def test_where_it_cannot_be_the_default_is_not_durable(
+    place: Place, options: dict[str, Any]
+) -> None:
+    done = run(place, "goodbye()", durable=None, **options)
+    assert done.returncode == 0, done.stderr
+    assert "durable None False" in done.stdout
+    assert not list(summary(done.stderr))

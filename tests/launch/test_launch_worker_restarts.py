@@ -123,7 +123,7 @@ def test_deaths_without_progress_end_the_job(place: Place) -> None:
     assert done.stderr.count("takes its place") == 2
     last = "\n".join(summary(done.stderr))
     assert "after it had been replaced 2 times without getting any further" in last
-    assert "job.load" in last
+    assert "so that the job begins anew: " in last
 
 
 def test_progress_begins_the_count_again(place: Place) -> None:

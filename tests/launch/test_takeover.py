@@ -3,31 +3,42 @@
 Real servers and workers, without torch; `tensorwire bench faults` trains.
 """
 
+import functools
 import re
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 from launching import HERE, Place
 
-from tensorwire.failpoints import FAILPOINTS
+from tensorwire.transitions import CELL, NORMS, SUM, rows_of
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
 WORKER = (HERE / "toy_worker.py").read_text()
 
 
-def run(place: Place, servers: int, fail: str = "", workers: int = 2) -> tuple[set[str], str]:
-    """The digests of all workers, and what the launcher said."""
-    runtime = place.folder / "runtime"
-    runtime.mkdir(mode=0o700)
-    done = place.run(
+def launch(
+    place: Place, servers: int, fail: str, workers: int = 2, stores: int = 2
+) -> subprocess.CompletedProcess[str]:
+    return place.run(
         WORKER,
-        environment={"TENSORWIRE_FAIL": fail, "XDG_RUNTIME_DIR": str(runtime)},
+        environment={"TENSORWIRE_FAIL": fail, "TOY_STORES": str(stores)},
         servers=servers,
         workers=workers,
         server_command=SERVER,
         durable=True,
         patience={"standby_s": 60.0},
     )
+
+
+def run(
+    place: Place, servers: int, fail: str = "", workers: int = 2, stores: int = 2
+) -> tuple[set[str], str]:
+    """The digests of all workers, and what the launcher said."""
+    done = launch(place, servers, fail, workers, stores)
     assert done.returncode == 0, done.stdout + done.stderr
     digests = re.findall(r"digest (\w+)", done.stdout)
     assert len(digests) == workers, done.stdout + done.stderr
@@ -35,41 +46,97 @@ def run(place: Place, servers: int, fail: str = "", workers: int = 2) -> tuple[s
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], set[str]]:
     """What comes out where nothing is killed; it does not depend on the number of servers."""
-    digests, said = run(Place(tmp_path_factory.mktemp("undisturbed")), 1)
-    assert "takes its place" not in said
-    assert len(digests) == 1
-    return digests
+
+    @functools.cache
+    def undisturbed(stores: int) -> set[str]:
+        digests, said = run(Place(tmp_path_factory.mktemp("undisturbed")), 1, stores=stores)
+        assert "takes its place" not in said
+        assert len(digests) == 1
+        return digests
+
+    return undisturbed
 
 
-# Sums are server 0's alone, and the table is the second server's if there are two.
-CASES = [
-    (servers, server, name, times)
-    for name in FAILPOINTS
-    for servers, server, times in ((1, 0, 1), (2, 1, 1), (2, 0, 2))
-    if not (name.startswith("sum.") and server == 1)
-    and not (name == "norms.sent" and servers == 1)
-    and not (times == 2 and not name.startswith(("cell.", "version.", "sum.")))
-    and not (name.startswith("snapshot.") and servers == 1)
+ELSEWHERE: dict[str, str] = {}
+"""Rows of a server that other tests try, with the file, as tests/torch/test_x.py."""
+
+FIRST = [(1, 0, name, 1) for name in rows_of("server") if name not in ELSEWHERE]
+# Sums are server 0's alone; of two servers the second one has the table.
+LATER = [
+    (2, 0 if name in {row.name for row in SUM.rows} else 1, name, 2)
+    for name in rows_of("server")
+    if name not in ELSEWHERE
 ]
+AT_THE_OTHER = [
+    (2, 0, row.name, times) for phase in (NORMS, CELL) for row in phase.rows for times in (1, 3)
+]
+CASES = [*FIRST, *LATER, *AT_THE_OTHER]
 
 
 @pytest.mark.parametrize(("servers", "server", "name", "times"), CASES)
 def test_killed_at_a_place(
-    place: Place, whole: set[str], servers: int, server: int, name: str, times: int
+    place: Place,
+    whole: Callable[[int], set[str]],
+    servers: int,
+    server: int,
+    name: str,
+    times: int,
 ) -> None:
-    digests, said = run(place, servers, f"server-{server}:{name}:{times}:kill")
+    # At the end of the last store workers may have left before the server is killed.
+    stores = 3 if name.startswith("store.") else 2
+    fail = f"server-{server}:{name}:{times}:kill"
+    digests, said = run(place, servers, fail, stores=stores)
     assert f"server {server} (pid" in said, "the place was not reached"
     assert "takes its place (restart 1)" in said
-    assert digests == whole
+    assert digests == whole(stores)
+
+
+# What a successor does first, and what is behind that.
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("cell.armed:2", "opening.described:1"),
+        ("cell.changed:1", "opening.ready:1"),
+        ("version.begun:2", "opening.told:1"),
+        ("version.published:3", "opening.told:1"),
+        ("cell.done:3", "cell.armed:1"),
+        ("sum.noted:1", "sum.told:1"),
+        ("store.through:1", "store.through:1"),
+    ],
+)
+def test_a_successor_is_killed_too(
+    place: Place, whole: Callable[[int], set[str]], first: str, then: str
+) -> None:
+    digests, said = run(place, 2, f"server-0:{first}:kill,server-0+1:{then}:kill")
+    assert "takes its place (restart 2)" in said
+    assert digests == whole(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [(name, times) for name in rows_of("launcher") for times in (1, 2)]
+)
+def test_the_launcher_is_killed(place: Place, name: str, times: int) -> None:
+    """While it replaces servers: the job ends, and nothing is left."""
+    fails = (
+        "server-0:version.begun:1:kill,server-1:version.told:3:kill",
+        f"launcher:{name}:{times}:kill",
+    )
+    done = launch(place, 2, ",".join(fails))
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    deadline = time.monotonic() + 20
+    while left := place.processes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
 
 
 def test_every_place_is_tried() -> None:
-    assert {name for _, _, name, _ in CASES} == set(FAILPOINTS)
-
-
-def test_the_documentation_names_every_place() -> None:
-    page = (HERE.parents[1] / "docs/fault-tolerance.md").read_text()
-    for name, what in FAILPOINTS.items():
-        assert f"| `{name}` | {what} |" in page
+    """A row that is added to the protocol is tried here at once, or is told to be elsewhere."""
+    tried, rows = {name for *_, name, _ in CASES}, set(rows_of("server"))
+    assert tried | ELSEWHERE.keys() == rows
+    for name in tried:
+        times = {each[3] for each in CASES if each[2] == name}
+        assert min(times) == 1 < max(times)
+    for name, file in ELSEWHERE.items():
+        assert name in (HERE.parents[1] / file).read_text()

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from tensorwire.membership import Collective, WorkerMember, World
+from tensorwire.membership import COORDINATOR, Collective, WorkerMember, World, enter_job
 from tensorwire.parameters import (
     APPLY,
     PRODUCED,
@@ -31,15 +31,18 @@ from tensorwire.parameters import (
 )
 
 STEPS = int(os.environ.get("TOY_STEPS", "12"))
+STORES = int(os.environ.get("TOY_STORES", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
 
 
 def main() -> None:
+    if COORDINATOR in os.environ:
+        enter_job()
     world = World.from_environment()
     assert world is not None
     member = WorkerMember.join(world)
     digest, collective = hashlib.sha256(), Collective(member)
-    for number in range(2):
+    for number in range(STORES):
         train(member, collective, number, digest)
     total = collective.sum([float(world.rank)])
     digest.update(repr(total).encode())

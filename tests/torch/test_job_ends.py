@@ -77,7 +77,8 @@ class Run:
         self.workers = workers
         self.mark = f"TENSORWIRE_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "tensorwire", "run", "--workers", str(workers)]
+        command = [sys.executable, "-m", "tensorwire", "run", "--no-durable"]
+        command += ["--workers", str(workers)]
         command += ["--servers", str(servers)]
         command += ["--transports", transports] if transports else []
         self.process = subprocess.Popen(

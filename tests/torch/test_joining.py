@@ -235,6 +235,59 @@ train(job)
     assert "LookupError: bad luck" in told
 
 
+RESUMES = """
+import signal
+
+job = tw.init(seed=1)
+again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "2")
+if again == "1" and job.rank == 0:
+    server = tw.discovery._servers[0][1].pid
+model = torch.nn.Linear(30, 3)
+opt = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+job.keep(model=model, opt=opt)
+path = os.path.join(os.path.dirname(__file__), "checkpoint.pt")
+if os.path.exists(path):
+    job.load(path)
+data = torch.arange(1200.0).view(40, 30) / 1200
+epochs = 6
+for epoch in job.epochs(epochs):
+    for (batch,) in job.loader(torch.utils.data.TensorDataset(data), 4, shuffle=True):
+        model(batch).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    os.write(1, f"epoch {epoch} of {job.rank} in round {again}\\n".encode())
+    if job.rank == 0:
+        job.save(path)
+    job.barrier()
+    if (again, epoch, job.rank) == ("0", 1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (again, epoch, job.rank) == ("1", 3, 0):
+        os.kill(server, signal.SIGKILL)
+train(job)
+os.write(1, f"sum {[each.sum().item() for each in model.parameters()]}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_again_after_kills_and_they_resume(tmp_path: Path) -> None:
+    """First a worker is killed, then the server that the first worker had started."""
+    torchrun = (*TORCHRUN, "--max-restarts=2", "--monitor-interval=0.1")
+    made = run(tmp_path, RESUMES, *torchrun)
+    told = made.communicate(timeout=100)[0]
+    assert made.returncode == 0, told
+    check_done(told)
+    assert re.search(
+        r"^tensorwire: server 0 \(pid \d+\), beside .* by signal 9$", told, re.MULTILINE
+    )
+    rounds = re.findall(r"^epoch (\d) of (\d) in round (\d)$", told, re.MULTILINE)
+    expected = [(str(e), str(r), str(e // 2)) for e in range(6) for r in range(2)]
+    assert sorted(rounds) == expected, told
+    (tmp_path / "checkpoint.pt").unlink()
+    alone = run(tmp_path, RESUMES.replace("train(job)", ""), TENSORWIRE_SLICES="2")
+    sums = re.findall(r"^sum .*$", alone.communicate(timeout=100)[0], re.MULTILINE)
+    assert re.findall(r"^sum .*$", told, re.MULTILINE) == sums * 2
+
+
 @pytest.mark.slow
 def test_one_job_after_another_at_one_port(tmp_path: Path) -> None:
     text = """

@@ -68,12 +68,12 @@ def run(folder: Path, fail: str, *options: str) -> tuple[set[str], str]:
 
 @pytest.mark.slow
 def test_a_job_goes_on(tmp_path: Path) -> None:
-    whole, said = run(tmp_path / "undisturbed", "")
+    whole, said = run(tmp_path / "undisturbed", "", "--no-durable")
     assert len(whole) == 1
     places = "server-0:cell.changed:9:kill", "server-1:version.published:20:kill"
     for number, fail in enumerate(places):
         folder = tmp_path / str(number)
-        digests, said = run(folder, fail, "--durable")
+        digests, said = run(folder, fail)  # durable is the default
         assert said.count("takes its place (restart 1)") == 1
         assert digests == whole
         report = json.loads((folder / "report.json").read_text())

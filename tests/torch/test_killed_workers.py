@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.failpoints import WORKER_FAILPOINTS
+from tensorwire.transitions import rows_of
 
 SCRIPT = """
 import os, sys, hashlib, random, torch, torch.nn.functional as F, tensorwire.torch as tw
@@ -102,27 +102,51 @@ CASES = [
     for rank, (place, many) in enumerate(
         {
             "part.sent": (2, 4, 6),
+            "answer.come": (1, 4),
             "answer.noted": (1, 3, 5),
             "position.noted": (1, 2, 12, 14, 19, 26),
+            "gradients.sent": (1, 13),
             "commit.noted": (1, 6, 14, 20),
             "commit.sent": (2, 7, 13, 21),
+            "result.come": (1, 14),
             "result.noted": (3, 6, 15, 19),
-            "snapshot.asked": (2,),
-            "snapshot.held": (3,),
+            "snapshot.asked": (1, 4),
+            "snapshot.held": (1, 3),
         }.items()
     )
     for times in many
 ]
 
 
+# A process that has another one's place: what it does first.
+SUCCESSORS = [
+    f"worker-1:commit.sent:7:kill,worker-1+1:{place}:1:kill"
+    for place in ("commit.repeated", "version.reached", "position.noted")
+]
+# A later one of the place does it again.
+SUCCESSORS += [
+    f"worker-0:commit.noted:6:kill,worker-0+1:{first}:1:kill,worker-0+2:{then}:1:kill"
+    for first, then in (
+        ("commit.repeated", "version.reached"),
+        ("version.reached", "commit.repeated"),
+    )
+]
+
+
 def test_every_place_is_tried() -> None:
-    assert {place for _, place, _ in CASES} == set(WORKER_FAILPOINTS)
+    """A row that is added to the protocol is tried here, at its first and at a later time."""
+    tried = {place for _, place, _ in CASES}
+    assert tried | {"commit.repeated", "version.reached"} == set(rows_of("worker"))
+    for name in tried:
+        assert len({times for _, place, times in CASES if place == name}) > 1
 
 
-def test_the_documentation_names_every_place() -> None:
-    page = (Path(__file__).parents[2] / "docs/fault-tolerance.md").read_text()
-    for name, what in WORKER_FAILPOINTS.items():
-        assert f"| `{name}` | {what} |" in page
+@pytest.mark.slow
+@pytest.mark.parametrize("fail", SUCCESSORS)
+def test_successors_are_killed(tmp_path: Path, whole: tuple[set[str], bytes], fail: str) -> None:
+    digests, said = run(tmp_path / "job", SCRIPT, fail, "--servers", "2")
+    assert f"takes its place (restart {fail.count(',') + 1})" in said, said
+    assert (digests, (tmp_path / "job/checkpoint").read_bytes()) == whole
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +162,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], bytes]:
 def test_killed_at_a_place(
     tmp_path: Path, whole: tuple[set[str], bytes], number: int, place: str, times: int
 ) -> None:
-    fail = f"worker-{(number + times) % 2}:{place}:{times}:kill"
+    rank = 0 if place.startswith("snapshot.") else (number + times) % 2  # worker 0 saves
+    fail = f"worker-{rank}:{place}:{times}:kill"
     servers = str(1 + times % 2)
     assert run_killed(tmp_path / "job", fail, "--servers", servers) == whole
 
@@ -347,6 +372,50 @@ def test_two_optimizers_of_one_backward(tmp_path: Path) -> None:
     """The first one's step is made, and the other one's gradients cannot be made again."""
     _, said = run(tmp_path / "job", TWO, "", code=1)
     assert "one optimizer had stepped and another had gradients, which cannot be" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # eight processes import torch
+def test_under_a_torchrun_each_only_what_died_is_started_again(
+    tmp_path: Path, whole: tuple[set[str], bytes]
+) -> None:
+    """First a worker is killed, later the server; the other worker's torchrun notices nothing."""
+    script, checkpoint, path = (tmp_path / name for name in ("script.py", "checkpoint", "job"))
+    script.write_text(SCRIPT)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))  # as tensorwire run deals them
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "TENSORWIRE_COORDINATOR": str(path)}
+
+    def start(fail: str, *command: str, **more: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**environment, "TENSORWIRE_FAIL": fail, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3"]
+    torchrun += ["--monitor-interval=0.1", str(script), str(checkpoint)]
+    started = [
+        start("worker-1:commit.noted:6:kill", *torchrun, TENSORWIRE_RANK=f"{rank}")
+        for rank in (0, 1)
+    ]
+    serve = ["tensorwire", "serve", "--workers=2", f"--socket={path}"]
+    started.append(start("server-0:version.published:30:kill", *serve))
+    try:
+        first, second, told = (each.communicate(timeout=150)[0] for each in started)
+        assert [each.returncode for each in started] == [0, 0, 0], first + second + told
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+    assert re.search(r"worker 1 \(pid \d+\) takes its place \(restart 1\)", told), told
+    assert re.search(r"server 0 \(pid \d+\) takes its place \(restart 1\)", told), told
+    assert told.count("takes its place") == 2, told
+    assert "exitcode: -9" not in first
+    assert "exitcode: -9" in second
+    digests = set(re.findall(r"digest (\w+)", first + second))
+    assert (digests, checkpoint.read_bytes()) == whole
 
 
 HOLDS = """

@@ -531,8 +531,8 @@ def child():
     with tw.init(rank=0, world_size=1) as job:
         pass
     job = tw.init(rank=0, world_size=1)
-    from tensorwire.torch.job import _ending_error
-    os.write(1, f"ends with {_ending_error()}\\n".encode())
+    from tensorwire.torch.ending import ending_error
+    os.write(1, f"ends with {ending_error()}\\n".encode())
 
 sys.ps1 = ">>> "
 code.InteractiveInterpreter().runcode(compile("1 / 0", "cell", "exec"))

@@ -72,9 +72,17 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
     # Version 2 has the first values, and then three steps were made.
     assert [(each["version"], each["tensors"]) for each in stores] == [(5, 2), (5, 2)]
     assert sum(each["bytes"] for each in stores) >= 4 * (30 * 3 + 3)
-    assert jobs(found["address"]) == [found]
+    assert found["durable"]
+    assert [(each["kind"], each["index"]) for each in found["members"]] == [
+        *(("server", 0), ("server", 1), ("worker", 0), ("worker", 1))
+    ]
+    assert {each["pid"] for each in found["servers"] + found["workers"]} == {
+        each["pid"] for each in found["members"]
+    }
+    (again,) = jobs(found["address"])
+    assert {**again, "standby": found["standby"]} == found  # there may be one by now
     text = status()
-    for word in ("script.py", "connected", "SGD", found["servers"][1]["address"]):
+    for word in ("script.py", "connected", "SGD", found["servers"][1]["address"], found["log"]):
         assert word in text
     (folder / "go").touch()
     assert job.wait(60) == 0
@@ -83,11 +91,13 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
 
 
 def test_a_server_that_was_killed_is_not_shown(folder: Path) -> None:
-    job = started(folder, "--workers", "2")
+    job = started(folder, "--workers", "2", "--no-durable")
     (found,) = jobs()
     os.kill(found["servers"][0]["pid"], signal.SIGKILL)
     assert job.wait(60) != 0
-    assert jobs() == []
+    (failed,) = jobs()
+    assert "was killed by SIGKILL" in failed["failed"]
+    assert "address" not in failed
     (error,) = json.loads(status("--json", found["address"], code=1))
     assert error["address"] == found["address"]
     assert error["error"]

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
 PYTHON_LAYERS = (
-    ("_core", "errors", "failpoints", "tracebacks"),
+    ("_core", "errors", "tracebacks", "transitions"),
+    ("failpoints",),
+    ("walk",),
     ("command",),
     ("memory",),
     ("placement",),

@@ -25,6 +25,21 @@ def test_a_complete_environment() -> None:
     assert World.from_environment(GOOD) == World(1, 2, ("127.0.0.1:1", "127.0.0.1:2"), 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "durable", "asked"),
+    [("0", False, False), ("default", True, False), ("1", True, True)],
+)
+def test_what_the_launcher_says_of_durability(said: str, durable: bool, asked: bool) -> None:
+    place = World.from_environment({**GOOD, "TENSORWIRE_DURABLE": said})
+    assert place is not None
+    assert (place.durable, place.asked) == (durable, asked)
+
+
+def test_another_word_for_durability_is_an_error() -> None:
+    with pytest.raises(ValueError, match="TENSORWIRE_DURABLE is 'yes'"):
+        World.from_environment({**GOOD, "TENSORWIRE_DURABLE": "yes"})
+
+
 def test_nothing_said_is_alone() -> None:
     assert World.from_environment({}) is None
     assert World.from_environment({"TENSORWIRE_SLICES": "3"}) == World(slices=3)

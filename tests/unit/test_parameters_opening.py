@@ -74,7 +74,7 @@ def description(**changes: Any) -> Description:
 
 
 def test_a_description_travels() -> None:
-    made = description(home=-1, view=2, wants=[0])
+    made = description(home=-1, view=2, wants=[0], durable=True)
     assert Description.from_json(made.to_json(), 1) == made
 
 

@@ -62,7 +62,7 @@ def test_every_cell_is_worked_on_once(threads: int) -> None:
     shard, commit = make(seen.append, threads)
     assert shard.threads == threads
     for _ in range(3):
-        shard.apply([commit], False)
+        shard.advance([commit], lambda sums: sums.tolist())
     shard.close()
     assert sorted(seen) == sorted([*range(CELLS)] * 3)
     assert shard.memory.counts.tolist() == [3]
@@ -79,7 +79,7 @@ def test_a_thread_that_is_held_up_holds_up_no_other_cell() -> None:
             others.release()
 
     shard, commit = make(act, 2)
-    shard.apply([commit], False)
+    shard.advance([commit], lambda sums: sums.tolist())
     shard.close()
 
 
@@ -91,6 +91,6 @@ def test_an_error_in_any_thread_ends_the_work(failing: int) -> None:
 
     shard, commit = make(act, 2)
     with pytest.raises(ZeroDivisionError):
-        shard.apply([commit], False)
+        shard.advance([commit], lambda sums: sums.tolist())
     assert shard.memory.counts.tolist() == [0]
     shard.close()

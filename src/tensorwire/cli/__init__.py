@@ -10,6 +10,7 @@ from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.explain import explain as explain_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.run import run as run_command
+from tensorwire.cli.serve import serve as serve_command
 from tensorwire.cli.status import status as status_command
 
 
@@ -48,6 +49,7 @@ def main() -> None:
 
 
 for _command in (
-    info_command, doctor_command, bench_commands, run_command, status_command, explain_command,
+    info_command, doctor_command, bench_commands, run_command, serve_command, status_command,
+    explain_command,
 ):  # fmt: skip
     main.add_command(_command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tensorwire.command import Command
+from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
 from tensorwire.launch import JobSpec, Supervisor
 
@@ -76,7 +76,8 @@ class _Run(Command):
     help="Whether a server or worker that is killed, as by the kernel when memory runs out, is "
     "replaced by another process, which goes on with its memory; no step is lost. A worker's runs "
     "the script again, to where it was (docs/fault-tolerance.md). It needs shm among the "
-    "transports and --listen on this host. Without it any death ends the job. Default: off.",
+    "transports and --listen on this host; there it is the default. With --no-durable any death "
+    "ends the job, and servers need less time and memory.",
 )
 @click.option(
     "--restarts",
@@ -85,6 +86,15 @@ class _Run(Command):
     metavar="N",
     help="Ends a durable job when a process dies once more after N deaths in a row without a step "
     "between them (default 3). What kills it each time would do so for ever.",
+)
+@click.option(
+    "--silence",
+    "silence_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="How long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup) before it "
+    "is killed and replaced (default 10; 0: it is waited for). One that computes is not silent.",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
@@ -105,6 +115,7 @@ def run(
     imports: tuple[str, ...],
     durable: bool | None,
     restarts: int,
+    silence_s: float,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -152,11 +163,12 @@ def run(
             imports,
             durable,
             restarts,
+            silence_s,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = Supervisor(job, prefix=not no_prefix).run()
+        code = Supervisor(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -15,7 +16,14 @@ from rich.table import Table
 
 from tensorwire.command import Command, terminal
 from tensorwire.errors import TensorwireError
-from tensorwire.membership import RunningServer, read_status, reader_name, running_servers
+from tensorwire.membership import (
+    LoggedJob,
+    RunningServer,
+    logged_jobs,
+    read_status,
+    reader_name,
+    running_servers,
+)
 from tensorwire.memory import Node
 
 _COLOURS = {"connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow"}
@@ -29,7 +37,9 @@ def status(address: str | None, as_json: bool) -> None:
     """Show running jobs: their workers, servers, stores, versions and bytes.
 
     Without ADDRESS all jobs of this user that have a server on this host, however they were
-    started. ADDRESS is a server's, "host:port"; for a job of another host the secret is in
+    started, and those of `tensorwire run` that have failed of late.
+
+    ADDRESS is a server's, "host:port"; for a job of another host the secret is in
     TENSORWIRE_SECRET_FILE or TENSORWIRE_SECRET. Looking costs the job a few microseconds, and
     nothing while nobody looks.
 
@@ -42,11 +52,13 @@ def status(address: str | None, as_json: bool) -> None:
         tensorwire status --json 10.0.0.2:41234
     """  # noqa: D301 (\b is what click reads)
     known = running_servers()
+    logs = logged_jobs()
     if address is not None:
         mine = next((server for server in known if server.address == address), None)
-        jobs = [_look(address, mine)]
+        jobs = [_look(address, mine, logs)]
     else:
-        jobs = [_look(server.address, server) for server in known if server.index == 0]
+        jobs = [_look(server.address, server, logs) for server in known if server.index == 0]
+        jobs = [*(_of_log(log) for log in logs if not log.running), *jobs]
     if as_json:
         click.echo(json.dumps(jobs, indent=1))
     elif not jobs:
@@ -57,7 +69,7 @@ def status(address: str | None, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _look(address: str, known: RunningServer | None) -> dict[str, Any]:
+def _look(address: str, known: RunningServer | None, logs: Sequence[LoggedJob]) -> dict[str, Any]:
     """What all servers of a job say, from the one at an address on; or the error."""
     job: dict[str, Any] = {"address": address}
     if known is not None:
@@ -69,6 +81,9 @@ def _look(address: str, known: RunningServer | None) -> dict[str, Any]:
             servers = [first, *(_ask(node, each) for each in others)]
     except (TensorwireError, ValueError, OSError) as error:
         return {**job, "error": str(error)}
+    for log in logs:
+        if log.running and first["address"] in log.addresses:
+            job |= _told(log)
     job["workers"] = first["workers"]
     job["servers"] = sorted(
         (
@@ -78,6 +93,23 @@ def _look(address: str, known: RunningServer | None) -> dict[str, Any]:
         key=lambda each: int(each["index"]),
     )
     return job
+
+
+def _told(log: LoggedJob) -> dict[str, Any]:
+    """What only the launcher knows."""
+    return {
+        "durable": log.durable,
+        "members": [asdict(member) for member in log.members],
+        "standby": log.standby,
+        "saved": log.saved or None,
+        "log": log.path,
+    }
+
+
+def _of_log(log: LoggedJob) -> dict[str, Any]:
+    """A job that is over, and did not end well."""
+    failure = log.failure or f"its launcher (pid {log.launcher}) was killed"
+    return {"failed": failure, "command": log.command, "started": log.started, **_told(log)}
 
 
 def _ask(node: Node, address: str) -> dict[str, Any]:
@@ -99,12 +131,21 @@ def _secret_of(known: RunningServer | None) -> bytes | None:
 
 
 def _show(job: dict[str, Any], console: Console) -> None:
+    if "failed" in job:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["started"]))
+        text = f"job that failed, started {started}: {job['command']}"
+        console.print(text, markup=False, highlight=False)
+        console.print(f"  {job['failed']}", style="red", markup=False, highlight=False)
+        _show_members(job, console)
+        return
     since = f", for {time.time() - job['started']:.0f} s" if "started" in job else ""
     command = f": {job['command']}" if job.get("command") else ""
     console.print(f"job at {job['address']}{since}{command}", markup=False, highlight=False)
     if "error" in job:
         console.print(f"  cannot be asked: {job['error']}", style="red", markup=False)
         return
+    if job.get("durable"):
+        _show_members(job, console)
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left")
     for name in ("rank", "state", "pid", "address", "transport"):
         table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
@@ -124,6 +165,26 @@ def _show(job: dict[str, Any], console: Console) -> None:
             table.add_row(*head, *row)
             head = [""] * len(about)
     console.print(table)
+
+
+def _show_members(job: dict[str, Any], console: Console) -> None:
+    """Whom the launcher has replaced, and why; what it would go on with."""
+    table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
+    for name in ("member", "pid", "restarts", "last death"):
+        table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
+    for member in job["members"]:
+        death, text = member["last_death"], ""
+        if death is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(death["time"]))
+            text = f"{at}, pid {death['pid']} {death['evidence']}"
+        name = f"{member['kind']} {member['index']}"
+        table.add_row(name, str(member["pid"]), str(member["term"]), text)
+    if job["standby"]:
+        table.add_row("standby", str(job["standby"]), "", "")
+    console.print(table)
+    if job["saved"]:
+        console.print(f"  last checkpoint: {job['saved']}", markup=False, highlight=False)
+    console.print(f"  log: {job['log']}", markup=False, highlight=False)
 
 
 def _rows(stores: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -6,7 +6,16 @@ process reads when it joins the job.
 """
 
 from tensorwire.launch.launcher import run
+from tensorwire.launch.serve import RETURN_S, ServeSupervisor, serve_spec
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
-__all__ = ["JobSpec", "Patience", "Supervisor", "run"]
+__all__ = [
+    "RETURN_S",
+    "JobSpec",
+    "Patience",
+    "ServeSupervisor",
+    "Supervisor",
+    "run",
+    "serve_spec",
+]

@@ -56,6 +56,9 @@ class Keeper:
 
     Invariants: every descriptor that came is either in `_held` or closed; `_queue` is what the
     process has yet to be told before it may say anything itself.
+
+    Attributes:
+        left: None so far; then whether the member has left in good order; false: it has failed.
     """
 
     def __init__(self) -> None:
@@ -63,6 +66,7 @@ class Keeper:
         self._held: dict[str, _Kept] = {}
         self._queue: collections.deque[tuple[bytes, list[int]]] = collections.deque()
         self._reset = False
+        self.left: bool | None = None
 
     @property
     def descriptor(self) -> int | None:
@@ -95,6 +99,15 @@ class Keeper:
         self._queue.clear()
         self._reset = False
         self._socket = ours
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tells the attached process something, before what else it is told.
+
+        Raises:
+            KeeperError: see `send`.
+        """
+        self._queue.append((json.dumps(message).encode(), []))
+        self.send()
 
     def hand_over(self, arguments: list[str], term: int) -> None:
         """Tells the attached process, a standby, to start, and what it gets. Keeps it all too.
@@ -211,17 +224,23 @@ class Keeper:
         if self._queue:
             raise KeeperError("it spoke before it had read what it was told")
         message = _parsed(data)
-        if isinstance(key := message.get("drop"), str) and "keep" not in message:
+        if isinstance(in_order := message.get("leave"), bool) and not descriptors:
+            self.left = in_order
+            self._drop(LISTENER)
+        elif isinstance(key := message.get("drop"), str) and "keep" not in message:
             if descriptors:
                 raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")
-            if (kept := self._held.pop(key, None)) is not None:
-                os.close(kept.descriptor)
+            self._drop(key)
         elif isinstance(key := message.get("keep"), str) and "drop" not in message:
             if len(descriptors) != 1:
                 raise KeeperError(f"a keep of {key!r} came with {len(descriptors)} descriptors")
             self._keep(key, message.get("about"), descriptors)
         else:
             raise KeeperError(f"a message has no key: {_shown(data)}")
+
+    def _drop(self, key: str) -> None:
+        if (kept := self._held.pop(key, None)) is not None:
+            os.close(kept.descriptor)
 
     def _keep(self, key: str, about: Any, descriptors: list[int]) -> None:
         offset = about.get("progress") if isinstance(about, dict) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from tensorwire import failpoints
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
@@ -22,6 +24,7 @@ def run(
     imports: Sequence[str] = (),
     durable: bool | None = None,
     restarts: int = 3,
+    silence_s: float = 10.0,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -59,10 +62,12 @@ def run(
             Python with `-m tensorwire.torch.server`.
         imports: modules that the servers may import for the optimizers of the script.
         durable: whether a server or worker that is killed is replaced: then processes have
-            TENSORWIRE_DURABLE=1. This needs shm among the transports, and `listen` on loopback.
-            Default: off.
+            TENSORWIRE_DURABLE. This needs shm among the transports, and `listen` on loopback.
+            Default: where it can be.
         restarts: the most deaths in a row of one process without progress between them, from
             which it is replaced; with 0 the job is not durable.
+        silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
+            before it is killed and replaced; 0: for ever.
         patience: other times than the usual ones.
 
     Returns:
@@ -85,6 +90,8 @@ def run(
         tuple(imports),
         durable,
         restarts,
+        silence_s,
         *([] if server_command is None else [tuple(server_command)]),
     )
+    failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
     return Supervisor(job, prefix=prefix, patience=patience).run()

@@ -79,6 +79,7 @@ class Process:
         self.rename(kind, index)
         self.code: int | None = None
         self.told_to_end = False
+        self._fenced = ""
         self.streams: list[Stream] = []
         self._guard = guard
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
@@ -118,6 +119,11 @@ class Process:
         return pipe[1]
 
     @property
+    def killed(self) -> bool:
+        """Whether a signal has ended it; false as long as `code` is None."""
+        return self.code is not None and self.code < 0
+
+    @property
     def has_ended(self) -> bool:
         """Whether `pidfd` is ready by now."""
         poll = select.poll()
@@ -139,6 +145,15 @@ class Process:
     def kill(self) -> None:
         """Ends the process and its group. It is gone when `pidfd` is ready."""
         self.told_to_end = True
+        self._kill_group()
+
+    def fence(self, why: str) -> None:
+        """Ends the process and its group as if it had died: it cannot go on beside its successor.
+
+        Args:
+            why: how it ended, as a phrase that follows its name.
+        """
+        self._fenced = why
         self._kill_group()
 
     def read(self, ready: set[int]) -> None:
@@ -169,11 +184,13 @@ class Process:
             return "was still running"
         if self.code >= 0:
             return f"exited with code {self.code}"
+        if self._fenced:
+            return self._fenced
         return f"was killed by {signal_name(-self.code)}"
 
     def hint(self) -> str:
         """What may be behind its end, "" if nothing is known."""
-        return "" if self.code is None else _HINTS.get(-self.code, "")
+        return "" if self.code is None or self._fenced else _HINTS.get(-self.code, "")
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -16,11 +16,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from tensorwire.failpoints import failpoint
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.transitions import GRANT
+from tensorwire.walk import Walk
 
+# Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
+# the job, and since they were started where they do not join.
+_FIRST, _JOINING = 2, 4
 # A standby that ended by itself is started again, so often in a row.
 _STANDBY_TRIES = 3
 
@@ -49,6 +57,29 @@ class _Member:
     overdue: bool = False
 
 
+class _Arrival(NamedTuple):
+    """Something else has started a worker: it, the socket to it, and what it is told first."""
+
+    worker: Replaceable
+    socket: socket.socket
+    told: dict[str, Any]
+
+
+class _Grant:
+    """The place of a member that has ended is given to a successor: the rows start it, or it came.
+
+    Args:
+        process: that has ended.
+        member: whose place it is.
+        came: the successor, where something else has started it.
+    """
+
+    successor: Process
+
+    def __init__(self, process: Replaceable, member: _Member, came: _Arrival | None = None) -> None:
+        self.process, self.member, self.came = process, member, came
+
+
 class Restarts:
     """The members of one job that can be replaced, and the standby. Without any it does nothing.
 
@@ -58,6 +89,8 @@ class Restarts:
         start: starts a standby with a command, and lets it inherit a descriptor.
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
+        granted: is told who takes whose place with which term, before the successor is: it was
+            started by then, and does nothing before.
     """
 
     def __init__(
@@ -67,16 +100,22 @@ class Restarts:
         start: Callable[[list[str], int], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
+        granted: Callable[[Replaceable, Replaceable, int], None] = lambda dead, successor, term: (
+            None
+        ),
     ) -> None:
         self._job = job
         self._patience = patience
         self._start = start
         self._start_worker = start_worker
         self._say = say
+        self._granted = granted
         self._members: dict[tuple[str, int], _Member] = {}
         self._standby: tuple[Process, socket.socket] | None = None
         self._standby_at: float | None = None
         self._standby_deaths = 0
+        self._grant = self._bind()
+        self._joined = False  # all members, once
 
     # --- members --------------------------------------------------------------------------------
 
@@ -87,7 +126,44 @@ class Restarts:
         member.keeper.attach(ours)
         return theirs
 
-    def can_replace(self, process: Process) -> bool:
+    def expect(self, kind: str, index: int) -> None:
+        """A member will come that something else starts; `admit` lets it in."""
+        self._members[kind, index] = _Member([])
+
+    def admit(
+        self,
+        worker: Replaceable,
+        ours: socket.socket,
+        told: dict[str, Any],
+        former: Replaceable | None,
+    ) -> int:
+        """Something else has started an expected worker, which is there, or a successor of it.
+
+        Args:
+            worker: it.
+            ours: the socket to it, owned from now on.
+            told: what it gets to know, beside its term.
+            former: who was that worker before.
+
+        Returns:
+            How many processes before it have had its place.
+
+        Raises:
+            KeeperError: it cannot be told what it gets.
+        """
+        member = self._members[worker.kind, worker.index]
+        if former is not None and member.keeper.restorable:
+            self._grant(_Grant(former, member, _Arrival(worker, ours, told)))
+        else:  # nobody has known a former one
+            member.keeper.attach(ours)
+            member.keeper.tell({**told, "term": 0})
+        return member.term
+
+    def farewell(self, process: Replaceable) -> bool | None:
+        """Whether a worker has left in good order (true), or has failed (false); None: neither."""
+        return self._members[process.kind, process.index].keeper.left
+
+    def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 
         It was killed, or was a server's successor that ended before it had taken over. One that
@@ -101,17 +177,27 @@ class Restarts:
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
-        killed = process.code is not None and process.code < 0
         untaken = process.kind == "server" and not member.keeper.taken
-        return member.keeper.restorable and (killed or untaken)
+        if not (member.keeper.restorable and (process.killed or untaken)):
+            return False
+        failpoint("death.noticed")
+        return True
 
-    def count(self, process: Process) -> bool:
+    def could_replace(self, process: Replaceable) -> bool:
+        """Whether a process that runs would be replaced if it were killed now; a standby, too."""
+        member = self._member_of(process)
+        return process.kind == "standby" or (member is not None and member.keeper.restorable)
+
+    def count(self, process: Replaceable) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
         member = self._members[process.kind, process.index]
         reached = member.keeper.progress()
         member.deaths = 1 if reached > member.reached else member.deaths + 1
         member.reached = reached
-        return member.deaths <= self._job.restarts
+        if member.deaths > self._job.restarts:
+            return False
+        failpoint("death.counted")
+        return True
 
     def replace(self, process: Process) -> tuple[Process, int]:
         """Has a successor take the place of a member that has ended.
@@ -123,25 +209,57 @@ class Restarts:
             OSError: it cannot be started.
             KeeperError: it cannot be told what it gets.
         """
-        member = self._members[process.kind, process.index]
-        member.term += 1
-        if process.kind == "worker":
+        grant = _Grant(process, self._members[process.kind, process.index])
+        self._grant(grant)
+        return grant.successor, grant.member.term
+
+    def _bind(self) -> Walk[_Grant]:
+        return Walk[_Grant](
+            GRANT,
+            {
+                "term.granted": self._grant_term,
+                "successor.started": self._start_successor,
+                "grant.noted": self._note_grant,
+                "place.handed": self._hand_over,
+            },
+        )
+
+    @staticmethod
+    def _grant_term(grant: _Grant) -> None:
+        grant.member.term += 1
+
+    def _start_successor(self, grant: _Grant) -> None:
+        process, member = grant.process, grant.member
+        if grant.came is not None:
+            ours = grant.came.socket
+        elif process.kind == "worker":
             ours, theirs = make_pair()
             with theirs:
                 try:
-                    successor = self._start_worker(process.index, theirs.fileno(), member.term)
+                    grant.successor = self._start_worker(
+                        process.index, theirs.fileno(), member.term
+                    )
                 except BaseException:
                     ours.close()
                     raise
         else:
-            successor, ours = self._take_standby() or self._start_standby()
-            member.successor, member.overdue = successor, False
+            grant.successor, ours = self._take_standby() or self._start_standby()
+            member.successor, member.overdue = grant.successor, False
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
-        member.keeper.hand_over(member.arguments, member.term)
-        return successor, member.term
 
-    def release(self, process: Process) -> None:
+    def _note_grant(self, grant: _Grant) -> None:
+        successor = grant.successor if grant.came is None else grant.came.worker
+        self._granted(grant.process, successor, grant.member.term)
+
+    @staticmethod
+    def _hand_over(grant: _Grant) -> None:
+        keeper, term = grant.member.keeper, grant.member.term
+        if grant.came is not None:
+            keeper.tell({**grant.came.told, "term": term})
+        keeper.hand_over(grant.member.arguments, term)
+
+    def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.
 
         Others look whether its socket is still held, and learn so that nobody comes.
@@ -154,14 +272,14 @@ class Restarts:
         member = self._member_of(process)
         return member is not None and member.term > 0
 
-    def ending(self, process: Process) -> str:
+    def ending(self, process: Replaceable) -> str:
         """How a member ended, as a phrase that follows its name."""
         member = self._member_of(process)
         if member is not None and member.overdue:
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
-    def history(self, process: Process) -> str:
+    def history(self, process: Replaceable) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
         member = self._members[process.kind, process.index]
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
@@ -198,6 +316,10 @@ class Restarts:
     def tend(self) -> None:
         """Starts a standby if it is time, and ends successors that have not taken over."""
         now = time.monotonic()
+        joined = all(member.keeper.restorable for member in self._members.values())
+        if self._standby_at is not None and joined and not self._joined:
+            self._joined = True
+            self._standby_at = now + _FIRST * self._patience.standby_s
         for member in self._members.values():
             if member.until is not None and now >= member.until:
                 member.until = None
@@ -206,6 +328,10 @@ class Restarts:
                     member.successor.kill()
         if self._standby_at is not None and now >= self._standby_at:
             self._standby_at = None
+            servers = [each for (kind, _), each in self._members.items() if kind == "server"]
+            if not any(each.keeper.restorable for each in servers):
+                self._standby_at = now + self._patience.standby_s  # nobody could use one so far
+                return
             try:
                 self._standby = self._start_standby()
             except OSError as error:
@@ -214,9 +340,9 @@ class Restarts:
     # --- the standby ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All workers run: from now on there may be a standby."""
+        """All workers were started: there will be a standby when they have joined, or never do."""
         if self._members:
-            self._standby_at = time.monotonic() + self._patience.standby_s
+            self._standby_at = time.monotonic() + _JOINING * self._patience.standby_s
 
     def note_standby(self, process: Process) -> None:
         """A standby has ended that nobody asked to."""
@@ -242,7 +368,7 @@ class Restarts:
         for member in self._members.values():
             member.keeper.close()
 
-    def _member_of(self, process: Process) -> _Member | None:
+    def _member_of(self, process: Replaceable) -> _Member | None:
         return self._members.get((process.kind, process.index))
 
     def _start_standby(self) -> tuple[Process, socket.socket]:

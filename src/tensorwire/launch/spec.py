@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import ipaddress
+import math
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -16,14 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorwire.membership import find_cluster_start, shown_command, without_ranks
+from tensorwire.membership import JOB_LOG, find_cluster_start, shown_command, without_ranks
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
 # Workers run the sitecustomize.py in it, which tells the launcher of an exception that ends them.
 _STARTUP = str(Path(__file__).with_name("startup"))
-# Whether a job is durable where it can be and nobody said anything.
-_DURABLE_BY_DEFAULT = False
+# A launcher that may have fewer open files keeps none of its processes, unless it is asked to.
+_FILES_PER_PROCESS = 64
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -37,8 +39,8 @@ class Patience:
         grace_s: all, to end by themselves after one has failed or a signal came; then SIGTERM.
         alone_s: the servers, in such an end, after the last worker is gone; then SIGTERM.
         kill_s: after SIGTERM; then SIGKILL.
-        standby_s: of running, until there is a standby for a server that dies, and another one
-            after it was used; short jobs do not pay for one.
+        standby_s: since a standby was used, until there is another one for a server that dies; the
+            first one twice as long after all workers have joined: short jobs do not pay for one.
     """
 
     start_s: float = 60.0
@@ -67,6 +69,7 @@ class JobSpec:
     imports: tuple[str, ...] = ()
     durable: bool | None = None
     restarts: int = 3
+    silence_s: float = 10.0
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class JobSpec:
             raise ValueError(f"listen is {self.listen!r}; a host name or IP address is needed")
         if self.restarts < 0:
             raise ValueError(f"restarts is {self.restarts}; 0 or more are needed")
+        if not 0 <= self.silence_s < math.inf:
+            raise ValueError(f"silence is {self.silence_s:g}; seconds are needed, or 0 for never")
         if self.durable and (why := self._obstacle()):
             raise ValueError(f"the servers of this job cannot be replaced when they die: {why}")
         for name in self.imports:
@@ -106,9 +111,11 @@ class JobSpec:
 
     @property
     def is_durable(self) -> bool:
-        """Whether a server that is killed is replaced."""
+        """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
         if self.durable is None:
-            return _DURABLE_BY_DEFAULT and not self._obstacle()
+            files = _FILES_PER_PROCESS * (1 + self.servers + self.workers)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return not self._obstacle() and hard >= files
         return self.durable
 
     @property
@@ -124,10 +131,11 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
-        for name in ("TENSORWIRE_DURABLE", "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"):
-            environment.pop(name, None)
+        for name in ("DURABLE", "DESCRIPTOR_STORE", "TERM"):
+            environment.pop(f"TENSORWIRE_{name}", None)
+        environment.pop(JOB_LOG, None)
         if self.is_durable:
-            environment["TENSORWIRE_DURABLE"] = "1"
+            environment["TENSORWIRE_DURABLE"] = "1" if self.durable else "default"
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:

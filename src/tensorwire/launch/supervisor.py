@@ -8,29 +8,32 @@ that one has failed they learn from each other.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import resource
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
-from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, Lines, Output, address_in
+from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
 from tensorwire.launch.process import Process, signal_name
+from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.restarts import Restarts, many_files
+from tensorwire.launch.resume import resume_line
+from tensorwire.launch.screen import Screen
 from tensorwire.launch.signals import StopSignals
+from tensorwire.launch.silence import Silence
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
+from tensorwire.membership import JOB_LOG, JobLog, shown_command
 
-# ANSI: cyan, green, yellow, magenta, blue, and their bright forms. Red is for errors.
-_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-_SERVER_COLOUR = 90
 # One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
 _SECOND_INTERRUPT_S = 0.2
 # After SIGKILL only a process that hangs in the kernel remains; it is not waited for for ever.
@@ -49,13 +52,24 @@ class Supervisor:
         job: what to run.
         prefix: whether lines begin with the name of their process.
         patience: times; default the usual ones.
+        command: that started the job, for who wants to go on with it; default that of this process.
+
+    Attributes:
+        program: what its own lines begin with.
     """
 
+    program = "tensorwire run"
+
     def __init__(
-        self, job: JobSpec, *, prefix: bool = True, patience: Patience | None = None
+        self,
+        job: JobSpec,
+        *,
+        prefix: bool = True,
+        patience: Patience | None = None,
+        command: str = "",
     ) -> None:
         self._job = job
-        self._prefix = prefix
+        self._command = command or shlex.join(sys.orig_argv)
         self._patience = patience or Patience()
         self._running: list[Process] = []
         self._ended: list[Process] = []
@@ -63,13 +77,21 @@ class Supervisor:
         self._environment: dict[str, str] = {}
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._addresses: list[str] = []  # of all servers
+        self._screen = Screen(prefix, self.program)
+        self._say = self._screen.say
         self._restarts = Restarts(
-            job, self._patience, self._start_standby, self._start_worker, self._say
+            job,
+            self._patience,
+            self._start_standby,
+            self._start_worker,
+            self._say,
+            self._note_grant,
         )
+        self._silence = Silence(job.silence_s, self._say)
         self._workers_left = job.workers  # to be started
         self._failure: tuple[str, int] | None = None
         self._failed: Process | None = None
-        self._advice = ""
+        self._died = False  # a process did, that ended the job
         self._stop: int | None = None
         self._stopped_at = 0.0
         self._term_at: float | None = None
@@ -78,9 +100,6 @@ class Supervisor:
         self._reports = Reports()
         self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
-        self._stdout, self._stderr = Output(1), Output(2)
-        if not self._stdout.lost and not self._stderr.lost and os.path.sameopenfile(1, 2):
-            self._stderr = self._stdout  # so that lines cannot cut into each other
 
     def run(self) -> int:
         """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
@@ -92,6 +111,9 @@ class Supervisor:
             self._signals = stack.enter_context(StopSignals())
             self._guard = stack.enter_context(contextlib.closing(Guard()))
             stack.enter_context(contextlib.closing(self._restarts))
+            what = shown_command(self._job.command)
+            self._log = JobLog(what, self._job.is_durable, self._say)
+            stack.callback(lambda: self._log.close(keep=self._failure is not None))
             if self._job.is_durable:
                 stack.enter_context(many_files())
             try:
@@ -122,17 +144,21 @@ class Supervisor:
                 if address is None:
                     return
                 addresses.append(address)
-            for rank in range(self._job.workers):
-                with contextlib.ExitStack() as theirs:
-                    store_fd = None
-                    if self._job.is_durable:
-                        store = theirs.enter_context(self._restarts.add("worker", rank))
-                        store_fd = store.fileno()
-                    self._start_worker(rank, store_fd)
-                self._workers_left -= 1
+                self._log.add("server listens", address=address)
+            self._start_workers()
             self._restarts.begin()
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
+
+    def _start_workers(self) -> None:
+        for rank in range(self._job.workers):
+            with contextlib.ExitStack() as theirs:
+                store_fd = None
+                if self._job.is_durable:
+                    store = theirs.enter_context(self._restarts.add("worker", rank))
+                    store_fd = store.fileno()
+                self._note_member(self._start_worker(rank, store_fd))
+            self._workers_left -= 1
 
     def _start_server(self, index: int, addresses: list[str]) -> str | None:
         """Starts one and waits for its address; None if the job is to end instead."""
@@ -147,6 +173,7 @@ class Supervisor:
             process = self._launch(
                 "server", index, command, self._environment, told, pipe, inherited=store_fd
             )
+        self._note_member(process)
         deadline = time.monotonic() + self._patience.start_s
         while not told.complete and not self._ending and not _passed(deadline):
             self._turn(deadline)
@@ -163,7 +190,9 @@ class Supervisor:
         return None if self._ending else address
 
     def _start_standby(self, command: list[str], store_fd: int) -> Process:
-        return self._launch("standby", 0, command, self._environment, inherited=store_fd)
+        process = self._launch("standby", 0, command, self._environment, inherited=store_fd)
+        self._log.add("standby", pid=process.pid)
+        return process
 
     def _start_worker(self, rank: int, store_fd: int | None, term: int = 0) -> Process:
         told, pipe, port = None, None, self._port.getsockname()[1]
@@ -173,6 +202,8 @@ class Supervisor:
         own = self._job.worker_environment(
             self._environment, rank, self._addresses, port, pipe and pipe[1], store_fd, term
         )
+        if self._log.path:
+            own[JOB_LOG] = self._log.path
         command = self._job.worker_command()
         return self._launch("worker", rank, command, own, told, pipe, inherited=store_fd)
 
@@ -199,10 +230,7 @@ class Supervisor:
             inherited: a descriptor that it gets, too; it stays the caller's.
         """
         is_first = (kind, index) == ("worker", 0)
-        stdout, stderr = (
-            None if is_first and _is_terminal(output) else Lines(output, "", None)
-            for output in (self._stdout, self._stderr)
-        )
+        stdout, stderr = self._screen.consumers(direct=is_first)
         process = Process(
             kind,
             index,
@@ -217,17 +245,9 @@ class Supervisor:
             extra_pipe=pipe,
             inherited=() if inherited is None else (inherited,),
         )
-        self._name_lines(process)
+        self._screen.name_lines(process)
         self._running.append(process)
         return process
-
-    def _name_lines(self, process: Process) -> None:
-        """Puts its name in front of the lines of a process."""
-        prefix = f"[{process.name}] " if self._prefix else ""
-        for stream in process.streams:
-            if isinstance(stream.consumer, Lines):
-                output = stream.consumer.output
-                stream.consumer.rename(prefix, _colour_of(process.name, output))
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -242,6 +262,7 @@ class Supervisor:
         """Waits for something to happen, at most until the deadline, and deals with it."""
         times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
         wake_at = [*(at for at in times if at is not None), *self._restarts.times()]
+        wake_at += [*self._silence.times(), *self._times()]
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -249,6 +270,7 @@ class Supervisor:
             process.read(ready)
         for (kind, index), mistake in self._restarts.exchange(ready):
             self._note_mistake(kind, index, mistake)
+        self._attend(ready)
         ended = [process for process in self._running if process.pidfd in ready]
         for process in ended:
             process.collect()
@@ -262,30 +284,45 @@ class Supervisor:
             if process not in self._lost:
                 self._note_end(process)
         self._replace_lost()
-        if self._ending or not (self._workers_left or self._workers()):
+        if self._ending or not (self._workers_left or self._has_workers):
             self._retire_standby()
         self._restarts.tend()
+        watched = self._watched() if self._replaces else ()
+        self._silence.tend(filter(self._restarts.could_replace, watched))
         self._escalate()
+
+    def _watched(self) -> Iterable[Replaceable]:
+        """The processes that have to run, and are not to be stopped."""
+        return self._running
+
+    def _descriptors(self) -> Iterable[int]:
+        """What else is waited for, beside processes and their output."""
+        return ()
+
+    def _times(self) -> Iterable[float]:
+        """When there is something to do, beside the steps against processes that still run."""
+        return ()
+
+    def _attend(self, ready: set[int]) -> None:
+        """Deals with `_descriptors` and `_times`."""
 
     def _poll(self, deadline: float) -> set[int]:
         """The descriptors that are ready; writes what can be written."""
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
         self._restarts.register(poll)
+        for descriptor in self._descriptors():
+            poll.register(descriptor, select.POLLIN)
         for process in self._running:
             poll.register(process.pidfd, select.POLLIN)
             for stream in process.streams:
                 if not stream.full:
                     poll.register(stream.descriptor, select.POLLIN)
-        outputs = {output for output in (self._stdout, self._stderr) if output.pending}
-        for output in outputs:
-            poll.register(output.descriptor, select.POLLOUT)
+        self._screen.register(poll)
         left_s = deadline - time.monotonic()
         timeout = None if left_s == math.inf else max(math.ceil(left_s * 1000), 0)
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
-        for output in outputs:
-            if output.descriptor in ready:
-                output.write_some()
+        self._screen.write(ready)
         return ready
 
     def _take_reports(self) -> None:
@@ -311,12 +348,7 @@ class Supervisor:
         for process in self._running:
             if process.name == name:
                 process.read_all()  # what it printed before comes before
-        self._tell_of(name, self._reports.traceback(name))
-
-    def _tell_of(self, name: str, text: str) -> None:
-        lines = Lines(self._stderr, f"[{name}] ", _colour_of(name, self._stderr))
-        lines.feed(text.encode(errors="backslashreplace"))
-        lines.close()
+        self._screen.tell_of(name, self._reports.traceback(name))
 
     def _culprit(self, process: Process) -> Process | None:
         """The worker whose error came first, if this process failed after it and ended before it.
@@ -358,20 +390,38 @@ class Supervisor:
         """Whether a worker runs, or is about to be replaced."""
         return bool(self._workers()) or any(each.kind == "worker" for each in self._lost)
 
+    @property
+    def _replaces(self) -> bool:
+        """Whether the job is where members are replaced: all were started, and it is not ending."""
+        return self._has_workers and not (self._workers_left or self._ending)
+
     def _note_mistake(self, kind: str, index: int, text: str) -> None:
         """A member has told us what cannot be right."""
         for process in self._running:
-            if (process.kind, process.index) == (kind, index):
+            if (process.kind, process.index) != (kind, index):
+                continue
+            if self._job.durable is None:  # nobody has asked for it: the job runs as it would have
+                self._restarts.release(process)
+                self._say(f"{_named(process)} will not be replaced if it is killed: {text}")
+            else:
                 self._fail(f"{_named(process)} is not kept: {text}", 1, process)
+
+    def _note_member(self, process: Replaceable) -> None:
+        self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)
+
+    def _note_grant(self, dead: Replaceable, successor: Replaceable, term: int) -> None:
+        """On the disk before the successor knows its term."""
+        evidence = self._restarts.ending(dead)
+        about = {"kind": dead.kind, "index": dead.index, "term": term, "pid": successor.pid}
+        self._log.add("grant", sync=True, **about, dead=dead.pid, evidence=evidence)
 
     def _replace_lost(self) -> None:
         """Of what ended together these come last: the others' end may be that of the job."""
         self._lost.sort(key=lambda each: each.kind != "worker")  # without any there is no job
         while self._lost:
-            process = self._lost[0]
-            goes_on = self._has_workers and not (self._workers_left or self._ending)
-            self._lost.pop(0)
-            if goes_on:
+            replaces = self._replaces  # it counts itself, if it is a worker
+            process = self._lost.pop(0)
+            if replaces:
                 self._replace_member(process)
             else:
                 self._note_end(process)
@@ -385,7 +435,7 @@ class Supervisor:
                 successor, term = self._restarts.replace(process)
                 if process.kind == "server":
                     successor.rename("server", process.index)
-                    self._name_lines(successor)
+                    self._screen.name_lines(successor)
                 place = f"{_named(successor)} takes its place (restart {term})"
                 self._say(f"{how}; {place}")
                 return
@@ -395,7 +445,7 @@ class Supervisor:
             text = f"{how} and cannot be replaced: {error}"
         self._restarts.release(process)
         self._ended.append(process)
-        self._advice = "the job can go on from its last checkpoint: job.load"
+        self._died = True
         self._fail(text, code if code > 0 else 128 - code, process)
 
     def _retire_standby(self) -> None:
@@ -429,7 +479,11 @@ class Supervisor:
             return
         self._failure = text, code
         self._failed = process
-        self._term_within(self._patience.grace_s if self._workers() else self._patience.alone_s)
+        if process is not None:
+            killed = process.code is not None and process.code < 0
+            self._died |= killed or self._restarts.is_successor(process)
+        self._log.add("failed", text=text)
+        self._term_within(self._patience.grace_s if self._has_workers else self._patience.alone_s)
 
     def _term_within(self, wait_s: float) -> None:
         """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
@@ -467,7 +521,7 @@ class Supervisor:
         blamed = failed is not None and (failed.kind == "worker" or failed.code != 1)
         lines = self._reports.lines(blamed)
         for name, line in lines:
-            self._tell_of(name, line)
+            self._screen.tell_of(name, line)
         return bool(lines)
 
     def _summarize(self) -> None:
@@ -483,8 +537,9 @@ class Supervisor:
             ]
             if others:
                 self._say(f"after that {', '.join(others)}")
-            if self._advice:
-                self._say(self._advice)
+            log = self._log.read() if self._log.path else None
+            if advice := resume_line(log, self._command, self._died):
+                self._say(advice)
         elif self._stop is not None:
             self._say(f"ended by {signal_name(self._stop)}")
         else:
@@ -500,16 +555,13 @@ class Supervisor:
                     self._say(f"{_named(process)} {text}")
         if shortened:
             self._say("--full-tracebacks shows where each of these workers was")
-        if self._stdout.lost is not None and self._stdout.lost.errno != errno.EBADF:
-            self._say(f"some output was lost: {self._stdout.lost.strerror}")
-
-    def _say(self, text: str) -> None:
-        self._stderr.add(f"tensorwire run: {text}\n".encode())
+        if self._screen.loss:
+            self._say(f"some output was lost: {self._screen.loss}")
 
     def _flush(self) -> None:
         """Writes what waits. A reader may take its time, but after a signal not for ever."""
         deadline = math.inf if self._stop is None else time.monotonic() + self._patience.kill_s
-        while self._stdout.pending or self._stderr.pending:
+        while self._screen.pending:
             self._poll(deadline)
             if _passed(deadline) or self._signals.take():
                 return
@@ -521,19 +573,6 @@ def _named(process: Process) -> str:
 
 def _passed(at: float | None) -> bool:
     return at is not None and time.monotonic() >= at
-
-
-def _is_terminal(output: Output) -> bool:
-    return output.lost is None and os.isatty(output.descriptor)
-
-
-def _colour_of(name: str, output: Output) -> int | None:
-    """The colour of a process; None where the output shows none."""
-    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    if not wanted or not _is_terminal(output):
-        return None
-    kind, _, index = name.partition(" ")
-    return _COLOURS[int(index) % len(_COLOURS)] if kind == "worker" else _SERVER_COLOUR
 
 
 def _check_pidfd() -> None:

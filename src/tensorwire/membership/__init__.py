@@ -2,6 +2,7 @@
 
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer
+from .coordinator import COORDINATOR, PEER_CREDENTIALS, enter_job
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
@@ -18,17 +19,22 @@ from .identity import (
     turn_away,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
+from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
 from .status import StatusRegion, read_status, reader_name
 from .worker import WorkerMember
-from .world import SLICES, World
+from .world import RANK, SLICES, World
 
 __all__ = [
+    "COORDINATOR",
     "GOODBYE",
+    "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
+    "PEER_CREDENTIALS",
+    "RANK",
     "SLICES",
     "Collective",
     "CollectiveServer",
@@ -36,6 +42,9 @@ __all__ = [
     "DurableMemory",
     "History",
     "JobFile",
+    "JobLog",
+    "LoggedJob",
+    "LoggedMember",
     "NoteKind",
     "RunningServer",
     "ServerMember",
@@ -47,13 +56,16 @@ __all__ = [
     "called",
     "check_name",
     "drop_claim",
+    "enter_job",
     "explicit_start",
     "find_cluster_start",
     "find_start",
     "hold_claim",
     "is_there",
     "listed",
+    "logged_jobs",
     "lost",
+    "note_in_job_log",
     "open_node",
     "read_status",
     "reader_name",

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.failpoints import failpoint
 from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes
+from tensorwire.transitions import ASK, SUM
+from tensorwire.walk import Walk
 
 from .history import NoteKind
 from .identity import called
@@ -39,6 +40,22 @@ _TEXT = 4096  # bytes behind a worker's block: why no result will follow
 _FAILED = 1 << 62  # a worker's mailbox counts as many messages then
 
 
+class _Sum:
+    """A sum at the server; its answer is that of the last one noted until it is made."""
+
+    def __init__(self, number: int, answer: NDArray[np.uint8]) -> None:
+        self.number, self.answer = number, answer
+
+
+class _Question:
+    """A worker's part of a sum, what comes back, and how many bytes of that count."""
+
+    answer: NDArray[np.uint8]
+
+    def __init__(self, number: int, kind: int, content: NDArray[Any], size: int) -> None:
+        self.number, self.kind, self.content, self.size = number, kind, content, size
+
+
 class CollectiveServer:
     """Server 0's part: a thread that ends when the Node is closed or a worker is lost."""
 
@@ -54,6 +71,7 @@ class CollectiveServer:
         self._last_number, self._last_answer = last[:8].view(np.int64), last[8:]
         self._sending = threading.Lock()  # a result must not follow the text
         self._failed = False
+        self._walk = self._bind()
         self._thread = threading.Thread(target=self._run, name="tensorwire-collective", daemon=True)
 
     def is_waiting(self, rank: int) -> bool:
@@ -75,27 +93,41 @@ class CollectiveServer:
         member, first = self._member, max(int(self._last_number[0]), 1)
         try:
             for number in count(first):
-                if self._last_number[0] < number:
-                    answer = _answer([self._wait(rank, number) for rank in range(member.count)])
-                    failpoint("sum.gathered")
-                    self._last_answer[: len(answer)] = answer
-                    self._last_number[0] = number
-                    failpoint("sum.noted")
-                else:
-                    answer = self._last_answer[:_PLACE]
-                for rank, peer in member.workers.items():
-                    if rank not in self._outboxes:  # it is there: its owner has called
-                        region = member.persist(peer, peer.region, _REGION, None)
-                        self._outboxes[rank] = region
-                boxes = {rank: RemoteMailbox(e[:_BLOCK]) for rank, e in self._outboxes.items()}
-                with self._sending:
-                    if self._failed:
-                        return
-                    member.tell_workers(boxes, answer, number)
-                failpoint("sum.told")
+                self._walk(_Sum(number, self._last_answer[:_PLACE]))
+                if self._failed:
+                    return
         except BaseException as error:
             if not member.node.closed and not member.all_left():
                 self._fail(error)
+
+    def _bind(self) -> Walk[_Sum]:
+        return Walk[_Sum](
+            SUM,
+            {
+                "sum.gathered": self._gather,
+                "sum.noted": self._note,
+                "sum.told": self._tell_sum,
+            },
+            {"new": lambda sum_: bool(self._last_number[0] < sum_.number)},
+        )
+
+    def _gather(self, sum_: _Sum) -> None:
+        ranks = range(self._member.count)
+        sum_.answer = _answer([self._wait(rank, sum_.number) for rank in ranks])
+
+    def _note(self, sum_: _Sum) -> None:
+        self._last_answer[: len(sum_.answer)] = sum_.answer
+        self._last_number[0] = sum_.number
+
+    def _tell_sum(self, sum_: _Sum) -> None:
+        member = self._member
+        for rank, peer in member.workers.items():
+            if rank not in self._outboxes:  # it is there: its owner has called
+                self._outboxes[rank] = member.persist(peer, peer.region, _REGION, None)
+        boxes = {rank: RemoteMailbox(each[:_BLOCK]) for rank, each in self._outboxes.items()}
+        with self._sending:
+            if not self._failed:
+                member.tell_workers(boxes, sum_.answer, sum_.number)
 
     def tell(self, text: str) -> None:
         """Ends every worker's present and future calls with an error; by the main thread."""
@@ -165,6 +197,7 @@ class Collective:
         theirs = member.persist(server, server.region, _REGION)[offset : offset + _BLOCK]
         self._outbox = RemoteMailbox(theirs)
         self._number = 0
+        self._walk = self._bind()
         if (history := member.history) is not None and history.succeeds:
             history.asked = int(theirs.array()[:8].view(np.uint64)[0])
 
@@ -218,33 +251,57 @@ class Collective:
             history.answered = self._number
             if (noted := history.take(NoteKind.SUM, number=self._number)) is not None:
                 return np.frombuffer(noted, np.uint8).copy()
+        question = _Question(self._number, kind, content, size)
         try:
-            answer = self._member.persist(self._member.servers[0], self._exchange, kind, content)
+            self._walk(question)
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
             if self._inbox.count >= _FAILED:
                 raise consequence(self._text()) from error
             raise
+        return question.answer
+
+    def _bind(self) -> Walk[_Question]:
+        return Walk[_Question](
+            ASK,
+            {
+                "part.sent": self._send_part,
+                "answer.come": self._await_answer,
+                "answer.noted": self._note,
+            },
+            {"unasked": self._is_unasked, "durable": self._member.history is not None},
+        )
+
+    def _is_unasked(self, question: _Question) -> bool:
+        history = self._member.history
+        asked = 0 if history is None else history.asked
+        return self._inbox.count < question.number and asked < question.number
+
+    def _send_part(self, question: _Question) -> None:
+        def send() -> None:
+            message = _message(question.kind, question.content)
+            self._outbox.send(message, question.number).wait()
+
+        self._member.persist(self._member.servers[0], send)
+
+    def _await_answer(self, question: _Question) -> None:
+        server = self._member.servers[0]
+        answer = self._member.persist(
+            server, partial(self._inbox.wait, question.number, peer=server)
+        )
         if self._inbox.count >= _FAILED:
             raise consequence(self._text())
-        if int(answer[:8].view(np.int64)[0]) != kind:
+        if int(answer[:8].view(np.int64)[0]) != question.kind:
             raise ValueError(
                 "the workers call mean() or barrier() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
-        found = answer[8 : 8 + size].copy()
-        if history is not None:
-            history.note(NoteKind.SUM, found.tobytes(), number=self._number)
-            failpoint("answer.noted")
-        return found
+        question.answer = answer[8 : 8 + question.size].copy()
 
-    def _exchange(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
-        history = self._member.history
-        asked = 0 if history is None else history.asked
-        if self._inbox.count < self._number and asked < self._number:
-            self._outbox.send(_message(kind, content), self._number).wait()
-            failpoint("part.sent")
-        return self._inbox.wait(self._number, peer=self._member.servers[0])
+    def _note(self, question: _Question) -> None:
+        assert self._member.history is not None
+        data = question.answer.tobytes()
+        self._member.history.note(NoteKind.SUM, data, number=question.number)
 
     def _text(self) -> str:
         return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")

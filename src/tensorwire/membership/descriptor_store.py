@@ -7,14 +7,20 @@ server that was killed. The messages are in docs/launch.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import select
 import socket
 import threading
+import time
 from typing import Any, NamedTuple
 
 LISTENER = "listener"
 """The key of the socket on which a server listens."""
+
+STORE, TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
+"""Environment variables of a worker: its socket to the launcher; how often it was replaced."""
 
 _MOST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 128
@@ -88,6 +94,17 @@ class DescriptorStore:
         """The launcher closes what it keeps under the key."""
         self._send({"drop": key}, [])
 
+    def leave(self, in_order: bool) -> None:
+        """Nobody takes this member's place: it has done its work, or says that it has failed."""
+        self._send({"leave": in_order}, [])
+
+    @property
+    def abandoned(self) -> bool:
+        """The launcher is gone, and with it all that it held."""
+        poll = select.poll()
+        poll.register(self._channel, 0)
+        return bool(poll.poll(0))
+
     def take(self, key: str) -> Kept | None:
         """What a former server has kept under a key, once; the launcher keeps it too."""
         with self._lock:
@@ -99,9 +116,16 @@ class DescriptorStore:
             return list(self._kept)
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        # Without its launcher the server is about to be killed.
+        # Without its launcher the server is about to be killed; one that keeps no more has said so.
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+            while True:
+                try:
+                    socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+                    return
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                time.sleep(0.001)  # too many are on their way, of all processes of this user
 
     def _receive(self) -> tuple[bytes, list[int]]:
         data, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, _MOST_DESCRIPTORS)

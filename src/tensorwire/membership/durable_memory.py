@@ -102,10 +102,11 @@ class DurableMemory:
         return region
 
     def free(self, region: Region) -> None:
-        """Frees what `allocate` has given."""
-        region.free()
+        """Frees what `allocate` has given. Any thread."""
         if self._store is not None:
+            # First: as soon as it is freed, another thread may get and keep its id.
             self._store.drop(f"{_REGION}{region.name}")
+        region.free()
 
     def forget(self, prefix: str) -> None:
         """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""

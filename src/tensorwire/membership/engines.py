@@ -49,6 +49,7 @@ _SIGNS = (
 there are others, also where that is not enough to find them."""
 _CLUSTERS = ("Open MPI", "MPI", "Slurm", "PMIx")
 
+_PLACES = tuple(f"TENSORWIRE_{name}" for name in ("RANK", "WORKERS", "SERVERS", "COORDINATOR"))
 _ALONE = "tw.init(rank=0, world_size=1) if this process is to train alone"
 
 
@@ -146,7 +147,7 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name not in TORCH_VARIABLES
-        and name not in ("TENSORWIRE_RANK", "TENSORWIRE_WORKERS", "TENSORWIRE_SERVERS")
+        and name not in _PLACES
         and not name.startswith(("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE"))
     }
 

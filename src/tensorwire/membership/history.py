@@ -216,7 +216,7 @@ class History:
         half = 1 - max(self._half, 0)
         try:
             body = pickle.dumps((position, self._outside, self._before, passing))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:  # of any class that is in it
             return f"what job.keep has named cannot be noted: {error}"
         entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:

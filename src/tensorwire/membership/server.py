@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensorwire.errors import PeerLostError, TensorwireError
 from tensorwire.memory import Node, Peer, RemoteMailbox, Transfer
 
-from .descriptor_store import DescriptorStore
+from .descriptor_store import LISTENER, DescriptorStore
 from .durable_memory import DurableMemory
 from .identity import (
     CONTROL,
@@ -78,6 +78,7 @@ class ServerMember:
         self.servers: dict[int, Peer] = {}
         self.readers: list[Peer] = []
         self._gone = False  # a server, for good
+        self._store = store
         memory = DurableMemory(node, store)
         self.durable = memory.durable
         self.allocate, self.free, self.forget = memory.allocate, memory.free, memory.forget
@@ -128,6 +129,11 @@ class ServerMember:
                 sent.pop(rank).wait()
             except (KeyError, PeerLostError):
                 self.persist(self.workers[rank], _send, box, data, number)
+
+    def decline_successor(self) -> None:
+        """No process could go on in the place of this one: the job wants it so."""
+        if self._store is not None:
+            self._store.drop(LISTENER)
 
     def give_up(self) -> None:
         """Nobody who is lost is waited for any more: the job is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, RemoteWord
 
 from .colocation import Colocation
-from .descriptor_store import LISTENER, DescriptorStore
+from .descriptor_store import STORE, TERM, DescriptorStore
 from .durable_memory import DurableMemory, open_node
 from .history import HISTORY_BYTES, POSITIONS_AT, History
 from .identity import (
@@ -31,7 +32,6 @@ from .identity import (
 )
 from .world import World
 
-_STORE, _TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
 _WATCH_S = 0.05
 _TAKEOVER_S = 60.0  # a successor may have to be started first, on a busy machine
 Arguments = ParamSpec("Arguments")
@@ -84,7 +84,7 @@ class WorkerMember:
             ValueError: the environment makes no sense.
         """
         place.check()
-        store = _descriptor_store(place.rank) if place.durable else None
+        store = _descriptor_store(place.rank, place.durable)
         node = _worker_node(place, store)
         try:
             memory, history = DurableMemory(node, store), None
@@ -141,9 +141,23 @@ class WorkerMember:
 
         Returns:
             Whether there is one.
+
+        Raises:
+            PeerLostError: there is none, as the launcher has ended.
         """
         if not self.place.durable or peer not in self.servers:
             return False
+        if self._find_successor(peer):
+            return True
+        if self._store is not None and self._store.abandoned:
+            raise PeerLostError(
+                "the launcher of this job has ended, and its servers with it; its own messages "
+                "tell why, unless it was killed. The job can go on from its last checkpoint: "
+                "job.load"
+            )
+        return False
+
+    def _find_successor(self, peer: Peer) -> bool:
         with self._recovering:
             started = time.perf_counter()
             while peer.lost:
@@ -190,8 +204,8 @@ class WorkerMember:
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
                 self.persist(peer, _raise_word, word, GOODBYE)
-        if goodbye and self._store is not None:
-            self._store.drop(LISTENER)  # nobody could take the place of one that has left
+        if self._store is not None:
+            self._store.leave(goodbye)
         self.node.close()
 
 
@@ -199,17 +213,33 @@ def _raise_word(word: RemoteWord, value: int) -> None:
     word.set(value).wait(30.0)
 
 
-def _descriptor_store(rank: int) -> DescriptorStore | None:
+def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
-    number, term = os.environ.pop(_STORE, ""), os.environ.pop(_TERM, "")
-    if not number:
+    number, term = os.environ.pop(STORE, ""), os.environ.pop(TERM, "")
+    if not number or not _is_store(int(number)):
+        return None  # a process that the launcher's has started does not inherit it
+    if not durable:
+        os.close(int(number))
+        if term:
+            raise RuntimeError(
+                f"worker {rank} was killed, and the process that took its place says "
+                "tw.init(durable=False), which the former one did not"
+            )
         return None
     store = DescriptorStore.of_descriptor(int(number))
     if term:
         store.wait_for_takeover()
-    else:
-        failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""))
+    failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""), int(term or 0))
     return store
+
+
+def _is_store(descriptor: int) -> bool:
+    """Whether it is open, and a socket such as a launcher gives out."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            return (found.family, found.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return False
 
 
 def _connect(node: Node, address: str, timeout_s: float, durable: bool) -> Peer:

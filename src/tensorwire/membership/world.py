@@ -30,7 +30,8 @@ class World:
         servers: addresses, in order; empty when the process is alone.
         slices: parts of a step, a multiple of replicas.
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
-        durable: a server that is killed is replaced by one that has its memory.
+        durable: a server or worker that is killed is replaced by one that has its memory.
+        asked: the user has asked for that, and is told what stands against it.
     """
 
     rank: int = 0
@@ -39,6 +40,7 @@ class World:
     slices: int = 1
     pipeline: int = 1
     durable: bool = False
+    asked: bool = False
 
     @property
     def replicas(self) -> int:
@@ -74,8 +76,10 @@ class World:
         addresses = tuple(filter(None, (a.strip() for a in environ[SERVERS].split(","))))
         if not addresses:
             raise ValueError(f"{SERVERS} is empty; it lists the servers' addresses")
-        durable = _number(environ, DURABLE, "0", 0, 1) == 1
-        return World(rank, workers, addresses, slices, durable=durable)
+        if (said := environ.get(DURABLE, "0")) not in ("0", "1", "default"):
+            raise ValueError(f"{DURABLE} is {said!r}; it is 1, default or 0")
+        durable, asked = said != "0", said == "1"
+        return World(rank, workers, addresses, slices, durable=durable, asked=asked)
 
     def check(self) -> None:
         """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""
@@ -109,6 +113,7 @@ def _check_unsaid(environ: Mapping[str, str]) -> None:
         names = " and ".join(told)
         raise ValueError(
             f"{names} say that this is a worker of a job and {SERVERS} is not set, so that it "
-            f"cannot join the others: unset {names}, or pass {SERVERS} on too; "
-            "tw.init(rank=0, world_size=1) if this process is to train alone"
+            f"cannot join the others: unset {names}, or pass {SERVERS} on too, or "
+            "TENSORWIRE_COORDINATOR where 'tensorwire serve' runs; tw.init(rank=0, world_size=1) "
+            "if this process is to train alone"
         )

@@ -13,14 +13,11 @@ et al., ARIES, 1992), with a cell for a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from tensorwire.failpoints import failpoint
 
 from .kernel import Rows, Scalars
 from .layout import Share, padded
@@ -52,11 +49,27 @@ class Numbers(NamedTuple):
     scalars: NDArray[np.float64]
 
 
+class Change:
+    """A cell, or the table that begins with it, while a step changes it.
+
+    Attributes:
+        cell: its place in the share.
+        version: that is made.
+        rows: of a table, that are changed.
+        slot: where among the copies of cells its own is.
+    """
+
+    __slots__ = ("cell", "rows", "slot", "version")
+
+    def __init__(self, cell: int, version: int, rows: Rows) -> None:
+        self.cell, self.version, self.rows, self.slot = cell, version, rows, -1
+
+
 class Journal:
     """The journal of one store at one server.
 
-    Methods are called by one thread at a time, but `cell` and `table` by each that works on cells,
-    for different cells.
+    Its methods are what a server does in the rows of transitions.py. They are called by one thread
+    at a time, but those of a `Change` by each that works on cells, for different cells.
 
     Args:
         share: the cells of the server.
@@ -152,16 +165,18 @@ class Journal:
             self._head[_RELEASED] = version
         self._head[_PUBLISHED] = version
 
-    def begin(self, version: int, numbers: Numbers) -> None:
-        """Notes what a step will overwrite of small things, or puts it back if it was begun."""
-        if self._head[_BEGUN] == version:
-            for kept, each in zip(self._before, numbers, strict=True):
-                each[:] = kept[: len(each)]
-            return
+    def save_numbers(self, version: int, numbers: Numbers) -> None:
+        """Copies what a step will overwrite of small things; puts it back if that was begun."""
+        begun = self._head[_BEGUN] == version
         for kept, each in zip(self._before, numbers, strict=True):
-            kept[: len(each)] = each
+            if begun:
+                each[:] = kept[: len(each)]
+            else:
+                kept[: len(each)] = each
+
+    def begin(self, version: int) -> None:
+        """Notes that a version is begun, with the numbers that are saved."""
         self._head[_BEGUN] = version
-        failpoint("version.begun")
 
     # ---- cells
 
@@ -169,35 +184,38 @@ class Journal:
         """A cell, or the table that begins with it, has its values of a version."""
         return bool(self._done[cell] == version)
 
-    @contextmanager
-    def cell(self, cell: int, version: int) -> Iterator[None]:
-        """A step changes the arrays of a cell within this; afterwards it is done."""
-        slot = self._free.pop()
-        at = slot * self._room
-        for array in self._arrays[cell]:
+    def save(self, change: Change) -> None:
+        """Copies the arrays of a cell."""
+        change.slot = self._free.pop()
+        at = change.slot * self._room
+        for array in self._arrays[change.cell]:
             self._undo[at : at + len(array)] = array
             at += len(array)
-        failpoint("cell.saved")
-        self._armed[slot] = version << _CELL_BITS | cell
-        failpoint("cell.armed")
-        yield
-        failpoint("cell.changed")
-        self._done[cell] = version
-        failpoint("cell.done")
-        self._armed[slot] = 0
-        self._free.append(slot)
 
-    @contextmanager
-    def table(self, cell: int, version: int, rows: Rows) -> Iterator[None]:
-        """A step changes some rows of the table that begins with a cell within this."""
-        self._tables[cell].save(rows)
-        failpoint("table.saved")
-        self._armed_tables[cell] = version
-        failpoint("table.armed")
-        yield
-        failpoint("table.changed")
-        self._done[cell] = version
-        self._armed_tables[cell] = 0
+    def arm(self, change: Change) -> None:
+        """Puts the copy of a cell into force."""
+        self._armed[change.slot] = change.version << _CELL_BITS | change.cell
+
+    def mark(self, change: Change) -> None:
+        """A cell or table has its values of the version."""
+        self._done[change.cell] = change.version
+
+    def disarm(self, change: Change) -> None:
+        """The copy of a cell is no longer in force."""
+        self._armed[change.slot] = 0
+        self._free.append(change.slot)
+
+    def save_rows(self, change: Change) -> None:
+        """Copies rows of a table."""
+        self._tables[change.cell].save(change.rows)
+
+    def arm_rows(self, change: Change) -> None:
+        """Puts the copy of rows into force."""
+        self._armed_tables[change.cell] = change.version
+
+    def disarm_rows(self, change: Change) -> None:
+        """The copy of rows is no longer in force."""
+        self._armed_tables[change.cell] = 0
 
     def note(self, tensors: Sequence[int], scalars: Scalars) -> None:
         """Keeps the numbers of tensors after a step, until all cells are done."""

@@ -66,17 +66,21 @@ class DisagreementError(ValueError):
 
 
 class Description(NamedTuple):
-    """A store as one worker wants it; docs/parameters.md tells of home, view and wants."""
+    """A store as one worker wants it; docs/parameters.md tells of home, view and wants.
+
+    `durable`: it is to outlive the servers, where their memory does.
+    """
 
     home: int
     view: int
     wants: Sequence[int] | None
     spec: Spec
+    durable: bool = False
 
     def to_json(self) -> bytes:
         """As it travels."""
         wants = None if self.wants is None else list(self.wants)
-        raw = {"home": self.home, "view": self.view, "wants": wants}
+        raw = {"home": self.home, "view": self.view, "wants": wants, "durable": self.durable}
         return json.dumps({**raw, "spec": self.spec.to_json().decode()}).encode()
 
     @staticmethod
@@ -88,7 +92,8 @@ class Description(NamedTuple):
             if not -1 <= home < servers:
                 raise ValueError(f"there is no server {home}")
             spec = Spec.from_json(raw["spec"].encode())
-            return Description(home, int(raw["view"]), checked_wants(raw["wants"], spec), spec)
+            wants = checked_wants(raw["wants"], spec)
+            return Description(home, int(raw["view"]), wants, spec, raw["durable"] is True)
         except MALFORMED as error:
             raise ValueError(str(error)) from error
 

@@ -8,17 +8,18 @@ journal is written in memory of its own, so that both passes can be made again.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.failpoints import failpoint
+from tensorwire.transitions import CELL, STEP, TABLE
+from tensorwire.walk import Walk
 
 from .contributions import Contribution, Contributions
 from .journal import MOST_THREADS, Journal, Numbers
@@ -26,31 +27,15 @@ from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
 from .layout import Cell, Share
 from .messages import (
     ABSENT,
-    APPLY,
-    CHECK_FINITE,
     POOLED,
     PRODUCED,
-    PUBLISH,
-    REDUCE,
     REDUCED,
-    RELEASE,
-    WANT_NORM,
     Bytes,
     Commit,
     Hyper,
 )
 from .rows import Table, read_part, tables_of
-
-
-class Publisher(Protocol):
-    """Is told of new values, while others are still being worked on. Any thread."""
-
-    def __call__(self, start: int, stop: int) -> None:
-        """Tells that bytes [start, stop) of the store have their new values."""
-
-    def rows(self, table: Table, rows: Rows) -> None:
-        """Tells that some rows of a table have their new values."""
-
+from .step import Arrivals, Changed, Exchange, Publisher, Step
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
 _MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
@@ -106,16 +91,6 @@ def threads_for(cells: int, most: int) -> int:
     return max(1, min(most, cells // _MIN_CELLS_PER_THREAD, MOST_THREADS))
 
 
-class Arrivals(Protocol):
-    """What is still on its way when a version is begun; cells by their place in the share."""
-
-    def order(self, cells: Sequence[int]) -> list[int]:
-        """The cells in the order in which they are expected."""
-
-    def wait(self, cell: int) -> None:
-        """Waits until all gradients of a cell are there. Any thread."""
-
-
 class Shard:
     """Reduces and applies, by so many `threads`. Methods are called by one thread at a time.
 
@@ -158,6 +133,49 @@ class Shard:
         self.threads = threads
         # The caller works too.
         self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None
+        self._walk = self._bind_step()
+        self._walks, self._noting_walks = self._bind_changes(None), self._bind_changes(journal)
+
+    def _bind_step(self) -> Walk[Step]:
+        return Walk[Step](
+            STEP,
+            {
+                "version.copied": self._publish,
+                "numbers.saved": self._save_numbers,
+                "version.begun": self._begin,
+                "version.reduced": self._keep_reduced,
+                "norms": Step.take_norm,
+                "cells": self._make_cells,
+                "version.counted": self._count,
+            },
+            {
+                "publishes": lambda step: step.publishes,
+                "reduces": lambda step: step.reduces,
+                "looks": lambda step: step.looks,
+                "journaled": self._journal is not None and (lambda step: step.trains),
+                "applies": lambda step: step.applies,
+            },
+        )
+
+    def _bind_changes(self, journal: Journal | None) -> tuple[Walk[Changed], Walk[Changed]]:
+        """How a cell and a table are changed, with a journal or without."""
+        noted: Any = journal  # without one nothing of it is called
+        durable = {"durable": journal is not None}
+        cell = {
+            "cell.saved": noted and noted.save,
+            "cell.armed": noted and noted.arm,
+            "cell.changed": self._change_cell,
+            "cell.done": noted and noted.mark,
+            "cell.disarmed": noted and noted.disarm,
+        }
+        table = {
+            "table.saved": noted and noted.save_rows,
+            "table.armed": noted and noted.arm_rows,
+            "table.changed": self._change_table,
+            "table.done": noted and noted.mark,
+            "table.disarmed": noted and noted.disarm_rows,
+        }
+        return Walk[Changed](CELL, cell, durable), Walk[Changed](TABLE, table, durable)
 
     def close(self) -> None:
         """Ends its threads; idempotent."""
@@ -215,31 +233,22 @@ class Shard:
             commits, self._counts, memory.scalars, self._here, self.share, memory.contributions
         )
 
-    def reduce(
-        self,
-        commits: Sequence[Commit],
-        norms: bool,
-        arrivals: Arrivals | None = None,
-        reduced: bool = False,
-    ) -> NDArray[np.float64]:
-        """Keeps the reduced gradient; the sums of its squares per cell, if asked for.
-
-        Where it is `reduced`, it is kept already.
-        """
-        given = self._contributions(commits)
+    def _keep_reduced(self, step: Step) -> None:
+        """Keeps the reduced gradient; the sums of its squares per cell, if asked for."""
+        given, reduced, looks = step.given, step.reduced, step.looks
 
         def work(index: int) -> list[float]:
             if index in self._tables:
                 rows = self._find_rows(index, given, reduced)
-                return self._square_sums(index, rows) if norms else []
+                return self._square_sums(index, rows) if looks else []
             cell, tile = self.share.cells[index], self._tiles[index]
             for run in () if reduced else given.of(cell):
                 tile.reduce(run.weights, run.start, run.stop, True)
-            if not norms:
+            if not looks:
                 return []
             return [sum(tile.square_sum(start, stop) for start, stop in given.summed(cell))]
 
-        return np.array(self._map(work, arrivals), np.float64)
+        step.sums, step.reduced = np.array(self._map(work, step.arrivals), np.float64), True
 
     def _find_rows(self, index: int, given: Contributions, reduced: bool) -> Rows:
         """The rows of a table that any slice has, whose gradient is reduced then."""
@@ -276,72 +285,81 @@ class Shard:
         sums = np.bincount(rows * table.row_bytes // size, squares, len(table.cells))
         return sums.tolist()  # type: ignore[no-any-return]
 
-    def apply(
-        self,
-        commits: Sequence[Commit],
-        reduced: bool,
-        scale: float = 1.0,
-        publisher: Publisher | None = None,
-        arrivals: Arrivals | None = None,
-    ) -> None:
-        """Makes the next version; `reduced`: the reduced gradient is kept already."""
-        journal, version, memory = self._journal, commits[0].version, self.memory
-        if journal:
-            journal.begin(version, Numbers(memory.counts, memory.averaged, memory.scalars))
-        if self._kernel.changes_kept and not commits[0].flags & REDUCED:
-            journal = None  # it is reduced anew, all of it
-        given = self._contributions(commits)
-        hyper = commits[0].hyper
-        after: list[tuple[Sequence[int], Scalars]] = []  # of tensors, once all cells are done
+    # ---- the rows of a version
 
-        def step(index: int) -> list[tuple[Sequence[int], Scalars]]:
-            cell, tile = self.share.cells[index], self._tiles[index]
-            found: list[tuple[Sequence[int], Scalars]] = []
-            for run in given.of(cell):
-                if not reduced:
-                    tile.reduce(run.weights, run.start, run.stop, False)
-                scalars = tile.step(
-                    hyper[cell.group], run.step, run.scalars, run.start, run.stop, reduced, scale
-                )
-                if scalars:
-                    begin, end = cell.start + run.start, cell.start + run.stop
-                    tensors = [p.tensor for p in cell.pieces if begin <= p.start < end]
-                    found.append((tensors, scalars))
-            if memory.average is not None:
-                self._average(cell, memory.average)
-            return found
+    def _save_numbers(self, step: Step) -> None:
+        journal, memory = self._journal, self.memory
+        assert journal
+        journal.save_numbers(
+            step.head.version, Numbers(memory.counts, memory.averaged, memory.scalars)
+        )
 
-        def step_rows(index: int) -> list[tuple[Sequence[int], Scalars]]:
-            return self._step_rows(index, given, hyper[self.share.cells[index].group], scale)
+    def _begin(self, step: Step) -> None:
+        assert self._journal
+        self._journal.begin(step.head.version)
+
+    def _make_cells(self, step: Step) -> None:
+        """Makes those cells and tables of the version that are not made."""
+        journal, version, publisher = step.journal, step.head.version, step.publisher
+        given, reduced = step.given, step.reduced  # before threads ask
+        walk_cell, walk_table = self._walks if journal is None else self._noting_walks
 
         def work(index: int) -> Sequence[float]:
             is_table = index in self._tables
             if journal and journal.is_done(index, version):
-                after.extend(self._noted(journal, index, given))
+                step.after.extend(self._noted(journal, index, given))
                 return ()
             rows = self._find_rows(index, given, reduced) if is_table else _NO_ROWS
-            if journal:
-                guard = journal.table(index, version, rows) if is_table else None
-                with guard or journal.cell(index, version):
-                    found = (step_rows if is_table else step)(index)
-                    for tensors, scalars in found:
-                        journal.note(tensors, scalars)
-            else:
-                found = (step_rows if is_table else step)(index)
-            after.extend(found)
+            (walk_table if is_table else walk_cell)(Changed(index, step, rows))
             if publisher and is_table:
                 publisher.rows(self._tables[index], rows)
             elif publisher:
                 publisher(self.share.cells[index].start, self.share.cells[index].stop)
             return ()
 
-        self._map(work, arrivals)
+        self._map(work, step.arrivals)
+
+    def _change_cell(self, change: Changed) -> None:
+        """Applies the gradient to a cell, reduced here if it is not kept."""
+        step, memory = change.step, self.memory
+        cell, tile = self.share.cells[change.cell], self._tiles[change.cell]
+        found: list[tuple[Sequence[int], Scalars]] = []
+        hyper = step.head.hyper[cell.group]
+        for run in step.given.of(cell):
+            if not step.reduced:
+                tile.reduce(run.weights, run.start, run.stop, False)
+            scalars = tile.step(
+                hyper, run.step, run.scalars, run.start, run.stop, step.reduced, step.scale
+            )
+            if scalars:
+                begin, end = cell.start + run.start, cell.start + run.stop
+                tensors = [p.tensor for p in cell.pieces if begin <= p.start < end]
+                found.append((tensors, scalars))
+        if memory.average is not None:
+            self._average(cell, memory.average)
+        self._note(step, found)
+
+    def _change_table(self, change: Changed) -> None:
+        step, index = change.step, change.cell
+        hyper = step.head.hyper[self.share.cells[index].group]
+        self._note(step, self._step_rows(index, step.given, hyper, step.scale))
+
+    @staticmethod
+    def _note(step: Step, found: list[tuple[Sequence[int], Scalars]]) -> None:
+        """Keeps numbers of tensors until all cells are done."""
+        if step.journal:
+            for tensors, scalars in found:
+                step.journal.note(tensors, scalars)
+        step.after.extend(found)
+
+    def _count(self, step: Step) -> None:
+        memory, given = self.memory, step.given
         if memory.average is not None:
             memory.averaged[self._here] += 1
-        self._copy_buffers(commits, publisher, arrivals)
+        self._copy_buffers(step.commits, step.publisher, step.arrivals)
         for tensor in self._counted:
             self._counts[tensor] += given.all_present or bool(given.weights(tensor))
-        for tensors, scalars in after:
+        for tensors, scalars in step.after:
             memory.scalars[tensors] = scalars
 
     def _noted(
@@ -400,19 +418,18 @@ class Shard:
                 source = source if self.memory.kept is None else self.memory.kept
             self._take(source, cell.start, cell.stop, publisher)
 
-    def publish(
-        self, present: bytes, publisher: Publisher | None = None, arrivals: Arrivals | None = None
-    ) -> None:
+    def _publish(self, step: Step) -> None:
         """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
 
         def work(index: int) -> Sequence[float]:
+            present = step.head.present
             runs = self.share.cells[index].runs(lambda piece: present[piece.tensor] != ABSENT)
             for start, stop, is_present in runs:
                 if is_present:
-                    self._take(self.memory.contributions[0].slot, start, stop, publisher)
+                    self._take(self.memory.contributions[0].slot, start, stop, step.publisher)
             return ()
 
-        self._map(work, arrivals, range(len(self.share.cells)))
+        self._map(work, step.arrivals, range(len(self.share.cells)))
 
     def _take(self, source: Bytes, start: int, stop: int, publisher: Publisher | None) -> None:
         """Bytes [start, stop) of the store from memory that has those of the share."""
@@ -424,7 +441,7 @@ class Shard:
     def advance(
         self,
         commits: Sequence[Commit],
-        exchange: Callable[[NDArray[np.float64]], Sequence[float]],
+        exchange: Exchange,
         publisher: Publisher | None = None,
         arrivals: Arrivals | None = None,
     ) -> tuple[bool, float]:
@@ -432,36 +449,20 @@ class Shard:
 
         Args:
             commits: one per slice, agreed.
-            exchange: gives the sums of squares of all cells of the store, in order, for this
-                shard's.
+            exchange: see `Exchange`.
             publisher: None: nobody asks.
             arrivals: None: all is there.
 
         Returns:
             Whether the gradient was finite (True where nobody asked), and its norm (nan likewise).
         """
-        head = commits[0]
-        if head.operation == RELEASE:
-            return True, math.nan
-        if head.operation == PUBLISH:
-            self.publish(head.present, publisher, arrivals)
-            return True, math.nan
-        reduced = bool(head.flags & REDUCED)
-        look = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
-        finite, norm, scale = True, math.nan, 1.0
-        if head.operation == REDUCE or look:
-            sums = self.reduce(commits, look, arrivals, reduced)
-            reduced = True
-            failpoint("version.reduced")
-            if look:
-                norm = _root_of_sum(exchange(sums))
-                finite = math.isfinite(norm)
-                if head.max_norm < math.inf:
-                    # As torch.nn.utils.clip_grad_norm_.
-                    scale = min(head.max_norm / (norm + 1e-6), 1.0)
-        if head.operation == APPLY and (finite or not head.flags & CHECK_FINITE):
-            self.apply(commits, reduced, scale, publisher, arrivals)
-        return finite, norm
+        journal = self._journal
+        if self._kernel.changes_kept and not commits[0].flags & REDUCED:
+            journal = None  # it is reduced anew, all of it
+        contribute = partial(self._contributions, commits)
+        step = Step(commits, exchange, publisher, arrivals, contribute, journal)
+        self._walk(step)
+        return step.finite, step.norm
 
     def _map(
         self,
@@ -498,10 +499,3 @@ class Shard:
         for helper in helpers:
             results |= helper.result()
         return [each for index in cells for each in results[index]]
-
-
-def _root_of_sum(squares: Sequence[float]) -> float:
-    try:
-        return math.sqrt(math.fsum(squares))
-    except OverflowError:
-        return math.inf

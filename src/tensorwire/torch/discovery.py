@@ -1,4 +1,4 @@
-"""How a worker finds its job: by the variables of `tensorwire run`, by an engine, or it is alone.
+"""How a worker finds its job: by `tensorwire run` or `serve`, by an engine, or it is alone.
 
 Where an engine has started the workers, the first one of every host starts a server beside it and
 tells the others its address through the store at which they meet. docs/launch.md has it all.
@@ -12,13 +12,17 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
+    COORDINATOR,
+    RANK,
     SLICES,
     World,
     drop_claim,
+    enter_job,
     hold_claim,
     shown_command,
     without_ranks,
@@ -30,7 +34,7 @@ from .rendezvous import Meeting
 _START_S = 120.0
 # After a failure: what its server gets to tell the others, and they wait for the failed one to end.
 _FAILED_END_S = 5.0
-_servers: list[subprocess.Popen[bytes]] = []
+_servers: list[tuple[int, subprocess.Popen[bytes]]] = []  # with their place among all
 _by_engine = False
 
 
@@ -49,13 +53,18 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     """
     global _by_engine
     _by_engine = False
+    launcher = "tensorwire run"
+    if workers != 1 and os.environ.get(COORDINATOR):
+        launcher = "tensorwire serve"
+        tracebacks.install(f"worker {os.environ.get(RANK, '')}")
+        enter_job(timeout_s=rendezvous.join_timeout_s())
     # A program that says that it is alone is alone, whatever a launcher has said to it.
     told = {key: os.environ[key] for key in os.environ if workers != 1 or key == SLICES}
     place = World.from_environment(told)
     if place is not None and place.servers:
         if rank is not None and (rank, workers) != (place.rank, place.workers):
             raise ValueError(
-                f"rank {rank} of world_size {workers} is not what tensorwire run has said: rank "
+                f"rank {rank} of world_size {workers} is not what {launcher} has said: rank "
                 f"{place.rank} of {place.workers}"
             )
         hold_claim(",".join(place.servers), place.rank, "TENSORWIRE_RANK and TENSORWIRE_SERVERS")
@@ -68,6 +77,36 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     tracebacks.install(f"worker {meeting.rank}")
     slices = place.slices if place is not None and SLICES in os.environ else meeting.workers
     return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
+
+
+def as_durable(place: World, durable: bool | None) -> World:
+    """A worker's place as `tw.init(durable=…)` wants it.
+
+    Raises:
+        ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be.
+    """
+    why = "" if durable is not False else "tw.init(durable=False)"
+    names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
+    if place.durable and "shm" not in names:
+        why = f"its transports are {', '.join(names)}, and only shared memory outlives a process"
+    if durable and (why or not place.durable):
+        why = why or (
+            f"start it by 'tensorwire run --workers {place.workers} --durable SCRIPT', on one "
+            "host, or leave durable out"
+        )
+        raise ValueError(
+            f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
+        )
+    if place.durable and why and os.environ.get(COORDINATOR):
+        raise ValueError(
+            f"workers of 'tensorwire serve' are replaced when they die, and cannot be here: {why}"
+        )
+    if not (place.durable and why):
+        return replace(place, asked=place.durable and (durable is True or place.asked))
+    if place.rank == 0 and (place.asked or durable is False):
+        text = f"no process of this job that is killed is replaced: {why}"
+        print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+    return replace(place, durable=False)
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:
@@ -104,15 +143,21 @@ def leave(orderly: bool, error: BaseException | None = None) -> None:
         error: the exception that ends it, if one does.
     """
     drop_claim()
+    killed = False
     while _servers:
-        process = _servers.pop()
+        index, process = _servers.pop()
         try:
             # After a failure it first tells the others what happened.
-            process.wait(None if orderly else _FAILED_END_S)
+            code = process.wait(None if orderly else _FAILED_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if _by_engine and tracebacks.is_consequence(error):
+            continue
+        if code < 0:
+            killed, who = True, f"server {index} (pid {process.pid}), beside this worker,"
+            print(f"tensorwire: {who} was killed by signal {-code}", file=sys.stderr, flush=True)
+    # Of a server that was killed nobody else could tell.
+    if _by_engine and tracebacks.is_consequence(error) and not killed:
         time.sleep(_FAILED_END_S)
 
 
@@ -142,7 +187,7 @@ def start_server(
             os.close(writer)
         ready, _, _ = select.select([channel], [], [], _START_S)
         address = channel.readline().strip() if ready else ""
-    _servers.append(process)
+    _servers.append((index, process))
     if not address:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -1,4 +1,4 @@
-"""How a process that has a job is about to end."""
+"""How this process ends: by which exception, and whether a person types what it runs."""
 
 from __future__ import annotations
 

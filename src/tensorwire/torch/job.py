@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import SLICES, World
+from tensorwire.membership import SLICES, World, note_in_job_log
 from tensorwire.parameters import Result
 
 from . import checkpoint, discovery
@@ -56,6 +56,7 @@ def init(
     pipeline: int = 1,
     rank: int | None = None,
     world_size: int | None = None,
+    durable: bool | None = None,
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
@@ -81,6 +82,9 @@ def init(
             `torch.multiprocessing.spawn` calls. Without a process group the workers meet at
             MASTER_ADDR and MASTER_PORT.
         world_size: number of workers; given with `rank`. 1: alone, whatever the environment says.
+        durable: whether a process of the job that is killed is replaced (docs/fault-tolerance.md).
+            None: as the launcher says; False: nobody is, and servers note nothing; True: an error
+            where the launcher replaces nobody. The same in all workers.
 
     Raises:
         RuntimeError: there is a job that was made with other arguments, `job.close()` it first; or
@@ -108,6 +112,7 @@ def init(
         "pipeline": pipeline,
         "rank": rank,
         "world_size": world_size,
+        "durable": durable,
     }
     if _current is not None and not _current.closed:
         _current._check_same(given)
@@ -117,6 +122,7 @@ def init(
         os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
     try:
         place = discovery.find_place(rank, world_size)
+        place = discovery.as_durable(place, durable)
         place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
         if slices is not None:
             place = replace(place, slices=slices)
@@ -492,6 +498,7 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
+        note_in_job_log("loaded", path=os.path.abspath(path))
         rejoin, several = self.session.rejoin, self.pipeline > 1
         if rejoin is not None and not rejoin.begin_load():
             return  # what a former process goes on from is noted

@@ -22,6 +22,8 @@ class Rejoin:
     Args:
         history: of the worker.
         rank: of the worker.
+        tells: worker 0 prints why nobody can take the place of a worker, when that is so; else it
+            is told when one is killed.
 
     Attributes:
         save: what this process alone has, to be noted; the job sets these four.
@@ -31,8 +33,8 @@ class Rejoin:
         repeated: versions that were made of commits of a former process.
     """
 
-    def __init__(self, history: History, rank: int) -> None:
-        self._history, self._rank = history, rank
+    def __init__(self, history: History, rank: int, tells: bool) -> None:
+        self._history, self._rank, self._tells = history, rank, tells
         self._loop = 0  # of epochs
         self._stepped = False  # since the last position
         self._told = False  # that nobody can take the place of this process
@@ -134,7 +136,7 @@ class Rejoin:
     # ----
 
     def _tell(self) -> None:
-        if not self._told and self._rank == 0:
+        if self._tells and not self._told and self._rank == 0:
             text = f"a worker of this job that is killed is not replaced, as {self._history.reason}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         self._told = True
@@ -148,7 +150,11 @@ class Rejoin:
         if self._history.reason:
             self._tell()
             return
-        state = self.save()
+        try:
+            state = self.save()
+        except Exception as error:  # of an object that was kept
+            self.refuse(f"what job.keep has named cannot be noted: {type(error).__name__}: {error}")
+            return
         if where[0] == "epoch":
             self._began = {each: state[each] for each in ("sums", "versions")}
         position = {"at": where, "loop": self._loop, "epoch": state["epoch"], "state": state}

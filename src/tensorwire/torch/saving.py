@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorwire.membership import note_in_job_log
+
 from . import checkpoint
 from .ending import tell_of_failed_write
 from .replica.replica import Replica
@@ -103,9 +105,15 @@ class Saving:
         position = session.position.saved()
         done = session.done if position is None else position["epoch"]
         content = checkpoint.Content(self._kept, self._replicas, done, session.seed, position)
+
+        def write() -> Path:
+            written = content.write(path, keep)
+            note_in_job_log("saved", path=os.path.abspath(written))
+            return written
+
         if wait:
-            return content.write(path, keep)
-        self.writes.start(where, lambda: content.write(path, keep))
+            return write()
+        self.writes.start(where, write)
         return None
 
     def finish(self) -> None:

@@ -85,7 +85,7 @@ class Session:
         if world.servers:
             self.member = WorkerMember.join(world)
             if self.member.history is not None:
-                self.rejoin = Rejoin(self.member.history, world.rank)
+                self.rejoin = Rejoin(self.member.history, world.rank, world.asked)
             try:
                 self._collective = Collective(self.member)
                 seed = self._introduce(self.member, seed)
@@ -98,8 +98,15 @@ class Session:
     def _introduce(self, member: WorkerMember, seed: int) -> int:
         """Tells all workers who can share memory with whom; returns worker 0's seed."""
         mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
+        mine += bytes([member.place.durable])
         told = self.gather(mine + member.colocation.introduction())
-        member.colocation.learn([each[_SEED_BYTES:] for each in told])
+        durable = [bool(each[_SEED_BYTES]) for each in told]
+        if len(set(durable)) > 1:
+            raise ValueError(
+                f"worker {durable.index(False)} says tw.init(durable=False), or transports without "
+                f"shm, and worker {durable.index(True)} does not: all workers have to say the same"
+            )
+        member.colocation.learn([each[_SEED_BYTES + 1 :] for each in told])
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
 
     @property

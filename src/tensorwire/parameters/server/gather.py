@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,21 @@ class Contributor:
         return commit
 
 
+class Gathered(NamedTuple):
+    """What the slices have committed for a version.
+
+    Attributes:
+        commits: one per slice, agreed.
+        arriving: gradients on their way.
+        started, complete: the times of the first and the last commit.
+    """
+
+    commits: list[Commit]
+    arriving: ArrivingUnits
+    started: float
+    complete: float
+
+
 class EverySlice:
     """The policy of synchronous training: a version is made of the commits of all slices."""
 
@@ -92,8 +108,8 @@ class Gatherer:
         with self._looking:
             self._contributors = []
 
-    def gather(self, version: int) -> tuple[list[Commit], ArrivingUnits, float, float]:
-        """A commit per slice; gradients on their way; the times of the first and last commit."""
+    def gather(self, version: int) -> Gathered:
+        """Returns when all slices have committed a version."""
         self._version, started = version, 0.0
         commits: list[Commit] = []
         gathered: list[Contributor] = []
@@ -123,7 +139,7 @@ class Gatherer:
             if each.units
         ]
         arriving = ArrivingUnits(regions.units, announced)
-        return merged(commits, self._spec.pipeline), arriving, started, complete
+        return Gathered(merged(commits, self._spec.pipeline), arriving, started, complete)
 
     def has_committed(self, rank: int, version: int) -> bool:
         """All of a worker's slices have asked for a version."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tensorwire.errors import ClosedError, TimeoutError
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Peer, Region, RemoteRegion
 
@@ -31,6 +30,7 @@ class Opening:
         committers: who makes each commit of a version: slice 0's pipeline, then slice 1's.
         mapped: the workers that have this server's memory mapped, and can produce gradients there.
         homes: the servers whose views are used.
+        durable: a successor of this server could go on with it.
         closing: nobody waits for the store any more.
     """
 
@@ -45,7 +45,10 @@ class Opening:
         shares = Layout(spec).deal(len(member.servers) + 1)
         self.regions = ServerRegions(number, shares, member.index)
         self.homes = {each.home for each in self.descriptions.values()} - {-1}
-        if member.durable and -1 in {each.home for each in self.descriptions.values()}:
+        self.durable = member.durable and self.descriptions[0].durable
+        if member.durable and not self.durable:
+            member.decline_successor()
+        if self.durable and -1 in {each.home for each in self.descriptions.values()}:
             raise ValueError(
                 "a worker reaches no server over shared memory, so that the memory of servers "
                 "cannot outlive them: start the job with --no-durable"
@@ -79,7 +82,6 @@ class Opening:
                 raise ValueError(f"the descriptions of a store have {len(told)} bytes, too many")
             memory[8 : 8 + len(told)] = np.frombuffer(told, np.uint8)
             size[0] = len(told)
-            failpoint("opening.described")
         found = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
         self.mapped = set(found["mapped"])
         return _checked([text.encode() for text in found["texts"]], servers)
@@ -157,6 +159,10 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
                 f"worker {rank}'s model or optimizer is not worker 0's: {different}"
             )
     for rank, mine in descriptions.items():
+        if mine.durable != descriptions[0].durable:
+            raise DisagreementError(
+                f"worker {rank} and worker 0 do not say the same about tw.init(durable=…)"
+            )
         owner = descriptions.get(mine.view)
         if mine.view != rank and (
             owner is None

@@ -58,8 +58,7 @@ def serve(
         if takeover is None:
             return 0
         options, term = parser.parse_args(takeover.arguments), takeover.term
-    else:
-        failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""))
+    failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)

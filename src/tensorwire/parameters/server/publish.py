@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer
+from tensorwire.transitions import NORMS
+from tensorwire.walk import Walk
 
 from ..kernel import Rows
 from ..layout import Selection, Share
@@ -138,6 +139,14 @@ class Chunks:
                     self._sent.append(view.memory[at : at + stop - start].write(piece))
 
 
+class Sums:
+    """The sums of squares of a version: those that are `mine`, and those of all servers."""
+
+    def __init__(self, version: int, mine: NDArray[np.float64]) -> None:
+        self.version, self.mine = version, mine
+        self.all: list[float] = []
+
+
 class Norms:
     """The exchange of sums of squares among the servers of a store.
 
@@ -155,37 +164,51 @@ class Norms:
             self._persist(peer, _say_ready, theirs)
         for peer, inbox, _ in self._others.values():
             self._persist(peer, partial(inbox.wait, 1, peer=peer))
+        actions = {"norms.sent": self._send_sums, "norms.awaited": self._await_sums}
+        self._walk = Walk[Sums](NORMS, actions)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
+        sums = Sums(version, mine)
+        self._walk(sums)
+        return sums.all
+
+    def _send_sums(self, sums: Sums) -> None:
         for peer, _, outbox in self._others.values():
-            self._persist(peer, _send, outbox, mine, version)
-        failpoint("norms.sent")
-        sums: list[float] = []
+            self._persist(peer, _send, outbox, sums.mine, sums.version)
+
+    def _await_sums(self, sums: Sums) -> None:
         for server in range(self._servers):
             if server not in self._others:
-                sums += mine.tolist()
+                sums.all += sums.mine.tolist()
                 continue
             peer, inbox, _ = self._others[server]
-            theirs = self._persist(peer, partial(inbox.wait, version, peer=peer))
-            sums += theirs.view(np.float64).tolist()
-        return sums
+            theirs = self._persist(peer, partial(inbox.wait, sums.version, peer=peer))
+            sums.all += theirs.view(np.float64).tolist()
 
 
-def part(opening: Opening, version: int) -> None:
-    """Returns when all servers have made the last version of a store.
+def say_through(opening: Opening, version: int) -> None:
+    """Tells the other servers that this one has made the last version of a store.
 
-    Until then the regions of each must stay, because the successor of another one needs them to
-    make it. Not twice: those who are through with it have freed theirs.
+    Not twice: those who know it of all have freed their regions.
     """
-    regions, member = opening.regions, opening.member
-    region, block = opening.region(RegionKind.NORMS), regions.norms_block
+    regions, member, block = opening.regions, opening.member, opening.regions.norms_block
     nothing = np.zeros(0)
     for peer in member.servers.values():
         with contextlib.suppress(LookupError, PeerLostError):
             theirs = member.persist(peer, peer.region, regions.name(RegionKind.NORMS))
             outbox = RemoteMailbox(theirs[block(regions.server)])
             member.persist(peer, _send, outbox, nothing, version)
+
+
+def await_others(opening: Opening, version: int) -> None:
+    """Returns when all servers have made the last version of a store.
+
+    Until then the regions of each must stay, because the successor of another one needs them to
+    make it.
+    """
+    member, block = opening.member, opening.regions.norms_block
+    region = opening.region(RegionKind.NORMS)
     for server, peer in member.servers.items():
         with contextlib.suppress(PeerLostError):  # it ended, because all workers have left
             member.persist(peer, partial(Mailbox(region[block(server)]).wait, version, peer=peer))

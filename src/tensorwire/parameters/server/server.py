@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
 from tensorwire.memory import wait_all
+from tensorwire.transitions import END, OPENING, VERSION
+from tensorwire.walk import Walk
 
 from ..journal import Journal
 from ..kernel import Kernel
@@ -39,9 +41,9 @@ from ..messages import (
 )
 from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
-from .gather import Calls, EverySlice, Gatherer
+from .gather import Calls, EverySlice, Gathered, Gatherer
 from .opening import Opening
-from .publish import Norms, Publication, Results, part
+from .publish import Chunks, Norms, Publication, Results, await_others, say_through
 from .snapshots import Snapshots
 
 _JOIN_S = 10.0
@@ -235,6 +237,10 @@ class StoreServer:
         self.closing = threading.Event()
         name = f"tensorwire-store-{number}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._opening: Opening | None = None
+        self._versions: Versions | None = None
+        self._last: tuple[int, Bytes] | None = None  # that is made, if no other follows
+        self._open, self._end = self._bind_opening(), self._bind_end()
 
     @property
     def gone(self) -> bool:
@@ -244,22 +250,15 @@ class StoreServer:
     def _run(self) -> None:
         server = self._server
         try:
-            opening = Opening(server.member, self.number, self.closing)
-            last = _last_published(opening)
-            if last is not None:
-                self.version = last[0]
-                self.results.tell_again(*last)
-            else:
-                self._make_versions(opening)
-            if server.member.durable:
-                part(opening, self.version)
-            self.results.close()
-            server.released(self.number)
-            failpoint("store.released")
-            self.closing.set()
-            opening.free()
-            server.member.forget(f"{self.number}/")  # what only a predecessor has used
-            failpoint("store.freed")
+            try:
+                self._open(self)
+                while self._versions is not None and not self._versions.over:
+                    self._versions.advance(self.version + 1)
+                    self.version += 1
+            finally:
+                if self._versions is not None:
+                    self._versions.close()
+            self._end(self)
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
                 return
@@ -267,18 +266,104 @@ class StoreServer:
                 traceback.print_exc()
             server.fail(error)
 
-    def _make_versions(self, opening: Opening) -> None:
-        """Until the last was made."""
+    # ---- the rows of its opening and of its end
+
+    def _bind_opening(self) -> Walk[StoreServer]:
+        return Walk[StoreServer](
+            OPENING,
+            {
+                "opening.described": StoreServer._describe,
+                "opening.ready": StoreServer._make_ready,
+                "opening.noted": lambda store: store._made.note_opened(),
+                "opening.told": StoreServer._tell_opened,
+            },
+            {
+                "unmade": lambda store: store._last is None,
+                "new": lambda store: store._last is None and store._made.is_new,
+            },
+        )
+
+    def _bind_end(self) -> Walk[StoreServer]:
+        return Walk[StoreServer](
+            END,
+            {
+                "store.through": lambda store: say_through(store._opened, store.version),
+                "store.awaited": lambda store: await_others(store._opened, store.version),
+                "store.released": StoreServer._release,
+                "store.freed": StoreServer._free,
+            },
+            {"durable": lambda store: store._opened.durable},
+        )
+
+    @property
+    def _opened(self) -> Opening:
+        assert self._opening is not None
+        return self._opening
+
+    @property
+    def _made(self) -> Versions:
+        assert self._versions is not None
+        return self._versions
+
+    def _describe(self) -> None:
+        self._opening = Opening(self._server.member, self.number, self.closing)
+        self._last = _last_published(self._opening)
+
+    def _make_ready(self) -> None:
         server = self._server
-        versions = Versions(opening, server.make_kernel, server.threads, server.calls, server.fail)
-        try:
-            self.version = versions.open(self.results)
-            self.share = opening.regions.share
-            while not versions.over:
-                versions.advance(self.version + 1, self.results)
-                self.version += 1
-        finally:
-            versions.close()
+        self._versions = Versions(
+            self._opened,
+            server.make_kernel,
+            server.threads,
+            server.calls,
+            self.results,
+            server.fail,
+        )
+
+    def _tell_opened(self) -> None:
+        """Tells the workers that the store is open, or once more what they were told last."""
+        told = self._last or self._made.published
+        if self._versions is not None:
+            self._versions.lend()
+        if told is None:
+            self.results.tell_opened()
+        else:
+            self.results.tell_again(*told)
+            self.version = told[0]
+        if self._versions is not None:
+            self.share = self._opened.regions.share
+
+    def _release(self) -> None:
+        self.results.close()
+        self._server.released(self.number)
+
+    def _free(self) -> None:
+        self.closing.set()
+        self._opened.free()
+        self._server.member.forget(f"{self.number}/")  # what only a predecessor has used
+
+
+class Making:
+    """A version while it is made; each row of VERSION finds what those before it have set.
+
+    Attributes:
+        version: its number.
+        gathered: what the slices have committed.
+        chunks: sends new values to views; None: nobody has to be written to.
+        result: what workers are told.
+    """
+
+    gathered: Gathered
+    chunks: Chunks | None
+    result: Result
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    @property
+    def is_last(self) -> bool:
+        """No version follows."""
+        return self.gathered.commits[0].operation == RELEASE
 
 
 class Versions:
@@ -294,8 +379,10 @@ class Versions:
         make_kernel: Callable[[str], Kernel],
         threads: int,
         calls: Calls,
+        results: Results,
         fail: Callable[[BaseException], None],
     ) -> None:
+        self._results = results
         spec, size = opening.spec, opening.regions.share.size_bytes
         kernel = make_kernel(spec.optimizer)
         if kernel.hyper != spec.hyper:
@@ -316,13 +403,14 @@ class Versions:
         if spec.ema:
             average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
-        durable = opening.member.durable
-        kept = opening.allocate(RegionKind.KEPT).array()[:size] if durable else None
+        kept = opening.allocate(RegionKind.KEPT).array()[:size] if opening.durable else None
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
             average, averaged, kept,
         )  # fmt: skip
-        self._journal = _open_journal(opening, kernel, memory, threads) if durable else None
+        self._journal = None
+        if opening.durable:
+            self._journal = _open_journal(opening, kernel, memory, threads)
         self.over = False
         self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
@@ -333,48 +421,74 @@ class Versions:
         self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
         self._kept_steps = [1] * len(slots)  # the first step may push what others do not
         self._stepped = False
+        self._walk = self._bind()
 
-    def open(self, results: Results) -> int:
-        """Tells the workers that the store is open, or once more what they were told last.
+    def _bind(self) -> Walk[Making]:
+        return Walk[Making](
+            VERSION,
+            {
+                "version.gathered": self._gather,
+                "step": self._step,
+                "version.applied": self._complete,
+                "version.published": self._publish,
+                "version.told": self._tell,
+            },
+            {"durable": self._journal is not None},
+        )
 
-        Returns:
-            The version that is in place.
-        """
-        failpoint("opening.ready")
-        if self._journal is None:
-            self._snapshots.start()
-            results.tell_opened()
-            return 1
-        if not self._journal.published:
-            self._journal.publish(1, Result(1).to_bytes())
-        self._snapshots.present = published = self._journal.published
+    @property
+    def is_new(self) -> bool:
+        """A journal is written, and has no version yet."""
+        return self._journal is not None and not self._journal.published
+
+    def lend(self) -> None:
+        """From now on snapshots are made of what is in place."""
+        self._snapshots.present = self._journal.published if self._journal else 1
         self._snapshots.start()
-        results.tell_again(published, self._journal.result)
-        failpoint("opening.told")
-        return published
 
-    def advance(self, version: int, results: Results) -> None:
+    def note_opened(self) -> None:
+        """Notes the version that a store begins with."""
+        assert self._journal
+        self._journal.publish(1, Result(1).to_bytes())
+
+    @property
+    def published(self) -> tuple[int, Bytes] | None:
+        """The version that is noted as complete, and what is told of it; None: no journal."""
+        return None if self._journal is None else (self._journal.published, self._journal.result)
+
+    def advance(self, version: int) -> None:
         """Makes a version."""
-        commits, arriving, started, complete = self._gatherer.gather(version)
-        failpoint("version.gathered")
-        chunks = self._publication.begin(version)
-        exchange = partial(self._norms.exchange, version)
-        finite, norm = self._shard.advance(commits, exchange, chunks, arriving)
-        if chunks:
-            wait_all(chunks.finish())
+        self._walk(Making(version))
+
+    def _gather(self, making: Making) -> None:
+        making.gathered = self._gatherer.gather(making.version)
+
+    def _step(self, making: Making) -> None:
+        making.chunks = self._publication.begin(making.version)
+        exchange = partial(self._norms.exchange, making.version)
+        finite, norm = self._shard.advance(
+            making.gathered.commits, exchange, making.chunks, making.gathered.arriving
+        )
+        making.result = Result(making.version, finite, norm)
+
+    def _complete(self, making: Making) -> None:
+        """Waits until all views have the new values, and tells how long all took."""
+        if making.chunks:
+            wait_all(making.chunks.finish())
+        _, arriving, started, complete = making.gathered
         waited = arriving.waited_s / self._shard.threads
         wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        result = Result(version, finite, norm, wait_s, work_s)
-        last = commits[0].operation == RELEASE
-        failpoint("version.applied")
-        if self._journal is not None:
-            self._journal.publish(version, result.to_bytes(), last)
-        failpoint("version.published")
-        self._snapshots.present = version
-        self._discard_unused(commits)
-        results.tell(result)
-        failpoint("version.told")
-        self.over = last
+        making.result = replace(making.result, wait_s=wait_s, work_s=work_s)
+
+    def _publish(self, making: Making) -> None:
+        assert self._journal
+        self._journal.publish(making.version, making.result.to_bytes(), making.is_last)
+
+    def _tell(self, making: Making) -> None:
+        self._snapshots.present = making.version
+        self._discard_unused(making.gathered.commits)
+        self._results.tell(making.result)
+        self.over = making.is_last
 
     def close(self) -> None:
         """Ends the threads, frees the snapshots, and lets go of the commits."""
@@ -403,7 +517,7 @@ class Versions:
 
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
     """The last version of a store, and what was told of it, if a predecessor has made it."""
-    if not opening.member.durable:
+    if not opening.durable:
         return None
     share, scalars = opening.regions.share, len(opening.spec.scalars)
     size = Journal.size_bytes(share, scalars)

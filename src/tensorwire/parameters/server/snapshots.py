@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
-from tensorwire.failpoints import failpoint
 from tensorwire.memory import Mailbox, Region, RemoteMailbox, mailbox_bytes
+from tensorwire.transitions import LENDING, SNAPSHOT
+from tensorwire.walk import Walk
 
 from ..messages import Bytes
 from ..regions import AVERAGE, RegionKind, reply_block
@@ -59,6 +60,22 @@ class Held(NamedTuple):
     version: int
 
 
+class Asked:
+    """A request of a worker, by its rank and number, while it is dealt with, and the reply."""
+
+    def __init__(self, rank: int, number: int, request: Request) -> None:
+        self.rank, self.number, self.request = rank, number, request
+        self.reply = Reply(RequestOutcome.DONE)
+
+
+class Copying:
+    """A snapshot while it is made; `region` is None until it has memory."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self.region: Region | None = None
+
+
 class Snapshots:
     """Those of one store at this server, and the thread that makes them.
 
@@ -94,6 +111,26 @@ class Snapshots:
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
         self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
         self._closing = False
+        self._lend = Walk[Asked](
+            LENDING,
+            {
+                "snapshot": self._make,
+                "snapshot.freed": self._free_asked,
+                "snapshot.told": self._tell,
+            },
+            {
+                "makes": lambda asked: asked.request.kind == RequestKind.MAKE,
+                "frees": lambda asked: asked.request.kind != RequestKind.MAKE,
+            },
+        )
+        self._copy_version = Walk[Copying](
+            SNAPSHOT,
+            {
+                "snapshot.allocated": self._allocate_copy,
+                "snapshot.copied": self._copy,
+                "snapshot.noted": self._note,
+            },
+        )
         self._thread = threading.Thread(target=self._run, name="tensorwire-snapshots", daemon=True)
 
     def start(self) -> None:
@@ -135,30 +172,34 @@ class Snapshots:
         number = self._inboxes[rank].count
         if number <= self._answered[rank]:
             return
-        reply = self._do(rank, number, Request.from_bytes(self._inboxes[rank].message(number)))
+        request = Request.from_bytes(self._inboxes[rank].message(number))
+        asked = Asked(rank, number, request)
         # One that is gone is not waited for; a process in its place asks anew.
         with contextlib.suppress(TensorwireError, LookupError):
-            if rank not in self._outboxes:
-                peer = self._member.workers[rank]
-                name = self._opening.regions.name(RegionKind.REPLY)
-                block = reply_block(self._member.index)
-                self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
-            self._outboxes[rank].send(reply.to_bytes(), number).wait(_FIND_S)
-            self._answered[rank] = number
-            failpoint("snapshot.told")
+            self._lend(asked)
 
-    def _do(self, rank: int, number: int, request: Request) -> Reply:
-        """Idempotent, as a successor of this process does it again."""
-        if request.kind == RequestKind.MAKE:
-            return self._make(Held(rank, number, request.version))
+    def _tell(self, asked: Asked) -> None:
+        rank = asked.rank
+        if rank not in self._outboxes:
+            peer = self._member.workers[rank]
+            name = self._opening.regions.name(RegionKind.REPLY)
+            block = reply_block(self._member.index)
+            self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
+        self._outboxes[rank].send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
+        self._answered[rank] = asked.number
+
+    def _free_asked(self, asked: Asked) -> None:
+        """Idempotent, as a successor of this process does it again; so is what makes one."""
         for held in list(self._regions):
-            if held.rank == rank and (
-                request.kind == RequestKind.FREE_ALL or held.number == request.number
+            if held.rank == asked.rank and (
+                asked.request.kind == RequestKind.FREE_ALL or held.number == asked.request.number
             ):
                 self._free(held)
-        return Reply(RequestOutcome.DONE)
 
-    def _make(self, asked: Held) -> Reply:
+    def _make(self, asked: Asked) -> None:
+        asked.reply = self._made(Held(asked.rank, asked.number, asked.request.version))
+
+    def _made(self, asked: Held) -> Reply:
         if asked in self._regions:
             return Reply(RequestOutcome.DONE)
         where = f"server {self._member.index}"
@@ -167,34 +208,36 @@ class Snapshots:
         if self.present != asked.version:
             text = f"{where} is at version {self.present}, and {asked.version} was asked for"
             return Reply(RequestOutcome.REFUSED, text)
-        rows = [row for row in range(MOST_SNAPSHOTS) if not self._notes[row, 0]]
-        if not rows:
+        if all(self._notes[:, 0]):
             listed = ", ".join(f"version {h.version} for worker {h.rank}" for h in self._regions)
             text = (
                 f"{where} holds {len(self._regions)} snapshots of one optimizer's store, the most "
                 f"at a time: {listed}"
             )
             return Reply(RequestOutcome.BUSY, text)
-        region: Region | None = None
+        making = Copying(asked)
         try:
-            region = self._allocate(asked)
-            failpoint("snapshot.allocated")
-            self._copy(asked.version, region)
+            self._copy_version(making)
         except MemoryError as error:
-            if region is not None:
-                self._member.free(region)
+            if making.region is not None:
+                self._member.free(making.region)
             return Reply(RequestOutcome.NO_MEMORY, f"{where} has no memory for a snapshot: {error}")
-        failpoint("snapshot.copied")
-        self._regions[asked] = region
-        row = self._notes[rows[0]]
-        row[1], row[2] = asked.number, asked.version
-        row[0] = 1 + asked.rank  # last: then it is held
-        failpoint("snapshot.noted")
         return Reply(RequestOutcome.DONE)
 
-    def _copy(self, version: int, region: Region) -> None:
-        memory, arrays = region.array(), self._arrays()
-        parts = Parts.of(version, arrays)
+    def _allocate_copy(self, making: Copying) -> None:
+        making.region = self._allocate(making.held)
+
+    def _note(self, making: Copying) -> None:
+        assert making.region
+        self._regions[making.held] = making.region
+        row = self._notes[next(i for i in range(MOST_SNAPSHOTS) if not self._notes[i, 0])]
+        row[1], row[2] = making.held.number, making.held.version
+        row[0] = 1 + making.held.rank  # last: then it is held
+
+    def _copy(self, making: Copying) -> None:
+        assert making.region
+        memory, arrays = making.region.array(), self._arrays()
+        parts = Parts.of(making.held.version, arrays)
         parts.write_head(memory)
         for name, array in arrays.items():
             target = memory[parts.place(name)]
@@ -231,7 +274,6 @@ class Snapshots:
             if each == held:
                 self._notes[row, 0] = 0
         self._member.free(self._regions.pop(held))
-        failpoint("snapshot.freed")
 
     def _is_gone(self, rank: int) -> bool:
         """Who held a snapshot has ended; one that takes its place has none."""

@@ -314,7 +314,7 @@ class Asker:
             PeerLostError: a server is gone.
         """
         with self._asking:
-            replies = self._ask(Request(RequestKind.MAKE, version), "snapshot.asked")
+            replies = self._ask(Request(RequestKind.MAKE, version))
             number = self._requests
             refused = [each for each in replies if each.outcome != RequestOutcome.DONE]
             if refused:
@@ -346,7 +346,7 @@ class Asker:
         with self._asking:
             self._ask(Request(RequestKind.FREE_ALL))
 
-    def _ask(self, request: Request, asked: str = "") -> list[Reply]:
+    def _ask(self, request: Request) -> list[Reply]:
         """Every server's answer."""
         if not self._outboxes:
             self._open()
@@ -355,8 +355,8 @@ class Asker:
         data, number = request.to_bytes(), self._requests
         for link, (bell, outbox), _ in boxes:
             self._answers.attempt(link.peer, _send, bell, outbox, data, number)
-        if asked:
-            failpoint(asked)
+        if request.kind == RequestKind.MAKE:
+            failpoint("snapshot.asked")
         return [
             self._answers.attempt(link.peer, self._wait, link.peer, bell, inbox, number)
             for link, (bell, _), inbox in boxes

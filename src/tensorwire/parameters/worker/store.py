@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import NoteKind, WorkerMember
 from tensorwire.memory import Region
+from tensorwire.transitions import COMMIT, REJOIN, RESULT
+from tensorwire.walk import Walk
 
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
@@ -206,6 +207,22 @@ class Store(Protocol):
         """Lets go; idempotent."""
 
 
+class _Sending:
+    """A slice's commit on its way."""
+
+    def __init__(self, slice_index: int, commit: Commit) -> None:
+        self.slice_index, self.commit, self.data = slice_index, commit, commit.to_bytes()
+
+
+class _Awaited:
+    """A version that a worker waits for; its result is there behind the row that waits."""
+
+    result: Result
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+
 class RemoteStore:
     """See `Store`. Opened by all workers in the same order.
 
@@ -229,7 +246,7 @@ class RemoteStore:
         self._regions = list(source.allocated.values())
         result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
         wants = None if part is None else part.wants
-        text = Description(source.home, source.owner, wants, spec).to_json()
+        text = Description(source.home, source.owner, wants, spec, place.durable).to_json()
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
@@ -249,6 +266,22 @@ class RemoteStore:
         seen = source.open(self._answers, regions)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
+        self._send_commit, self._get_result, self._rejoin = self._bind()
+
+    def _bind(self) -> tuple[Walk[_Sending], Walk[_Awaited], Walk[dict[int, bytes]]]:
+        durable = {"durable": self._history is not None}
+        commit = {
+            "gradients.sent": self._send_rest,
+            "commit.noted": self._note_commit,
+            "commit.sent": self._send,
+        }
+        result = {"result.come": self._await_result, "result.noted": self._note_result}
+        rejoin = {"commit.repeated": self._repeat, "version.reached": self._await_repeated}
+        return (
+            Walk[_Sending](COMMIT, commit, durable),
+            Walk[_Awaited](RESULT, result, durable),
+            Walk[dict[int, bytes]](REJOIN, rejoin, {"committed": bool}),
+        )
 
     def _allocate(self, kind: RegionKind, size_bytes: int, which: int | None = None) -> Region:
         region = allocate_at_worker(self._member, self._number, kind, size_bytes, which)
@@ -321,18 +354,23 @@ class RemoteStore:
             history.take(NoteKind.COMMIT, number, commit.version, slice_index)
             self._commit_again(slice_index, noted)
             return
-        gradients = take_meant(self._gradients[slice_index], commit)
+        self._send_commit(_Sending(slice_index, commit))
+
+    def _send_rest(self, sending: _Sending) -> None:
+        gradients = take_meant(self._gradients[sending.slice_index], sending.commit)
         for link in self._links:
-            link.send_rest(slice_index, gradients)
-        data = commit.to_bytes()
-        if history is not None:
-            # All gradients are where servers read them; they are not made again.
-            text = data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
-            history.note(NoteKind.COMMIT, text, number, commit.version, slice_index)
-        failpoint("commit.noted")
+            link.send_rest(sending.slice_index, gradients)
+
+    def _note_commit(self, sending: _Sending) -> None:
+        """All gradients are where servers read them; they are not made again."""
+        assert self._history is not None
+        commit, slice_index = sending.commit, sending.slice_index
+        text = sending.data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
+        self._history.note(NoteKind.COMMIT, text, self._number, commit.version, slice_index)
+
+    def _send(self, sending: _Sending) -> None:
         for link in self._links:
-            link.commit(slice_index, commit, data)
-        failpoint("commit.sent")
+            link.commit(sending.slice_index, sending.commit, sending.data)
 
     def _commit_again(self, slice_index: int, noted: bytes) -> None:
         """Sends a commit to those servers that have not got it."""
@@ -348,25 +386,35 @@ class RemoteStore:
 
     def go_on(self, version: int) -> None:
         self.version = version
-        noted = [(index, self._committed(index)) for index in self._gradients]
-        for index, each in noted:
-            if each is not None:
-                self._commit_again(index, each)
-        if all(each is not None for _, each in noted):
-            self._answers.wait_reached(version + 1)
+        noted = {index: self._committed(index) for index in self._gradients}
+        self._rejoin({index: each for index, each in noted.items() if each is not None})
+
+    def _repeat(self, noted: dict[int, bytes]) -> None:
+        for index, each in noted.items():
+            self._commit_again(index, each)
+
+    def _await_repeated(self, noted: dict[int, bytes]) -> None:
+        if len(noted) == len(self._gradients):
+            self._answers.wait_reached(self.version + 1)
 
     def wait(self) -> Result:
         self.version += 1
         key = NoteKind.VERSION, self._number, self.version
         if self._history is not None and (noted := self._history.take(*key)) is not None:
             return Result.from_bytes(np.frombuffer(noted, np.uint8))
-        result = self._answers.wait(self.version)
+        awaited = _Awaited(self.version)
+        self._get_result(awaited)
+        return awaited.result
+
+    def _await_result(self, awaited: _Awaited) -> None:
+        awaited.result = self._answers.wait(awaited.version)
         self.settle()
-        self._source.take_changes(result.version)
-        if self._history is not None:
-            self._history.note(NoteKind.VERSION, result.to_bytes().tobytes(), *key[1:])
-            failpoint("result.noted")
-        return result
+        self._source.take_changes(awaited.version)
+
+    def _note_result(self, awaited: _Awaited) -> None:
+        assert self._history is not None
+        data = awaited.result.to_bytes().tobytes()
+        self._history.note(NoteKind.VERSION, data, self._number, awaited.version)
 
     def read_reduced(self, target: Bytes) -> None:
         for link in self._links:

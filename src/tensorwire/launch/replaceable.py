@@ -1,0 +1,24 @@
+"""A process of a job that may be replaced: ours, or one that something else has started."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Replaceable(Protocol):
+    """A server, a worker or a standby; `Process` and `Visitor` are such."""
+
+    kind: str
+    index: int
+    name: str
+    pid: int
+
+    @property
+    def killed(self) -> bool:
+        """Whether one that has ended can have a successor; who tells why it ends has none."""
+
+    def ending(self) -> str:
+        """How it ended, as a phrase that follows its name."""
+
+    def fence(self, why: str) -> None:
+        """Ends it as if it had died; `why` is what `ending` says then."""

@@ -1,0 +1,40 @@
+"""The last line of a job that cannot go on: how another one goes on from its last checkpoint.
+
+Pure, but for a look at whether that is still there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tensorwire.membership import LoggedJob
+
+
+def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
+    """What to do after a failure, as a line; "" if there is nothing to say.
+
+    Args:
+        log: of the job; None if it has none.
+        command: that started the job.
+        died: the job ended because a process died, and not by an error of the script, which would
+            come again.
+    """
+    if log is None:
+        text = "it has no log: if the script has saved a checkpoint, job.load goes on from it"
+        return f"{text}: {command}" if died else ""
+    if log.saved and os.path.exists(log.saved):
+        text = f"resume from {_shown(log.saved)}: {command}"
+        if not log.loaded:
+            text += " (in which the script has to call job.load; so far it did not)"
+        return text
+    if log.loaded:
+        text = f"nothing was saved; resume from {_shown(log.loaded)}, as this job did: {command}"
+    else:
+        text = f"no checkpoint was saved (job.save), so that the job begins anew: {command}"
+    return text if died else ""
+
+
+def _shown(path: str) -> str:
+    """A path as short as it can be from where the command is given."""
+    inside = path.startswith(os.path.join(os.getcwd(), ""))
+    return os.path.relpath(path) if inside else path

@@ -1,0 +1,271 @@
+"""Runs the servers of a job whose workers something else starts, and keeps what outlives each.
+
+Workers come to a door (visitors.py) and get what `tensorwire run` would have told them. One that
+dies is waited for: whatever has started it starts it again. All else is a `Supervisor`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tensorwire.launch.keeper import KeeperError
+from tensorwire.launch.replaceable import Replaceable
+from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.launch.supervisor import Supervisor
+from tensorwire.launch.visitors import Claim, Door, Visitor
+from tensorwire.membership import COORDINATOR, JOB_LOG
+
+RETURN_S = 300.0
+"""How long a worker that died may be away; Kubernetes waits so long at most between two starts."""
+
+# What the workers are told of all that the processes of a job get.
+_TOLD = ("SECRET", "SECRET_FILE", "DURABLE", "TRANSPORTS", "IMPORT")
+
+
+def serve_spec(
+    workers: int,
+    servers: int = 1,
+    slices: int | None = None,
+    transports: Sequence[str] | None = None,
+    imports: Sequence[str] = (),
+    restarts: int = 3,
+    silence_s: float = 10.0,
+    server_command: Sequence[str] | None = None,
+) -> JobSpec:
+    """What such a job is made of; see `tensorwire.launch.run` for the arguments.
+
+    Raises:
+        ValueError: an argument cannot be right.
+    """
+    if restarts < 1:
+        raise ValueError(f"restarts is {restarts}; 1 or more are needed where members are replaced")
+    if transports is not None and "shm" not in transports:
+        raise ValueError(
+            f"transports are {', '.join(transports)}; shm has to be among them, because only what "
+            "is in shared memory outlives a process"
+        )
+    job = JobSpec(
+        ("-m", "tensorwire", "serve"),  # the workers' own nobody knows
+        workers,
+        servers,
+        slices,
+        None if transports is None else tuple(transports),
+        imports=tuple(imports),
+        durable=True,
+        restarts=restarts,
+        silence_s=silence_s,
+    )
+    return job if server_command is None else replace(job, server_command=tuple(server_command))
+
+
+class ServeSupervisor(Supervisor):
+    """Runs the servers of one job, once, for workers that come.
+
+    Invariants: a rank is in one of `_present`, `_left` and, once servers run, `_awaited`.
+
+    Args:
+        job: of `serve_spec`.
+        socket: where workers come; None: in the user's runtime folder.
+        return_s: how long a worker that died may be away, and at the beginning, after the first
+            one, the others.
+        prefix, patience, command: as of `Supervisor`.
+    """
+
+    program = "tensorwire serve"
+
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        socket: Path | None = None,
+        return_s: float = RETURN_S,
+        prefix: bool = True,
+        patience: Patience | None = None,
+        command: str = "",
+    ) -> None:
+        super().__init__(job, prefix=prefix, patience=patience, command=command)
+        if not 0 < return_s < float("inf"):
+            raise ValueError(
+                f"the time for a worker to come back is {return_s:g}, not some seconds"
+            )
+        self._socket, self._return_s = socket, return_s
+        self._is_open = False
+        self._present: dict[int, Visitor] = {}
+        self._awaited: dict[int, float | None] = {}  # until when; None: for ever
+        self._left: set[int] = set()
+        self._former: dict[int, Visitor] = {}  # who was each worker last
+
+    def run(self) -> int:
+        """Runs the job; see `Supervisor`.
+
+        Raises:
+            UnavailableError: nobody can listen at the socket's path.
+        """
+        with contextlib.closing(Door(self._socket)) as self._door:
+            try:
+                return super().run()
+            finally:
+                for visitor in self._present.values():
+                    visitor.close()
+
+    # --- for the supervisor ---------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        """They come by themselves, and may have come already."""
+        self._workers_left = 0
+        self._awaited = dict.fromkeys(range(self._job.workers))
+        for rank in self._awaited:
+            self._restarts.expect("worker", rank)
+        self._is_open = True
+        count = self._job.workers
+        who = "a worker joins" if count == 1 else f"{count} workers join"
+        self._say(f"{who} by {COORDINATOR}={self._door.path} and TENSORWIRE_RANK, from 0")
+
+    def _watched(self) -> Iterable[Replaceable]:
+        return [*self._running, *self._present.values()]
+
+    @property
+    def _has_workers(self) -> bool:
+        return len(self._left) < self._job.workers
+
+    def _descriptors(self) -> Iterator[int]:
+        if self._is_open:
+            yield self._door.descriptor
+            yield from (visitor.pidfd for visitor in self._present.values())
+
+    def _times(self) -> Iterator[float]:
+        yield from () if self._ending else (at for at in self._awaited.values() if at is not None)
+
+    def _note_mistake(self, kind: str, index: int, text: str) -> None:
+        if kind == "worker" and index in self._present:
+            self._fail(f"{_called(self._present[index])} is not kept: {text}", 1)
+        else:
+            super()._note_mistake(kind, index, text)
+
+    def _attend(self, ready: set[int]) -> None:
+        if not self._is_open:
+            return
+        for visitor in list(self._present.values()):
+            if self._restarts.farewell(visitor) is not None:
+                self._note_farewell(visitor)
+            elif visitor.pidfd in ready:
+                self._note_gone(visitor)
+        for claim in self._door.claims() if self._door.descriptor in ready else ():
+            self._answer(claim)
+        if not (self._ending or any(each.kind == "server" for each in self._running)):
+            # Servers end with 0 when all have said goodbye to them, which we may hear later.
+            self._left.update(range(self._job.workers))
+        now = time.monotonic()
+        for rank, until in list(self._awaited.items()):
+            if until is not None and now >= until and not self._ending:
+                self._miss(rank)
+
+    # --- workers that come and go ---------------------------------------------------------------
+
+    def _answer(self, claim: Claim) -> None:
+        visitor = claim.visitor
+        rank = visitor.index
+        holder = self._present.get(rank)
+        if holder is not None and holder.has_ended:
+            self._note_gone(holder)
+            holder = None
+        if self._ending:
+            reason = "it was ended" if self._failure is None else self._failure[0]
+            claim.refuse(refused=f"the job is over: {reason}")
+        elif not 0 <= rank < self._job.workers:
+            last = self._job.workers - 1
+            claim.refuse(refused=f"it serves workers 0 to {last} (--workers {last + 1})")
+        elif holder is not None:
+            claim.refuse(holder=holder.pid)
+        elif rank in self._left:
+            claim.refuse(refused="that worker has done its work, and the job waits for the others")
+        else:
+            self._admit(claim)
+
+    def _admit(self, claim: Claim) -> None:
+        visitor = claim.visitor
+        former = self._former.get(visitor.index)
+        try:
+            term = self._restarts.admit(
+                visitor, claim.socket, {"environment": self._told()}, former
+            )
+        except KeeperError as error:
+            visitor.close()
+            self._fail(f"{_called(visitor)} cannot be told what it goes on with: {error}", 1)
+            return
+        self._present[visitor.index] = self._former[visitor.index] = visitor
+        del self._awaited[visitor.index]
+        if not term:
+            self._note_member(visitor)
+        place = f"takes its place (restart {term})" if term else "has come"
+        self._say(f"{_called(visitor)} {place}")
+        for rank, until in self._awaited.items():
+            if until is None:  # those who are there wait for it
+                self._awaited[rank] = time.monotonic() + self._return_s
+
+    def _told(self) -> dict[str, str]:
+        """What a worker's environment gets; see docs/launch.md."""
+        told = {f"TENSORWIRE_{name}": self._environment.get(f"TENSORWIRE_{name}") for name in _TOLD}
+        told["TENSORWIRE_WORKERS"] = str(self._job.workers)
+        told["TENSORWIRE_SERVERS"] = ",".join(self._addresses)
+        told["TENSORWIRE_SLICES"] = None if self._job.slices is None else str(self._job.slices)
+        told[JOB_LOG] = self._log.path
+        return {name: value for name, value in told.items() if value}
+
+    def _note_farewell(self, visitor: Visitor) -> None:
+        """A worker has said how it leaves; its process may go on."""
+        self._forget(visitor)
+        in_order = self._restarts.farewell(visitor)
+        self._restarts.release(visitor)
+        if not in_order:
+            self._fail(f"{_called(visitor)} has failed; its own messages tell why", 1)
+            return
+        self._left.add(visitor.index)
+        if not self._has_workers:
+            self._term_within(self._patience.goodbye_s)  # they end by themselves
+
+    def _note_gone(self, visitor: Visitor) -> None:
+        """The process of a worker has ended."""
+        replaceable = self._restarts.can_replace(visitor)  # reads its last messages
+        if self._restarts.farewell(visitor) is not None:
+            self._note_farewell(visitor)
+            return
+        self._forget(visitor)
+        if self._ending:
+            return
+        how = f"{_called(visitor)} {visitor.ending()}"
+        if not replaceable or self._restarts.count(visitor):
+            # One that has kept nothing so far was known to nobody: another one can begin anew.
+            self._awaited[visitor.index] = time.monotonic() + self._return_s
+            self._say(f"{how}; it may come back within {self._return_s:g} s")
+            return
+        self._restarts.release(visitor)
+        self._died = True
+        self._fail(f"{how} {self._restarts.history(visitor)}", 1)
+
+    def _miss(self, rank: int) -> None:
+        """A worker did not come in time."""
+        del self._awaited[rank]
+        within = f"within {self._return_s:g} s (--return-within)"
+        if (former := self._former.get(rank)) is None:
+            self._fail(f"worker {rank} did not come {within} after the first one", 1)
+            return
+        self._restarts.release(former)
+        self._died = True
+        self._fail(
+            f"{_called(former)} {former.ending()} and was not started again {within}, as torchrun "
+            "--max-restarts or Restart=on-failure would",
+            1,
+        )
+
+    def _forget(self, visitor: Visitor) -> None:
+        del self._present[visitor.index]
+        visitor.close()
+
+
+def _called(visitor: Visitor) -> str:
+    return f"{visitor.name} (pid {visitor.pid})"

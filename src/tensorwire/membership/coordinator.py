@@ -1,0 +1,133 @@
+"""How a worker that something else has started finds `tensorwire serve`, and gets its place there.
+
+The supervisor of a host listens on a unix socket. A worker says its rank and gets what
+`tensorwire run` would have put into its environment; the socket is then the one for its
+descriptors. Each of the two looks that the other is of the same user. docs/launch.md has the
+messages. Knows no torch and starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from tensorwire.errors import UnavailableError
+
+from .claim import refusal
+from .descriptor_store import STORE, TERM
+from .engines import MAX_WORKERS, number
+from .world import RANK
+
+COORDINATOR = "TENSORWIRE_COORDINATOR"
+"""Environment variable: the path of the supervisor's socket."""
+PEER_CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user and group of the other end."""
+
+_TOLD_BY = f"{RANK} and {COORDINATOR}"
+_PAUSE_S = 0.05
+_ANSWER_S = 30.0  # of a program that does nothing but wait for such questions
+_MOST_BYTES = 1 << 16
+# Nobody listens, one that was killed has left its name, and so many come that one has to wait.
+_NOT_YET = FileNotFoundError, ConnectionRefusedError, BlockingIOError
+_SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
+
+
+def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float = 120.0) -> None:
+    """Gets this worker's place from the supervisor that COORDINATOR names, into `environ`.
+
+    Afterwards it is as if `tensorwire run` had started the process. What the supervisor says takes
+    the place of what `environ` has under the same names.
+
+    Args:
+        environ: names the socket and the rank, and gets the rest.
+        timeout_s: how long it is waited for a supervisor that does not listen yet; one that was
+            there when torchrun started this worker the first time is not waited for.
+
+    Raises:
+        RuntimeError: another process is this worker, or the job is over, or has no such rank.
+        UnavailableError: nobody listens there, or not one of this user.
+        ValueError: the rank is missing or makes no sense.
+    """
+    path, rank = environ[COORDINATOR], _rank(environ)
+    again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    channel = _connect(path, 0.0 if again else timeout_s)
+    try:
+        answer = _ask(channel, path, {"rank": rank})
+        if holder := answer.get("holder"):
+            raise RuntimeError(refusal(rank, _TOLD_BY, f"process {holder}"))
+        if why := answer.get("refused"):
+            raise RuntimeError(f"tensorwire serve at {path} has no place for worker {rank}: {why}")
+        for name in _SECRETS:
+            environ.pop(name, None)
+        environ.update(answer["environment"])
+        if term := int(answer["term"]):
+            environ[TERM] = str(term)
+        channel.setblocking(True)
+        environ[STORE] = str(channel.detach())
+    finally:
+        channel.close()
+
+
+def _rank(environ: MutableMapping[str, str]) -> int:
+    if not (text := environ.get(RANK, "")):
+        raise ValueError(
+            f"{COORDINATOR} is set and {RANK} is not: set it to the number of this worker, from 0; "
+            "RANK is that of another launcher, which may have started this worker alone"
+        )
+    return number(RANK, text, 0, MAX_WORKERS - 1)
+
+
+def _connect(path: str, timeout_s: float) -> socket.socket:
+    """A connection to a supervisor of this user."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            channel.settimeout(_ANSWER_S)
+            channel.connect(path)
+            _check_user(channel, path)
+            return channel
+        except OSError as error:
+            channel.close()
+            if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
+                after = f" within {timeout_s:g} s" if timeout_s else ""
+                raise UnavailableError(
+                    f"{COORDINATOR} is {path}, and nobody could be reached there{after} "
+                    f"({error.strerror or error}): start 'tensorwire serve' on this host, which "
+                    "prints the path; if it was there, its job is over: its own messages tell why, "
+                    "unless it was killed"
+                ) from None
+        except BaseException:
+            channel.close()
+            raise
+        time.sleep(_PAUSE_S)
+
+
+def _check_user(channel: socket.socket, path: str) -> None:
+    size = PEER_CREDENTIALS.size
+    told = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, user, _ = PEER_CREDENTIALS.unpack(told)
+    if user != os.geteuid():
+        raise UnavailableError(
+            f"process {pid} of user {user} listens at {path}; the supervisor of a worker is of its "
+            f"own user, {os.geteuid()}"
+        )
+
+
+def _ask(channel: socket.socket, path: str, question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        channel.send(json.dumps(question).encode())
+        data = channel.recv(_MOST_BYTES)
+    except OSError as error:
+        raise UnavailableError(f"tensorwire serve at {path} does not answer: {error}") from None
+    if not data:
+        raise UnavailableError(
+            f"tensorwire serve at {path} has ended; its own messages tell why, unless it was killed"
+        )
+    answer: dict[str, Any] = json.loads(data)
+    return answer

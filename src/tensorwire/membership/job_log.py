@@ -1,0 +1,258 @@
+"""The log of one job: its processes, who took whose place on what evidence, and what was saved.
+
+One JSON object per line, in a file of the user's runtime folder that nobody else can read and that
+is locked while the job's launcher lives. The launcher writes who has which term before it tells the
+successor; workers add what they save. docs/status.md has the lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorwire.errors import UnavailableError
+
+from .lockfile import is_there, try_lock
+from .runtime import runtime_folder
+
+JOB_LOG = "TENSORWIRE_JOB_LOG"
+"""The variable that tells a worker where the log is."""
+
+_MOST_KEPT = 8  # of jobs that are over
+_MOST_BYTES = 4 << 20  # that are read of one
+
+
+@dataclass
+class LoggedMember:
+    """A server or worker as a log has it.
+
+    Attributes:
+        kind: "server" or "worker".
+        index: its place among its kind.
+        pid: of the process that is this member now.
+        term: how often it was replaced.
+        last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
+            the "time" in seconds since 1970; None if there was none.
+    """
+
+    kind: str
+    index: int
+    pid: int
+    term: int = 0
+    last_death: dict[str, Any] | None = None
+
+
+@dataclass
+class LoggedJob:
+    """What the log of a job says so far.
+
+    Attributes:
+        path: of the log.
+        running: its launcher lives.
+        job: a name that no other job has.
+        launcher: number of that process.
+        command: what it was told to run.
+        started: seconds since 1970.
+        durable: whether members are replaced.
+        addresses: of the servers.
+        members: in the order in which they were started.
+        standby: number of the process that waits for a server to die; None: there is none.
+        saved: the checkpoint that was written last, and where it belongs; "" if there is none.
+        loaded: the one that job.load was called for; "" if it was not called.
+        failure: why the job ended; "" if it did not, or nobody said.
+    """
+
+    path: str
+    running: bool
+    job: str = ""
+    launcher: int = 0
+    command: str = ""
+    started: float = 0.0
+    durable: bool = False
+    addresses: list[str] = field(default_factory=list)
+    members: list[LoggedMember] = field(default_factory=list)
+    standby: int | None = None
+    saved: str = ""
+    loaded: str = ""
+    failure: str = ""
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Does what a line says, the next one."""
+        match line.pop("what"):
+            case "job":
+                for name in ("job", "launcher", "command", "started", "durable"):
+                    setattr(self, name, line[name])
+            case "member":
+                self.members.append(LoggedMember(line["kind"], line["index"], line["pid"]))
+            case "server listens":
+                self.addresses.append(line["address"])
+            case "grant":
+                for member in self.members:
+                    if (member.kind, member.index) == (line["kind"], line["index"]):
+                        death = {"pid": line["dead"], "evidence": line["evidence"]}
+                        member.last_death = {**death, "time": line["time"]}
+                        member.pid, member.term = line["pid"], line["term"]
+                if self.standby == line["pid"]:
+                    self.standby = None
+            case "standby":
+                self.standby = line["pid"]
+            case "saved":
+                self.saved = line["path"]
+            case "loaded":
+                self.loaded = line["path"]
+            case "failed":
+                self.failure = line["text"]
+
+
+class JobLog:
+    """The launcher's side. Where it cannot be written the job goes on, and a line says so.
+
+    On one host nothing outlives the launcher, so that nobody has to read it to go on.
+
+    Args:
+        command: what runs, for people.
+        durable: whether members are replaced.
+        say: prints a line.
+
+    Attributes:
+        path: of the file; "" if there is none.
+    """
+
+    def __init__(self, command: str, durable: bool, say: Callable[[str], None]) -> None:
+        self.path = ""
+        self._say, self._descriptor = say, -1
+        try:
+            folder = runtime_folder()
+            _remove_old(folder)
+            self._open(folder)
+        except (UnavailableError, OSError) as error:
+            self._lose(error)
+        self.add(
+            "job",
+            job=secrets.token_hex(8),
+            launcher=os.getpid(),
+            command=command,
+            started=time.time(),
+            durable=durable,
+        )
+
+    def add(self, what: str, *, sync: bool = False, **about: Any) -> None:
+        """Adds a line.
+
+        Args:
+            what: it is about.
+            sync: return when it is on the disk.
+            about: all else that it says.
+        """
+        if self._descriptor < 0:
+            return
+        try:
+            _write(self._descriptor, what, about)
+            if sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            self.close(keep=False)
+            self._lose(error)
+
+    def read(self) -> LoggedJob:
+        """What it says, the workers' lines too."""
+        return LoggedJob("", True) if self._descriptor < 0 else _read(self.path, self._descriptor)
+
+    def close(self, keep: bool) -> None:
+        """Ends it; the file is removed unless it is kept. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                if not keep and is_there(Path(self.path), descriptor):
+                    os.unlink(self.path)
+            os.close(descriptor)
+
+    def _open(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        while self._descriptor < 0:
+            path = folder / f"job-{os.getpid()}-{secrets.token_hex(4)}"
+            descriptor = os.open(path, flags, 0o600)
+            if try_lock(descriptor) and is_there(path, descriptor):
+                self.path, self._descriptor = str(path), descriptor
+            else:
+                # Another program took it for what a dead launcher left.
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                os.close(descriptor)
+
+    def _lose(self, error: Exception) -> None:
+        self.path = ""
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        self._say(
+            f"the job has no log, and goes on without: {why}; tensorwire status will not show who "
+            "was replaced, nor the end of the job the last checkpoint"
+        )
+
+
+def note_in_job_log(what: str, **about: Any) -> None:
+    """Adds a line to the log of this worker's job, if there is one."""
+    if path := os.environ.get(JOB_LOG):
+        with contextlib.suppress(OSError):  # what is not told is not in the launcher's last lines
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags)
+            try:
+                _write(descriptor, what, about)
+            finally:
+                os.close(descriptor)
+
+
+def logged_jobs() -> list[LoggedJob]:
+    """The jobs of this user on this host, the oldest first: those that run, and failed ones.
+
+    Raises:
+        UnavailableError: no folder is fit for logs.
+    """
+    found = []
+    for path in runtime_folder().glob("job-*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                found.append(_read(str(path), descriptor, running=not try_lock(descriptor)))
+            finally:
+                os.close(descriptor)
+    return sorted(found, key=lambda each: each.started)
+
+
+def _write(descriptor: int, what: str, about: dict[str, Any]) -> None:
+    # In one piece: others add lines, too.
+    line = json.dumps({"what": what, "time": time.time(), **about}).encode() + b"\n"
+    if os.write(descriptor, line) < len(line):
+        raise OSError(0, "no space is left for it")
+
+
+def _read(path: str, descriptor: int, running: bool = True) -> LoggedJob:
+    job = LoggedJob(path, running)
+    for line in os.pread(descriptor, _MOST_BYTES, 0).splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            job.take(json.loads(line))
+    return job
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes logs of jobs that are over, but the last ones."""
+    for path in sorted(_over(folder), reverse=True)[_MOST_KEPT - 1 :]:
+        with contextlib.suppress(OSError):
+            path[1].unlink()
+
+
+def _over(folder: Path) -> Iterator[tuple[float, Path]]:
+    for path in folder.glob("job-*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if try_lock(descriptor):
+                    yield os.fstat(descriptor).st_mtime, path
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,121 @@
+"""What one version is while a shard makes it: what is asked for, and what is found on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contributions import Contributions
+from .journal import Change, Journal
+from .kernel import Rows, Scalars
+from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, WANT_NORM, Commit
+from .rows import Table
+
+Exchange = Callable[[NDArray[np.float64]], Sequence[float]]
+"""Gives the sums of squares of all cells of a store, in order, for those of a shard."""
+
+
+class Publisher(Protocol):
+    """Is told of new values, while others are still being worked on. Any thread."""
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Tells that bytes [start, stop) of the store have their new values."""
+
+    def rows(self, table: Table, rows: Rows) -> None:
+        """Tells that some rows of a table have their new values."""
+
+
+class Arrivals(Protocol):
+    """What is still on its way when a version is begun; cells by their place in the share."""
+
+    def order(self, cells: Sequence[int]) -> list[int]:
+        """The cells in the order in which they are expected."""
+
+    def wait(self, cell: int) -> None:
+        """Waits until all gradients of a cell are there. Any thread."""
+
+
+class Step:
+    """A version while a shard makes it.
+
+    Args:
+        commits: one per slice, agreed.
+        exchange: see `Exchange`.
+        publisher: None: nobody asks.
+        arrivals: None: all is there.
+        contribute: gives what slices contribute; called once, when numbers are as before the step.
+        journal: of what a successor goes on with; None: it makes all cells anew.
+
+    Attributes:
+        publishes: it takes parameters from slot 0.
+        trains: it applies a gradient, unless that turns out not to be finite.
+        reduces: it keeps the reduced gradient before anything else.
+        looks: likewise, and takes its norm.
+        reduced: the reduced gradient is kept.
+        sums: of its squares, per cell.
+        finite: the gradient is, or nobody asked.
+        norm: of it; nan: nobody asked.
+        scale: of it, where it is applied.
+        after: tensors and their numbers, once all cells are done.
+    """
+
+    def __init__(
+        self,
+        commits: Sequence[Commit],
+        exchange: Exchange,
+        publisher: Publisher | None,
+        arrivals: Arrivals | None,
+        contribute: Callable[[], Contributions],
+        journal: Journal | None,
+    ) -> None:
+        self.commits, self.publisher, self.arrivals = commits, publisher, arrivals
+        self.journal, self._exchange, self._contribute = journal, exchange, contribute
+        self.head = head = commits[0]
+        asked = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
+        self.trains, self.publishes = head.operation == APPLY, head.operation == PUBLISH
+        self.looks = asked and (self.trains or head.operation == REDUCE)
+        self.reduces = self.looks or head.operation == REDUCE
+        self.reduced = bool(head.flags & REDUCED)
+        self.sums = np.empty(0)
+        self.finite, self.norm, self.scale = True, math.nan, 1.0
+        self.after: list[tuple[Sequence[int], Scalars]] = []
+
+    @cached_property
+    def given(self) -> Contributions:
+        """What slices contribute."""
+        return self._contribute()
+
+    @property
+    def applies(self) -> bool:
+        """Parameters are to be changed."""
+        return self.trains and (self.finite or not self.head.flags & CHECK_FINITE)
+
+    def take_norm(self) -> None:
+        """Finds out what all servers together know of the gradient."""
+        self.norm = _root_of_sum(self._exchange(self.sums))
+        self.finite = math.isfinite(self.norm)
+        if self.head.max_norm < math.inf:
+            # As torch.nn.utils.clip_grad_norm_.
+            self.scale = min(self.head.max_norm / (self.norm + 1e-6), 1.0)
+
+
+class Changed(Change):
+    """A cell or table that a step changes, and of which step."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, cell: int, step: Step, rows: Rows) -> None:
+        super().__init__(cell, step.head.version, rows)
+        self.step = step
+
+
+def _root_of_sum(squares: Sequence[float]) -> float:
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,131 @@
+"""`tw.init(durable=…)`: whether the processes of a job are replaced, as the script says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorwire.torch as tw
+from tensorwire.membership import World
+from tensorwire.torch import discovery
+
+TRAIN = """
+import os, signal, sys, torch, tensorwire.torch as tw
+rank = int(os.environ.get("TENSORWIRE_RANK", 0))
+job = tw.init(durable={durable})
+model = torch.nn.Linear(4, 2)
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+job.keep(model=model)
+for epoch in job.epochs(2):
+    for (x,) in job.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), 4):
+        model(x).sum().backward(), opt.step(), opt.zero_grad()
+    if job.rank == 0:
+        job.save("checkpoints", keep=2)
+    job.barrier()
+    if epoch == 1 and rank == 1 and "TENSORWIRE_TERM" not in os.environ:
+        {end}
+print("trained")
+"""
+
+
+def run(folder: Path, durable: str, *options: str, end: str = "pass") -> "tuple[int, str, str]":
+    (folder / "train.py").write_text(TRAIN.format(durable=durable, end=end))
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire", "run", "-w", "2", *options, "train.py"],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "TENSORWIRE_DURABLE"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_may_decline(tmp_path: Path) -> None:
+    """A killed worker ends the job, which tells how to go on."""
+    end = "os.kill(os.getpid(), signal.SIGKILL)"
+    code, _, said = run(tmp_path, "False", "--durable", end=end)
+    assert code == 137, said
+    assert said.count("no process of this job that is killed is replaced") == 1
+    assert "takes its place" not in said
+    last = said.splitlines()[-1]
+    assert re.fullmatch(
+        r"tensorwire run: resume from checkpoints/checkpoint-\d+: \S+ -m tensorwire run -w 2 "
+        r"--durable train.py \(in which the script has to call job.load; so far it did not\)",
+        last,
+    ), said
+
+
+def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
+    end = """
+        from tensorwire.membership import running_servers
+        [os.kill(each.pid, signal.SIGKILL) for each in running_servers()
+         if each.address == os.environ["TENSORWIRE_SERVERS"]]
+        job.barrier()"""
+    code, _, said = run(tmp_path, "False", "--durable", end=end)
+    assert code == 137, said
+    assert "takes its place" not in said
+    assert "server 0 (pid" in said
+
+
+def test_true_and_none_are_what_the_launcher_says(tmp_path: Path) -> None:
+    code, out, said = run(tmp_path, "True if rank else None", "--durable")
+    assert code == 0, said
+    assert out.count("trained") == 2
+
+
+def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "False if rank else None", "--durable")
+    assert code == 1
+    assert "worker 1 says tw.init(durable=False) and worker 0 does not" in said
+
+
+def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "True", "--no-durable")
+    assert code == 1
+    assert "start it by 'tensorwire run --workers 2 --durable SCRIPT'" in said
+    with pytest.raises(ValueError, match="start it by 'tensorwire run --workers 1 --durable"):
+        tw.init(durable=True)
+
+
+def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
+    tmp_path: Path,
+) -> None:
+    code, out, said = run(tmp_path, "None, transports=['tcp']")
+    assert code == 0, said
+    assert out.count("trained") == 2
+    assert "replaced" not in said
+    code, _, said = run(tmp_path, "None, transports=['tcp']", "--durable")
+    assert code == 0, said
+    assert "is replaced: its transports are tcp, and only shared memory outlives a process" in said
+
+
+def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_path: Path) -> None:
+    """It inherits the variables, and not the descriptors."""
+    (tmp_path / "train.py").write_text(TRAIN.format(durable="None", end="pass"))
+    (tmp_path / "wrapper.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'train.py']).returncode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorwire", "run", "-w", "2", "wrapper.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2
+
+
+def test_where_workers_are_restarted_singly_all_are_durable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TENSORWIRE_COORDINATOR", "socket")
+    place = World(0, 2, ("127.0.0.1:1",), durable=True)
+    with pytest.raises(ValueError, match="'tensorwire serve' are replaced"):
+        discovery.as_durable(place, False)
+    assert discovery.as_durable(place, True).durable

@@ -1,0 +1,70 @@
+"""The protocol as data: who runs it, where it is printed, and how a phase is walked."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tensorwire import walk
+from tensorwire.transitions import PHASES, ROWS, Phase, Transition, page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_documentation_prints_it() -> None:
+    text = (ROOT / "docs/fault-tolerance.md").read_text()
+    assert page() in text, "put there what `python -m tensorwire.transitions` prints"
+
+
+def test_names_are_names_of_one_row() -> None:
+    names = [row.name for phase in PHASES for row in phase.all_rows()]
+    assert len(names) == len(set(names)) == len(ROWS)
+    assert all(re.fullmatch(r"[a-z]+\.[a-z]+", name) for name in names)
+
+
+def test_every_row_is_run() -> None:
+    """Each is bound once to what does it, or has its failpoint where it is done."""
+    files = [*(ROOT / "src").rglob("*.py")]
+    text = "".join(file.read_text() for file in files if file.name != "transitions.py")
+    for name in ROWS:
+        bound = re.findall(rf'"{re.escape(name)}":|failpoint\("{re.escape(name)}"\)', text)
+        assert len(bound) == 1, f"{name} is run in {len(bound)} places"
+
+
+def test_a_failpoint_is_a_row() -> None:
+    for file in (ROOT / "src").rglob("*.py"):
+        for name in re.findall(r'failpoint\("([^"]+)"\)', file.read_text()):
+            assert name in ROWS, file
+
+
+INNER = Phase("inner", "server", "does more", (Transition("c", "", ""),), when="deep")
+OUTER = Phase(
+    "outer",
+    "server",
+    "does something",
+    (Transition("a", "", ""), INNER, Transition("b", "", "", when="odd")),
+)
+
+
+def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(walk, "failpoint", lambda name: seen.append(f"{name} is behind"))
+    actions = {
+        name: lambda n, name=name: seen.append(f"{name} {n}") for name in ("a", "inner", "b")
+    }
+    run = walk.Walk[int](OUTER, actions, {"odd": lambda n: n % 2 == 1, "deep": True})
+    run(1), run(2)
+    assert seen == [
+        "a 1", "a is behind", "inner 1", "b 1", "b is behind", "a 2", "a is behind", "inner 2",
+    ]  # fmt: skip
+    seen.clear()
+    walk.Walk[int](OUTER, actions, {"odd": False, "deep": False})(1)
+    assert seen == ["a 1", "a is behind"]
+
+
+@pytest.mark.parametrize("missing", ["a", "inner", "b", "odd", "more"])
+def test_what_is_not_bound(missing: str) -> None:
+    names = {"a", "inner", "b", *(["c"] if missing == "more" else [])} - {missing}
+    guards = dict.fromkeys({"odd", "deep"} - {missing}, True)
+    with pytest.raises(ValueError, match="outer has"):
+        walk.Walk[int](OUTER, dict.fromkeys(names, lambda n: None), guards)
