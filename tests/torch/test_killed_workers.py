@@ -222,6 +222,18 @@ def test_a_worker_that_is_alone_and_counts_batches_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_epoch_that_begins_with_a_sum_and_an_edit(tmp_path: Path) -> None:
+    """Named for a bug: in the second epoch they were counted from the first one on."""
+    head = "for epoch in job.epochs(2):\n"
+    edit = "    with tw.edit(model): model.bias.data += job.mean(1.0 + epoch)\n"
+    script = LOOP.format(**PARTS).replace(head, head + edit)
+    digests, said = run(tmp_path / "job", script, "")
+    assert "worker 1, in a new process, goes on in epoch 2" in said
+    assert digests == run(tmp_path / "other", script.replace("die()\n", "pass\n"), "")[0]
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [

@@ -39,6 +39,7 @@ class Position:
 
     Attributes:
         began: how many epochs have begun; passes are counted from each of them.
+        made_steps: in the present epoch.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Position:
         self._epoch: int | None = None  # None: outside of Job.epochs
         self._made = 0
         self._passes: dict[str, LoaderPass] = {}  # under way, by loader
-        self._stepped = False  # in this epoch
+        self.made_steps = False
         self._begun: dict[str, int] = {}  # how many passes of a loader in this epoch are over
         self._from: dict[str, Any] | None = None  # what a checkpoint has told of this epoch
         self._taken: set[str] = set()  # loaders whose pass has gone on from there
@@ -56,7 +57,7 @@ class Position:
         self.began += 1
         self._epoch = epoch
         self._made = 0
-        self._stepped = False
+        self.made_steps = False
         self._passes, self._begun, self._taken = {}, {}, set()
         if self._from is not None and self._from["epoch"] != epoch:
             self._from = None
@@ -125,7 +126,7 @@ class Position:
 
     def stepped(self) -> None:
         """A version is in place."""
-        self._stepped = True
+        self.made_steps = True
         for each in self._passes.values():
             each.steps = each.first_step + each.given // each.batches_per_step
 
@@ -136,7 +137,7 @@ class Position:
         """
         if self._epoch is None:
             return self._from
-        return None if not self._passes and self._stepped else self.now()
+        return None if not self._passes and self.made_steps else self.now()
 
     def now(self) -> dict[str, Any] | None:
         """Where it is, passes that are over included; None outside of the epochs."""

@@ -26,8 +26,9 @@ class Rejoin:
             is told when one is killed.
 
     Attributes:
-        save: what this process alone has, to be noted; the job sets these three.
+        save: what this process alone has, to be noted; the job sets these four.
         load: puts that back.
+        count: sums and versions are counted from where they were when the present epoch began.
         is_between_steps: no optimizer has committed a part of its slices.
         repeated: versions that were made of commits of a former process.
     """
@@ -40,6 +41,8 @@ class Rejoin:
         self.repeated = 0
         self.save: Callable[[], dict[str, Any]] = dict
         self.load: Callable[[dict[str, Any]], None] = lambda state: None
+        self.count: Callable[[dict[str, Any]], None] = lambda began: None
+        self._began: dict[str, Any] = {}  # sums and versions before the present epoch
         self.is_between_steps: Callable[[], bool] = lambda: True
 
     # ---- for the job and its loaders
@@ -78,8 +81,11 @@ class Rejoin:
         if there is None:
             self._mark("epoch", again=True)
             return None
+        self._began = there["began"]
         if self._is_at("epoch"):
             self._reach()
+        else:  # what the epoch has made so far is made again
+            self.count(self._began)
         where: dict[str, Any] | None = there["state"]["position"]
         return where
 
@@ -154,7 +160,10 @@ class Rejoin:
         except Exception as error:  # of an object that was kept
             self.refuse(f"what job.keep has named cannot be noted: {type(error).__name__}: {error}")
             return
+        if where[0] == "epoch":
+            self._began = {each: state[each] for each in ("sums", "versions")}
         position = {"at": where, "loop": self._loop, "epoch": state["epoch"], "state": state}
+        position["began"] = self._began
         if too_long := self._history.mark(position, passing=passing, again=again):
             self.refuse(too_long)
         failpoint("position.noted")

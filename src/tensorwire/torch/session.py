@@ -205,6 +205,7 @@ class Session:
             "batches": self.batches,
             "batch_samples": self.batch_samples,
             "position": self.position.now(),
+            "made_steps": self.position.made_steps,
             "statistics": vars(self.statistics),
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
@@ -214,12 +215,20 @@ class Session:
         """The script is where `saved` was made, by a process in whose place this one is."""
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
+        self.position.made_steps = saved["made_steps"]
         vars(self.statistics).update(saved["statistics"])
         self.statistics.begin_pass()
         if self._collective is not None:
             self._collective.go_on(saved["sums"])
         for store, version in zip(self._stores, saved["versions"], strict=True):
             store.go_on(version)
+
+    def count(self, began: Mapping[str, Any]) -> None:
+        """Sums and versions follow those that `saved` told when an epoch began."""
+        if self._collective is not None:
+            self._collective.go_on(began["sums"])
+        for store, version in zip(self._stores, began["versions"], strict=False):
+            store.version = version  # those that the epoch makes come behind these
 
     # ---- together
 

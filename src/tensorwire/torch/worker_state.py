@@ -37,7 +37,7 @@ class WorkerState:
     ) -> None:
         self._session, self._replicas, self._kept, self._saves = session, replicas, kept, saves
         if (rejoin := session.rejoin) is not None:
-            rejoin.save, rejoin.load = self.save, self.load
+            rejoin.save, rejoin.load, rejoin.count = self.save, self.load, session.count
             rejoin.is_between_steps = self.is_between_steps
 
     def save(self) -> dict[str, Any]:
