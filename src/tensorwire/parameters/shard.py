@@ -337,7 +337,8 @@ class Shard:
                 found.append((tensors, scalars))
         if memory.average is not None:
             self._average(cell, memory.average)
-        self._note(step, found)
+        if found:
+            self._note(step, found)
 
     def _change_table(self, change: Changed) -> None:
         step, index = change.step, change.cell
