@@ -143,21 +143,20 @@ class Restarts:
             KeeperError: it cannot be told what it gets.
         """
         grant = _Grant(process, self._members[process.kind, process.index])
-        self._grant(grant)
+        self._grant(self, grant)
         return grant.successor, grant.member.term
 
-    def _bind(self) -> Walk[_Grant]:
-        return Walk[_Grant](
+    def _bind(self) -> Walk[Restarts, _Grant]:
+        return Walk[Restarts, _Grant](
             GRANT,
             {
-                "term.granted": self._grant_term,
-                "successor.started": self._start_successor,
-                "place.handed": self._hand_over,
+                "term.granted": Restarts._grant_term,
+                "successor.started": Restarts._start_successor,
+                "place.handed": Restarts._hand_over,
             },
         )
 
-    @staticmethod
-    def _grant_term(grant: _Grant) -> None:
+    def _grant_term(self, grant: _Grant) -> None:
         grant.member.term += 1
 
     def _start_successor(self, grant: _Grant) -> None:
@@ -178,8 +177,7 @@ class Restarts:
             member.until = time.monotonic() + self._patience.start_s
         member.keeper.attach(ours)
 
-    @staticmethod
-    def _hand_over(grant: _Grant) -> None:
+    def _hand_over(self, grant: _Grant) -> None:
         grant.member.keeper.hand_over(grant.member.arguments, grant.member.term)
 
     def release(self, process: Process) -> None:
