@@ -8,13 +8,17 @@ from typing import Generic, TypeVar
 from tensorwire.failpoints import failpoint
 from tensorwire.transitions import Phase
 
+Owner = TypeVar("Owner")
 T = TypeVar("T")
-Action = Callable[[T], object]
-Guard = Callable[[T], bool]
+Action = Callable[[Owner, T], object]
+Guard = Callable[[Owner, T], bool]
 
 
-class Walk(Generic[T]):
+class Walk(Generic[Owner, T]):
     """A phase whose rows are bound; a call runs them from the first to the last. Any thread.
+
+    What is bound are functions of who runs the rows and of what they are about, as methods are of
+    their object: whoever has a walk is not held by it, and its memory goes with it.
 
     Args:
         phase: of the protocol.
@@ -28,15 +32,15 @@ class Walk(Generic[T]):
     def __init__(
         self,
         phase: Phase,
-        actions: Mapping[str, Action[T]],
-        guards: Mapping[str, Guard[T] | bool] | None = None,
+        actions: Mapping[str, Action[Owner, T]],
+        guards: Mapping[str, Guard[Owner, T] | bool] | None = None,
     ) -> None:
         guards = guards or {}
         names = [row.name for row in phase.rows]
         whens = {row.when for row in phase.rows} - {""}
         if {*names} != actions.keys() or whens != guards.keys():
             raise ValueError(f"{phase.name} has {names} and {sorted(whens)}, and other are bound")
-        self._steps: list[tuple[str, Guard[T] | None, Action[T]]] = []
+        self._steps: list[tuple[str, Guard[Owner, T] | None, Action[Owner, T]]] = []
         for row in phase.rows:
             guard = guards[row.when] if row.when else True
             if guard is False:
@@ -44,10 +48,10 @@ class Walk(Generic[T]):
             failing = "" if isinstance(row, Phase) else row.name
             self._steps.append((failing, None if guard is True else guard, actions[row.name]))
 
-    def __call__(self, what: T) -> None:
+    def __call__(self, owner: Owner, what: T) -> None:
         """Runs the rows that are to be run for this."""
         for name, guard, action in self._steps:
-            if guard is None or guard(what):
-                action(what)
+            if guard is None or guard(owner, what):
+                action(owner, what)
                 if name:
                     failpoint(name)

@@ -50,15 +50,15 @@ def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(walk, "failpoint", lambda name: seen.append(f"{name} is behind"))
     actions = {
-        name: lambda n, name=name: seen.append(f"{name} {n}") for name in ("a", "inner", "b")
+        name: lambda who, n, name=name: seen.append(f"{name} {n}") for name in ("a", "inner", "b")
     }
-    run = walk.Walk[int](OUTER, actions, {"odd": lambda n: n % 2 == 1, "deep": True})
-    run(1), run(2)
+    run = walk.Walk[str, int](OUTER, actions, {"odd": lambda who, n: n % 2 == 1, "deep": True})
+    run("me", 1), run("me", 2)
     assert seen == [
         "a 1", "a is behind", "inner 1", "b 1", "b is behind", "a 2", "a is behind", "inner 2",
     ]  # fmt: skip
     seen.clear()
-    walk.Walk[int](OUTER, actions, {"odd": False, "deep": False})(1)
+    walk.Walk[str, int](OUTER, actions, {"odd": False, "deep": False})("me", 1)
     assert seen == ["a 1", "a is behind"]
 
 
@@ -67,4 +67,4 @@ def test_what_is_not_bound(missing: str) -> None:
     names = {"a", "inner", "b", *(["c"] if missing == "more" else [])} - {missing}
     guards = dict.fromkeys({"odd", "deep"} - {missing}, True)
     with pytest.raises(ValueError, match="outer has"):
-        walk.Walk[int](OUTER, dict.fromkeys(names, lambda n: None), guards)
+        walk.Walk[str, int](OUTER, dict.fromkeys(names, lambda who, n: None), guards)

@@ -153,7 +153,7 @@ class Restarts:
         """
         member = self._members[worker.kind, worker.index]
         if former is not None and member.keeper.restorable:
-            self._grant(_Grant(former, member, _Arrival(worker, ours, told)))
+            self._grant(self, _Grant(former, member, _Arrival(worker, ours, told)))
         else:  # nobody has known a former one
             member.keeper.attach(ours)
             member.keeper.tell({**told, "term": 0})
@@ -210,22 +210,21 @@ class Restarts:
             KeeperError: it cannot be told what it gets.
         """
         grant = _Grant(process, self._members[process.kind, process.index])
-        self._grant(grant)
+        self._grant(self, grant)
         return grant.successor, grant.member.term
 
-    def _bind(self) -> Walk[_Grant]:
-        return Walk[_Grant](
+    def _bind(self) -> Walk[Restarts, _Grant]:
+        return Walk[Restarts, _Grant](
             GRANT,
             {
-                "term.granted": self._grant_term,
-                "successor.started": self._start_successor,
-                "grant.noted": self._note_grant,
-                "place.handed": self._hand_over,
+                "term.granted": Restarts._grant_term,
+                "successor.started": Restarts._start_successor,
+                "grant.noted": Restarts._note_grant,
+                "place.handed": Restarts._hand_over,
             },
         )
 
-    @staticmethod
-    def _grant_term(grant: _Grant) -> None:
+    def _grant_term(self, grant: _Grant) -> None:
         grant.member.term += 1
 
     def _start_successor(self, grant: _Grant) -> None:
@@ -252,8 +251,7 @@ class Restarts:
         successor = grant.successor if grant.came is None else grant.came.worker
         self._granted(grant.process, successor, grant.member.term)
 
-    @staticmethod
-    def _hand_over(grant: _Grant) -> None:
+    def _hand_over(self, grant: _Grant) -> None:
         keeper, term = grant.member.keeper, grant.member.term
         if grant.came is not None:
             keeper.tell({**grant.came.told, "term": term})

@@ -93,22 +93,22 @@ class CollectiveServer:
         member, first = self._member, max(int(self._last_number[0]), 1)
         try:
             for number in count(first):
-                self._walk(_Sum(number, self._last_answer[:_PLACE]))
+                self._walk(self, _Sum(number, self._last_answer[:_PLACE]))
                 if self._failed:
                     return
         except BaseException as error:
             if not member.node.closed and not member.all_left():
                 self._fail(error)
 
-    def _bind(self) -> Walk[_Sum]:
-        return Walk[_Sum](
+    def _bind(self) -> Walk[CollectiveServer, _Sum]:
+        return Walk[CollectiveServer, _Sum](
             SUM,
             {
-                "sum.gathered": self._gather,
-                "sum.noted": self._note,
-                "sum.told": self._tell_sum,
+                "sum.gathered": CollectiveServer._gather,
+                "sum.noted": CollectiveServer._note,
+                "sum.told": CollectiveServer._tell_sum,
             },
-            {"new": lambda sum_: bool(self._last_number[0] < sum_.number)},
+            {"new": lambda server, sum_: bool(server._last_number[0] < sum_.number)},
         )
 
     def _gather(self, sum_: _Sum) -> None:
@@ -253,7 +253,7 @@ class Collective:
                 return np.frombuffer(noted, np.uint8).copy()
         question = _Question(self._number, kind, content, size)
         try:
-            self._walk(question)
+            self._walk(self, question)
         except TensorwireError as error:
             # What the server said before it was lost is worth more than that it was lost.
             if self._inbox.count >= _FAILED:
@@ -261,15 +261,15 @@ class Collective:
             raise
         return question.answer
 
-    def _bind(self) -> Walk[_Question]:
-        return Walk[_Question](
+    def _bind(self) -> Walk[Collective, _Question]:
+        return Walk[Collective, _Question](
             ASK,
             {
-                "part.sent": self._send_part,
-                "answer.come": self._await_answer,
-                "answer.noted": self._note,
+                "part.sent": Collective._send_part,
+                "answer.come": Collective._await_answer,
+                "answer.noted": Collective._note,
             },
-            {"unasked": self._is_unasked, "durable": self._member.history is not None},
+            {"unasked": Collective._is_unasked, "durable": self._member.history is not None},
         )
 
     def _is_unasked(self, question: _Question) -> bool:

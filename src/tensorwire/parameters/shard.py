@@ -136,46 +136,50 @@ class Shard:
         self._walk = self._bind_step()
         self._walks, self._noting_walks = self._bind_changes(None), self._bind_changes(journal)
 
-    def _bind_step(self) -> Walk[Step]:
-        return Walk[Step](
+    def _bind_step(self) -> Walk[Shard, Step]:
+        return Walk[Shard, Step](
             STEP,
             {
-                "version.copied": self._publish,
-                "numbers.saved": self._save_numbers,
-                "version.begun": self._begin,
-                "version.reduced": self._keep_reduced,
-                "norms": Step.take_norm,
-                "cells": self._make_cells,
-                "version.counted": self._count,
+                "version.copied": Shard._publish,
+                "numbers.saved": Shard._save_numbers,
+                "version.begun": Shard._begin,
+                "version.reduced": Shard._keep_reduced,
+                "norms": lambda _, step: step.take_norm(),
+                "cells": Shard._make_cells,
+                "version.counted": Shard._count,
             },
             {
-                "publishes": lambda step: step.publishes,
-                "reduces": lambda step: step.reduces,
-                "looks": lambda step: step.looks,
-                "journaled": self._journal is not None and (lambda step: step.trains),
-                "applies": lambda step: step.applies,
+                "publishes": lambda _, step: step.publishes,
+                "reduces": lambda _, step: step.reduces,
+                "looks": lambda _, step: step.looks,
+                "journaled": self._journal is not None and (lambda _, step: step.trains),
+                "applies": lambda _, step: step.applies,
             },
         )
 
-    def _bind_changes(self, journal: Journal | None) -> tuple[Walk[Changed], Walk[Changed]]:
+    def _bind_changes(
+        self, journal: Journal | None
+    ) -> tuple[Walk[Shard, Changed], Walk[Shard, Changed]]:
         """How a cell and a table are changed, with a journal or without."""
         noted: Any = journal  # without one nothing of it is called
         durable = {"durable": journal is not None}
         cell = {
-            "cell.saved": noted and noted.save,
-            "cell.armed": noted and noted.arm,
-            "cell.changed": self._change_cell,
-            "cell.done": noted and noted.mark,
-            "cell.disarmed": noted and noted.disarm,
+            "cell.saved": lambda _, change: noted.save(change),
+            "cell.armed": lambda _, change: noted.arm(change),
+            "cell.changed": Shard._change_cell,
+            "cell.done": lambda _, change: noted.mark(change),
+            "cell.disarmed": lambda _, change: noted.disarm(change),
         }
         table = {
-            "table.saved": noted and noted.save_rows,
-            "table.armed": noted and noted.arm_rows,
-            "table.changed": self._change_table,
-            "table.done": noted and noted.mark,
-            "table.disarmed": noted and noted.disarm_rows,
+            "table.saved": lambda _, change: noted.save_rows(change),
+            "table.armed": lambda _, change: noted.arm_rows(change),
+            "table.changed": Shard._change_table,
+            "table.done": lambda _, change: noted.mark(change),
+            "table.disarmed": lambda _, change: noted.disarm_rows(change),
         }
-        return Walk[Changed](CELL, cell, durable), Walk[Changed](TABLE, table, durable)
+        return Walk[Shard, Changed](CELL, cell, durable), Walk[Shard, Changed](
+            TABLE, table, durable
+        )
 
     def close(self) -> None:
         """Ends its threads; idempotent."""
@@ -310,7 +314,7 @@ class Shard:
                 step.after.extend(self._noted(journal, index, given))
                 return ()
             rows = self._find_rows(index, given, reduced) if is_table else _NO_ROWS
-            (walk_table if is_table else walk_cell)(Changed(index, step, rows))
+            (walk_table if is_table else walk_cell)(self, Changed(index, step, rows))
             if publisher and is_table:
                 publisher.rows(self._tables[index], rows)
             elif publisher:
@@ -337,7 +341,8 @@ class Shard:
                 found.append((tensors, scalars))
         if memory.average is not None:
             self._average(cell, memory.average)
-        self._note(step, found)
+        if found:
+            self._note(step, found)
 
     def _change_table(self, change: Changed) -> None:
         step, index = change.step, change.cell
@@ -461,7 +466,7 @@ class Shard:
             journal = None  # it is reduced anew, all of it
         contribute = partial(self._contributions, commits)
         step = Step(commits, exchange, publisher, arrivals, contribute, journal)
-        self._walk(step)
+        self._walk(self, step)
         return step.finite, step.norm
 
     def _map(
@@ -499,3 +504,6 @@ class Shard:
         for helper in helpers:
             results |= helper.result()
         return [each for index in cells for each in results[index]]
+
+
+WalkOfChange = Walk[Shard, Changed]

@@ -110,7 +110,8 @@ class Changed(Change):
     __slots__ = ("step",)
 
     def __init__(self, cell: int, step: Step, rows: Rows) -> None:
-        super().__init__(cell, step.head.version, rows)
+        # As the class above does; a call less for each cell of each version.
+        self.cell, self.version, self.rows, self.slot = cell, step.head.version, rows, -1
         self.step = step
 
 

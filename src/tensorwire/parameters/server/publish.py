@@ -164,13 +164,13 @@ class Norms:
             self._persist(peer, _say_ready, theirs)
         for peer, inbox, _ in self._others.values():
             self._persist(peer, partial(inbox.wait, 1, peer=peer))
-        actions = {"norms.sent": self._send_sums, "norms.awaited": self._await_sums}
-        self._walk = Walk[Sums](NORMS, actions)
+        actions = {"norms.sent": Norms._send_sums, "norms.awaited": Norms._await_sums}
+        self._walk = Walk[Norms, Sums](NORMS, actions)
 
     def exchange(self, version: int, mine: NDArray[np.float64]) -> list[float]:
         """All servers' sums for a version, in the order of the cells; `mine` are this server's."""
         sums = Sums(version, mine)
-        self._walk(sums)
+        self._walk(self, sums)
         return sums.all
 
     def _send_sums(self, sums: Sums) -> None:

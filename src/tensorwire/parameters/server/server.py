@@ -250,14 +250,15 @@ class StoreServer:
         server = self._server
         try:
             try:
-                self._open(self)
+                self._open(self, None)
                 while self._versions is not None and not self._versions.over:
                     self._versions.advance(self.version + 1)
                     self.version += 1
             finally:
                 if self._versions is not None:
                     self._versions.close()
-            self._end(self)
+                self._versions = None  # what it has is given back when the regions are freed
+            self._end(self, None)
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
                 return
@@ -267,31 +268,31 @@ class StoreServer:
 
     # ---- the rows of its opening and of its end
 
-    def _bind_opening(self) -> Walk[StoreServer]:
-        return Walk[StoreServer](
+    def _bind_opening(self) -> Walk[StoreServer, None]:
+        return Walk[StoreServer, None](
             OPENING,
             {
-                "opening.described": StoreServer._describe,
-                "opening.ready": StoreServer._make_ready,
-                "opening.noted": lambda store: store._made.note_opened(),
-                "opening.told": StoreServer._tell_opened,
+                "opening.described": lambda store, _: store._describe(),
+                "opening.ready": lambda store, _: store._make_ready(),
+                "opening.noted": lambda store, _: store._made.note_opened(),
+                "opening.told": lambda store, _: store._tell_opened(),
             },
             {
-                "unmade": lambda store: store._last is None,
-                "new": lambda store: store._last is None and store._made.is_new,
+                "unmade": lambda store, _: store._last is None,
+                "new": lambda store, _: store._last is None and store._made.is_new,
             },
         )
 
-    def _bind_end(self) -> Walk[StoreServer]:
-        return Walk[StoreServer](
+    def _bind_end(self) -> Walk[StoreServer, None]:
+        return Walk[StoreServer, None](
             END,
             {
-                "store.through": lambda store: say_through(store._opened, store.version),
-                "store.awaited": lambda store: await_others(store._opened, store.version),
-                "store.released": StoreServer._release,
-                "store.freed": StoreServer._free,
+                "store.through": lambda store, _: say_through(store._opened, store.version),
+                "store.awaited": lambda store, _: await_others(store._opened, store.version),
+                "store.released": lambda store, _: store._release(),
+                "store.freed": lambda store, _: store._free(),
             },
-            {"durable": lambda store: store._opened.durable},
+            {"durable": lambda store, _: store._opened.durable},
         )
 
     @property
@@ -340,6 +341,7 @@ class StoreServer:
         self.closing.set()
         self._opened.free()
         self._server.member.forget(f"{self.number}/")  # what only a predecessor has used
+        self._opening = None
 
 
 class Making:
@@ -422,15 +424,15 @@ class Versions:
         self._stepped = False
         self._walk = self._bind()
 
-    def _bind(self) -> Walk[Making]:
-        return Walk[Making](
+    def _bind(self) -> Walk[Versions, Making]:
+        return Walk[Versions, Making](
             VERSION,
             {
-                "version.gathered": self._gather,
-                "step": self._step,
-                "version.applied": self._complete,
-                "version.published": self._publish,
-                "version.told": self._tell,
+                "version.gathered": Versions._gather,
+                "step": Versions._step,
+                "version.applied": Versions._complete,
+                "version.published": Versions._publish,
+                "version.told": Versions._tell,
             },
             {"durable": self._journal is not None},
         )
@@ -457,7 +459,7 @@ class Versions:
 
     def advance(self, version: int) -> None:
         """Makes a version."""
-        self._walk(Making(version))
+        self._walk(self, Making(version))
 
     def _gather(self, making: Making) -> None:
         making.gathered = self._gatherer.gather(making.version)

@@ -52,7 +52,7 @@ _BLOCK_BYTES = mailbox_bytes(REQUEST_BYTES, REQUEST_PLACES)
 _NOTE_WORDS = 8  # of each snapshot: 1 + rank of who holds it, number, version
 
 
-class Held(NamedTuple):
+class Loan(NamedTuple):
     """A snapshot: the worker that holds it, by its rank, the number of its request, the version."""
 
     rank: int
@@ -71,7 +71,7 @@ class Asked:
 class Copying:
     """A snapshot while it is made; `region` is None until it has memory."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Loan) -> None:
         self.held = held
         self.region: Region | None = None
 
@@ -111,24 +111,24 @@ class Snapshots:
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
         self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
         self._closing = False
-        self._lend = Walk[Asked](
+        self._lend = Walk[Snapshots, Asked](
             LENDING,
             {
-                "snapshot": self._make,
-                "snapshot.freed": self._free_asked,
-                "snapshot.told": self._tell,
+                "snapshot": Snapshots._make,
+                "snapshot.freed": Snapshots._free_asked,
+                "snapshot.told": Snapshots._tell,
             },
             {
-                "makes": lambda asked: asked.request.kind == RequestKind.MAKE,
-                "frees": lambda asked: asked.request.kind != RequestKind.MAKE,
+                "makes": lambda _, asked: asked.request.kind == RequestKind.MAKE,
+                "frees": lambda _, asked: asked.request.kind != RequestKind.MAKE,
             },
         )
-        self._copy_version = Walk[Copying](
+        self._copy_version = Walk[Snapshots, Copying](
             SNAPSHOT,
             {
-                "snapshot.allocated": self._allocate_copy,
-                "snapshot.copied": self._copy,
-                "snapshot.noted": self._note,
+                "snapshot.allocated": Snapshots._allocate_copy,
+                "snapshot.copied": Snapshots._copy,
+                "snapshot.noted": Snapshots._note,
             },
         )
         self._thread = threading.Thread(target=self._run, name="tensorwire-snapshots", daemon=True)
@@ -176,7 +176,7 @@ class Snapshots:
         asked = Asked(rank, number, request)
         # One that is gone is not waited for; a process in its place asks anew.
         with contextlib.suppress(TensorwireError, LookupError):
-            self._lend(asked)
+            self._lend(self, asked)
 
     def _tell(self, asked: Asked) -> None:
         rank = asked.rank
@@ -197,9 +197,9 @@ class Snapshots:
                 self._free(held)
 
     def _make(self, asked: Asked) -> None:
-        asked.reply = self._made(Held(asked.rank, asked.number, asked.request.version))
+        asked.reply = self._made(Loan(asked.rank, asked.number, asked.request.version))
 
-    def _made(self, asked: Held) -> Reply:
+    def _made(self, asked: Loan) -> Reply:
         if asked in self._regions:
             return Reply(RequestOutcome.DONE)
         where = f"server {self._member.index}"
@@ -217,7 +217,7 @@ class Snapshots:
             return Reply(RequestOutcome.BUSY, text)
         making = Copying(asked)
         try:
-            self._copy_version(making)
+            self._copy_version(self, making)
         except MemoryError as error:
             if making.region is not None:
                 self._member.free(making.region)
@@ -258,18 +258,18 @@ class Snapshots:
         arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
         return arrays
 
-    def _allocate(self, held: Held) -> Region:
+    def _allocate(self, held: Loan) -> Region:
         size = Parts.of(held.version, self._arrays()).size_bytes
         which = f"{held.rank}.{held.number}"
         return self._opening.regions.allocate(self._member, RegionKind.SNAPSHOT, which, size)
 
-    def _noted(self) -> Iterator[tuple[int, Held]]:
+    def _noted(self) -> Iterator[tuple[int, Loan]]:
         """What is noted as held, with the row of the notes."""
         for row, (holder, number, version, *_) in enumerate(self._notes.tolist()):
             if holder:
-                yield row, Held(holder - 1, number, version)
+                yield row, Loan(holder - 1, number, version)
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: Loan) -> None:
         for row, each in self._noted():
             if each == held:
                 self._notes[row, 0] = 0

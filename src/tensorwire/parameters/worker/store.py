@@ -286,21 +286,31 @@ class RemoteStore:
         seen = source.open(self._answers, regions)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
-        self._send_commit, self._get_result, self._rejoin = self._bind()
-
-    def _bind(self) -> tuple[Walk[_Sending], Walk[_Awaited], Walk[dict[int, bytes]]]:
         durable = {"durable": self._history is not None}
-        commit = {
-            "gradients.sent": self._send_rest,
-            "commit.noted": self._note_commit,
-            "commit.sent": self._send,
-        }
-        result = {"result.come": self._await_result, "result.noted": self._note_result}
-        rejoin = {"commit.repeated": self._repeat, "version.reached": self._await_repeated}
-        return (
-            Walk[_Sending](COMMIT, commit, durable),
-            Walk[_Awaited](RESULT, result, durable),
-            Walk[dict[int, bytes]](REJOIN, rejoin, {"committed": bool}),
+        self._send_commit = Walk[RemoteStore, _Sending](
+            COMMIT,
+            {
+                "gradients.sent": RemoteStore._send_rest,
+                "commit.noted": RemoteStore._note_commit,
+                "commit.sent": RemoteStore._send,
+            },
+            durable,
+        )
+        self._get_result = Walk[RemoteStore, _Awaited](
+            RESULT,
+            {
+                "result.come": RemoteStore._await_result,
+                "result.noted": RemoteStore._note_result,
+            },
+            durable,
+        )
+        self._rejoin = Walk[RemoteStore, dict[int, bytes]](
+            REJOIN,
+            {
+                "commit.repeated": RemoteStore._repeat,
+                "version.reached": RemoteStore._await_repeated,
+            },
+            {"committed": lambda _, noted: bool(noted)},
         )
 
     def _allocate(self, kind: RegionKind, size_bytes: int, which: int | None = None) -> Region:
@@ -412,7 +422,7 @@ class RemoteStore:
                 raise history.different()
             self._commit_again(slice_index, former)
             return
-        self._send_commit(_Sending(slice_index, commit))
+        self._send_commit(self, _Sending(slice_index, commit))
 
     def _send_rest(self, sending: _Sending) -> None:
         gradients = take_meant(self._gradients[sending.slice_index], sending.commit)
@@ -448,7 +458,7 @@ class RemoteStore:
     def go_on(self, version: int) -> None:
         self.version = version
         noted = {index: self._committed(index) for index in self._gradients}
-        self._rejoin({index: each for index, each in noted.items() if each is not None})
+        self._rejoin(self, {index: each for index, each in noted.items() if each is not None})
 
     def _repeat(self, noted: dict[int, bytes]) -> None:
         for index, each in noted.items():
@@ -464,7 +474,7 @@ class RemoteStore:
         if self._history is not None and (noted := self._history.take(*key)) is not None:
             return Result.from_bytes(np.frombuffer(noted, np.uint8))
         awaited = _Awaited(self.version)
-        self._get_result(awaited)
+        self._get_result(self, awaited)
         return awaited.result
 
     def _await_result(self, awaited: _Awaited) -> None:
