@@ -132,6 +132,15 @@ OUTSIDE = {
         row.name: "as those of a cell, for other memory; tests/torch/test_journal.py kills there"
         for row in T.TABLE.rows
     },
+    **{
+        row.name: "a copy of a version that stands still, as who asks has not committed the next; "
+        "no result depends on it; tests/launch/test_takeover.py kills there"
+        for phase in (T.LENDING, T.BORROWING)
+        for row in phase.all_rows()
+    },
+    "gradients.noted": "of several optimizers, and there is one store here; "
+    "tests/torch/test_killed_workers.py kills there",
+    "grant.noted": "what people read afterwards; the launcher reads it never",
 }
 """Rows without a meaning here, and why."""
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import math
 import multiprocessing.util
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, seed_of
+from .loader import Loader, checked_seed, seed_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
@@ -97,12 +96,7 @@ def init(
     global _current
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size are given together, or neither")
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise TypeError(f"a seed is a whole number, not {seed!r}") from None
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
+    seed = checked_seed(seed)
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
     given = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -13,6 +14,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 from .position import LoaderPass
 from .session import Session
+
+
+def checked_seed(seed: Any) -> int:
+    """A seed that torch takes; raises TypeError or ValueError for others."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"a seed is a whole number, not {seed!r}") from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError(f"a seed is a number of 64 bits, as for torch.manual_seed, not {seed}")
+    return number
 
 
 def seed_of(*parts: int) -> int:

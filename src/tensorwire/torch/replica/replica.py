@@ -451,10 +451,8 @@ class Replica:
 
     def _check_scale(self, scale: float) -> None:
         if scale != self._scaled:
-            raise RuntimeError(
-                "with a GradScaler call scaler.unscale_(opt) before synchronize() and "
-                "clip_grad_norm_()"
-            )
+            names = "synchronize() and clip_grad_norm_()"
+            raise RuntimeError(f"with a GradScaler call scaler.unscale_(opt) before {names}")
 
     def synchronize(self, scale: float = 1.0) -> None:
         """`.grad` of every trained parameter := the average."""
