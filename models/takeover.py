@@ -126,6 +126,8 @@ RESTORING = ("put back", "look whether it is done", "disarm")
 """What a successor does to a cell before it goes on, as a part of `opening.ready`."""
 
 OUTSIDE = {
+    "norm.noted": "only where servers scale what they keep and make no step themselves; "
+    "tests/torch/test_journal.py kills there",
     "version.copied": "values come whole from a slot that stays until all are told: copied again "
     "they are the same, and no cell has to be put back",
     **{

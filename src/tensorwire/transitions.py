@@ -213,6 +213,12 @@ STEP = Phase(
             when="reduces",
         ),
         NORMS,
+        Transition(
+            "norm.noted",
+            'the norm is noted, where the step changes what it was taken of (`apply="worker"`)',
+            "takes what is noted: some cells may be changed already",
+            when="rescales",
+        ),
         Phase("cells", "server", "makes all cells and tables", (CELL, TABLE), when="applies"),
         Transition(
             "version.counted",

@@ -232,7 +232,9 @@ def undisturbed(name: str, versions: int) -> dict[str, bytes]:
 
 
 # The rows of a step, without those of what the rig leaves out: other servers, first values.
-STEPS = {row.name for row in STEP.all_rows()} - {"version.copied", "norms.sent", "norms.awaited"}
+STEPS = {row.name for row in STEP.all_rows()} - {
+    "version.copied", "norms.sent", "norms.awaited", "norm.noted",
+}  # fmt: skip
 REACHED = {*STEPS, "version.applied", "version.published"} - {row.name for row in TABLE.rows}
 ROWS = {place.replace("cell", "table") for place in REACHED} - {"version.reduced"}
 
@@ -242,6 +244,8 @@ def test_killed_at_each_place(name: str) -> None:
     """At the first, the second and a later time that a place is reached, one after the other."""
     whole = undisturbed(name, VERSIONS)
     places = ROWS if name == "rows" else REACHED
+    if name == "worker":
+        places = REACHED | {"norm.noted"}
     for place in sorted(places):
         rig, hit = Rig(name), 0
         for times in (1, 2, 7, 1):
@@ -249,7 +253,7 @@ def test_killed_at_each_place(name: str) -> None:
             hit += status == signal.SIGKILL
             assert status in (0, signal.SIGKILL), (place, times, status)
         rig.run(VERSIONS)
-        assert hit >= 3, (place, hit)
+        assert hit >= (2 if place == "norm.noted" else 3), (place, hit)  # there every fifth version
         assert rig.content() == whole, place
 
 

@@ -31,7 +31,7 @@ MOST_THREADS = 64
 PROGRESS_AT = 0
 """Where the number of the last version that was published lies in the memory of a journal."""
 
-_PUBLISHED, _BEGUN, _RELEASED = 0, 1, 2
+_PUBLISHED, _BEGUN, _RELEASED, _NORMED, _NORM = 0, 1, 2, 3, 4
 _HEAD_WORDS = 8
 _CELL_BITS = 24  # of an armed word, which also has the version; Layout has fewer cells
 
@@ -186,6 +186,17 @@ class Journal:
     def begin(self, version: int) -> None:
         """Notes that a version is begun, with the numbers that are saved."""
         self._head[_BEGUN] = version
+
+    def note_norm(self, version: int, norm: float) -> None:
+        """Notes the norm of a version, before what it was taken of is changed."""
+        self._head[_NORM : _NORM + 1].view(np.float64)[0] = norm
+        self._head[_NORMED] = version
+
+    def norm(self, version: int) -> float | None:
+        """The norm of a version, if it is noted."""
+        if self._head[_NORMED] != version:
+            return None
+        return float(self._head[_NORM : _NORM + 1].view(np.float64)[0])
 
     # ---- cells
 

@@ -145,6 +145,7 @@ class Shard:
                 "version.begun": Shard._begin,
                 "version.reduced": Shard._keep_reduced,
                 "norms": lambda _, step: step.take_norm(),
+                "norm.noted": Shard._note_norm,
                 "cells": Shard._make_cells,
                 "version.counted": Shard._count,
             },
@@ -152,6 +153,7 @@ class Shard:
                 "publishes": lambda _, step: step.publishes,
                 "reduces": lambda _, step: step.reduces,
                 "looks": lambda _, step: step.looks,
+                "rescales": self._kernel.changes_kept and (lambda _, step: step.rescales),
                 "journaled": self._journal is not None and (lambda _, step: step.trains),
                 "applies": lambda _, step: step.applies,
             },
@@ -301,6 +303,11 @@ class Shard:
     def _begin(self, step: Step) -> None:
         assert self._journal
         self._journal.begin(step.head.version)
+
+    @staticmethod
+    def _note_norm(_: Shard, step: Step) -> None:
+        assert step.journal
+        step.journal.note_norm(step.head.version, step.norm)
 
     def _make_cells(self, step: Step) -> None:
         """Makes those cells and tables of the version that are not made."""
@@ -466,6 +473,8 @@ class Shard:
             journal = None  # it is reduced anew, all of it
         contribute = partial(self._contributions, commits)
         step = Step(commits, exchange, publisher, arrivals, contribute, journal)
+        if journal and (norm := journal.norm(step.head.version)) is not None:
+            step.take_noted(norm)
         self._walk(self, step)
         return step.finite, step.norm
 

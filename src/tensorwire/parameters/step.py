@@ -91,13 +91,27 @@ class Step:
         return self._contribute()
 
     @property
+    def rescales(self) -> bool:
+        """A norm was taken of what is kept, which is about to be changed cell by cell."""
+        return self.looks and self.journal is not None
+
+    @property
     def applies(self) -> bool:
         """Parameters are to be changed."""
         return self.trains and (self.finite or not self.head.flags & CHECK_FINITE)
 
     def take_norm(self) -> None:
         """Finds out what all servers together know of the gradient."""
-        self.norm = _root_of_sum(self._exchange(self.sums))
+        self.know_norm(_root_of_sum(self._exchange(self.sums)))
+
+    def take_noted(self, norm: float) -> None:
+        """A predecessor has noted the norm, and may have changed what it was taken of."""
+        self.looks = self.reduces = False
+        self.know_norm(norm)
+
+    def know_norm(self, norm: float) -> None:
+        """What follows from the norm."""
+        self.norm = norm
         self.finite = math.isfinite(self.norm)
         if self.head.max_norm < math.inf:
             # As torch.nn.utils.clip_grad_norm_.
