@@ -97,7 +97,7 @@ def as_table(report):
     time("exposed_communication_s", "  exposed communication")
     time("hidden_communication_s", "hidden behind computation")
     time("server_work_s", "server: work")
-    if report["server_notes_s"]:  # tensorwire run --durable
+    if report["server_notes_s"]:  # where killed processes are replaced
         time("server_notes_s", "  of it copies, in case it is killed")
     time("server_wait_s", "server: waiting for the last slice")
     table.add_row("pushed per step and worker", f"{report['bytes_pushed_per_step'] / 1e3:.1f} kB")
