@@ -1,0 +1,267 @@
+"""A grpcio server whose large payload comes and goes ahead of its messages.
+
+All is done by one interceptor, outside of the user's: it wraps the handler of a call, which the
+user's interceptors have seen already, with what turns grpcio's bytes into messages and back. So the
+handlers, their contexts and the order of everything are grpcio's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+
+from .envelope import MAGIC, read_mark
+from .inbox import RefusedError
+from .incoming import Reader
+from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
+from .outgoing import PLAIN, CallLink, SentMessage
+from .session import RpcSession
+from .tensors import Holding
+
+
+class Arrived:
+    """A request as it came; it becomes the user's in the thread of the servicer."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Handler(grpc.RpcMethodHandler):
+    """A handler in the place of the user's, of which it keeps all other attributes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.request_streaming = inner.request_streaming
+        self.response_streaming = inner.response_streaming
+        self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = None
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Interceptor(grpc.ServerInterceptor):
+    """Answers the reserved method, and wraps the handlers of calls of a session.
+
+    Args:
+        registry: the server's sessions.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method == OPEN:
+            return self._reserved
+        handler = continuation(handler_call_details)
+        if handler is None or getattr(handler, "experimental_non_blocking", False):
+            return handler
+        found = None
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == MARK:
+                found = read_mark(value)
+        reader = Reader(handler.request_deserializer)
+        return wrap(handler, reader, check_mark(self._registry, found), found)
+
+    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return self._registry.open(request, encrypted=is_encrypted(context))
+        except DeclinedError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError
+
+
+def is_encrypted(context: Any) -> bool:
+    """Whether a call came over a secure port."""
+    kinds = context.auth_context().get("transport_security_type", ())
+    return list(kinds) != [b"insecure"] and bool(kinds)
+
+
+def wrap(
+    handler: Any, reader: Reader, session: RpcSession | None, found: tuple[bytes, int, int] | None
+) -> Handler:
+    """The handler of one call.
+
+    Args:
+        handler: the user's.
+        reader: of its requests.
+        session: of the call.
+        found: the mark of the call, None if it has none: then nothing in it can be an envelope.
+    """
+    wrapped = Handler(handler)
+    respond = handler.response_serializer
+    if found is None:
+        wrapped.request_deserializer = reader.inside
+    else:
+        wrapped.request_deserializer = lambda data: (
+            Arrived(data) if data.startswith(MAGIC) else reader.inside(data)
+        )
+    wrapped.response_serializer = lambda outgoing: outgoing.serialize(respond)
+    arity = (
+        ("stream_" if handler.request_streaming else "unary_")
+        + ("stream" if handler.response_streaming else "unary")
+    )  # fmt: skip
+    behavior = getattr(handler, arity)
+    call = None if session is None or found is None else found[1:]
+
+    def link_of(context: grpc.ServicerContext) -> CallLink:
+        if session is None or call is None:
+            return PLAIN
+        return CallLink(session, call, timeout_s=context.time_remaining(), needed=context.is_active)
+
+    def open_one(arrived: Any, context: grpc.ServicerContext, holdings: list[Holding]) -> Any:
+        if type(arrived) is not Arrived:
+            return arrived
+        try:
+            message = reader.read(arrived.data, partial(_only, session), holdings)
+        except RefusedError as error:
+            refuse(context, error)
+        except Exception:
+            context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+        if session is not None and call is not None and not handler.request_streaming:
+            session.confirm(call)
+        return message
+
+    def run(request: Any, context: grpc.ServicerContext) -> Any:
+        link = link_of(context)
+        holdings: list[Holding] = []
+        if handler.request_streaming:
+            if session is not None and call is not None:
+                session.confirm(call)
+            request = Arriving(request, open_one, context)
+        else:
+            request = open_one(request, context, holdings)
+        responses = behavior(request, context)
+        del request
+        for holding in holdings:
+            holding.look()  # the servicer has the message no longer, unless it keeps it
+        if handler.response_streaming:
+            return Leaving(responses, link)
+        return SentMessage(responses, link, last=True)
+
+    setattr(wrapped, arity, run)
+    return wrapped
+
+
+def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
+    """Ends a call whose request names memory that is not there; the servicer has not run."""
+    context.set_trailing_metadata((*(context.trailing_metadata() or ()), (REFUSED, "1")))
+    context.abort(
+        grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
+    )
+
+
+def _only(session: RpcSession | None, id: bytes) -> RpcSession | None:
+    """Memory is of the session of the call, and of no other one that the client knows."""
+    return session if session is not None and session.id == id else None
+
+
+class Arriving:
+    """The requests of a stream, for the servicer."""
+
+    def __init__(self, requests: Any, open_one: Callable[..., Any], context: Any) -> None:
+        self._requests = requests
+        self._open = open_one
+        self._context = context
+
+    def __iter__(self) -> Arriving:
+        return self
+
+    def __next__(self) -> Any:
+        return self._open(next(self._requests), self._context, [])
+
+    next = __next__
+
+
+class Leaving:
+    """The servicer's responses, each with its link."""
+
+    def __init__(self, responses: Any, link: CallLink) -> None:
+        self._responses = responses
+        self._link = link
+
+    def __iter__(self) -> Iterator[SentMessage]:
+        return self
+
+    def __next__(self) -> SentMessage:
+        return SentMessage(next(self._responses), self._link, last=True)
+
+
+class RpcServer(grpc.Server):
+    """A `grpc.Server`; made by `server`.
+
+    Args:
+        inner: of grpcio, with an Interceptor of the registry as its first one.
+        registry: the sessions.
+
+    Attributes:
+        inner: of grpcio.
+    """
+
+    def __init__(self, inner: grpc.Server, registry: Registry) -> None:
+        self.inner = inner
+        self._registry = registry
+        weakref.finalize(self, registry.close).atexit = False
+
+    @property
+    def sessions(self) -> list[RpcSession]:
+        """The clients that payload is exchanged with."""
+        return self._registry.sessions
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
+        self.inner.add_registered_method_handlers(service_name, method_handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        port: int = self.inner.add_insecure_port(address)
+        if host := outside_host(address):
+            self._registry.listen(host)
+        return port
+
+    def add_secure_port(self, address: str, server_credentials: Any) -> int:
+        port: int = self.inner.add_secure_port(address, server_credentials)
+        return port
+
+    def start(self) -> None:
+        self.inner.start()
+
+    def stop(self, grace: float | None) -> Any:
+        stopped = self.inner.stop(grace)
+        if stopped.is_set():
+            self._registry.close()
+        else:
+            _when_set(stopped, self._registry.close)
+        return stopped
+
+    def wait_for_termination(self, timeout: float | None = None) -> bool:
+        return bool(self.inner.wait_for_termination(timeout))
+
+
+def outside_host(address: str) -> str:
+    """The host of a port that other hosts reach, as a Node takes it; "" for loopback and others."""
+    if address.startswith(("unix:", "unix-abstract:", "vsock:")):
+        return ""
+    host = address.rpartition(":")[0].strip("[]")
+    if host in ("", "localhost", "::1") or host.startswith("127."):
+        return ""
+    return host
+
+
+def _when_set(event: Any, action: Callable[[], None]) -> None:
+    import threading
+
+    def wait() -> None:
+        event.wait()
+        action()
+
+    threading.Thread(target=wait, name="tensorwire-rpc-stop", daemon=True).start()
