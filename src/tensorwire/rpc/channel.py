@@ -21,7 +21,7 @@ from .calls import ResentFuture, ResentStream
 from .envelope import mark
 from .incoming import Reader
 from .negotiation import MARK, OPEN, REFUSED, SessionKeeper, Terms
-from .outgoing import PLAIN, CallLink, SentMessage
+from .outgoing import PLAIN, CallLink, SentMessage, always, no_deadline
 from .session import RpcSession
 from .tensors import delivered
 
@@ -174,8 +174,10 @@ class _Method:
         call = None if session is None else session.begin_call()
         if session is None or call is None:
             return PLAIN, metadata
-        marked = (*(metadata or ()), (MARK, mark(session.id, *call)))
-        return CallLink(session, call, timeout_s=timeout), marked
+        marked = (MARK, mark(session.id, *call))
+        remaining = no_deadline if timeout is None else partial(_left, timeout, time.monotonic())
+        link = CallLink(session, call, remaining, always)
+        return link, (*metadata, marked) if metadata else (marked,)
 
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
         inner = self._channel.inner.unary_unary(OPEN)
@@ -228,8 +230,9 @@ class _UnaryRequest(_Method):
     ) -> Any:
         started = time.monotonic()
         link, marked = self._begin(timeout, metadata, wait_for_ready, waits=True)
-        timeout = _left(timeout, started)
         outgoing = SentMessage(request, link, last=False)
+        if timeout is not None:
+            timeout = _left(timeout, started)
         try:
             answer = call(outgoing, timeout, marked, credentials, wait_for_ready, compression)
         except grpc.RpcError as error:
@@ -241,7 +244,8 @@ class _UnaryRequest(_Method):
             raise
         else:
             self._end(link, True)
-            delivered(outgoing.tickets)
+            if outgoing.tickets:
+                delivered(outgoing.tickets)
             return answer
         plain = SentMessage(request, PLAIN, last=False)
         answer = call(

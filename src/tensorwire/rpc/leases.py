@@ -86,7 +86,12 @@ class LeasePool:
         return self._bytes
 
     def take(
-        self, size_bytes: int, call: tuple[int, int], patience_s: float, needed: Callable[[], bool]
+        self,
+        size_bytes: int,
+        call: tuple[int, int],
+        patience_s: float,
+        needed: Callable[[], bool],
+        answer_s: float = 5.0,
     ) -> Lease | None:
         """Takes memory for one message.
 
@@ -95,8 +100,9 @@ class LeasePool:
         Args:
             size_bytes: at least so much.
             call: the number of the call in its session.
-            patience_s: how long to wait.
+            patience_s: how long to wait for credits.
             needed: asked while waiting; False ends it.
+            answer_s: how long the receiver may take to allocate.
 
         Returns:
             None: there is none, so the message has to travel without.
@@ -126,10 +132,10 @@ class LeasePool:
             except TimeoutError:
                 pass
         try:
-            memory = self._peer.allocate(size_bytes, lease_name(serial), timeout_s=5)
+            memory = self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
         except PeerLostError:
             raise
-        except (TensorwireError, MemoryError):  # its quota or its memory is used up
+        except (TensorwireError, MemoryError):  # used up, or it does not answer
             with self._lock:
                 self._bytes -= size_bytes
                 self._slots.append(slot)
@@ -220,9 +226,9 @@ def _rounded(size_bytes: int) -> int:
 
 def _free(lease: Lease) -> None:
     try:
-        lease.memory.free(timeout_s=1)
+        lease.memory.free(timeout_s=0.05)
     except TensorwireError:
-        pass  # the session is over, and the memory gone with it
+        pass  # it will do so when it can, or the session is over and the memory gone with it
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -270,7 +270,9 @@ class SessionKeeper:
     def ready(self) -> RpcSession | None:
         """The session, if there is one already that is to be used."""
         session = self._session
-        if session is None or session.lost or time.monotonic() < self._pause_until:
+        if session is None or session.lost:
+            return None
+        if self._pause_until and time.monotonic() < self._pause_until:
             return None
         return session
 

@@ -20,7 +20,7 @@ from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
 from .leases import Lease, place
 from .session import RpcSession
 from .tensors import delivered, source_of
-from .walk import tensors
+from .walk import may_have_tensors, tensors
 
 Serializer = Callable[[Any], bytes] | None
 
@@ -30,17 +30,22 @@ _SLICE_S = 0.1
 class CallLink:
     """One call as the end sees it that sends in it: its session and its number there.
 
+    Args:
+        session: of the call; None: everything travels inside.
+        call: its number.
+        remaining: seconds to its deadline, None if it has none.
+        needed: whether the call goes on.
+
     Attributes:
-        session, call: of the call; without a session everything travels inside.
+        session, call, needed: as given.
         leases: what was sent in the call, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
-        needed: whether the call goes on.
         foreign: somebody else has the call, so everything travels inside.
         ended: the call is over; whoever sends in it still takes that back.
     """
 
     __slots__ = (
-        "_until",
+        "_remaining",
         "call",
         "ended",
         "foreign",
@@ -54,28 +59,34 @@ class CallLink:
         self,
         session: RpcSession | None,
         call: tuple[int, int],
-        *,
-        timeout_s: float | None = None,
-        needed: Callable[[], bool] = lambda: True,
-        must_confirm: bool = False,
+        remaining: Callable[[], float | None],
+        needed: Callable[[], bool],
     ) -> None:
         self.session = session
         self.call = call
         self.leases: list[Lease] = []
-        self.must_confirm = must_confirm
+        self.must_confirm = False
         self.needed = needed
         self.foreign = False
         self.ended = False
-        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        self._remaining = remaining
 
     def left_s(self, at_most: float) -> float:
         """Seconds to the deadline of the call, and not more than `at_most`."""
-        if self._until is None:
-            return at_most
-        return min(at_most, max(self._until - time.monotonic(), 0.0))
+        remaining = self._remaining()
+        return at_most if remaining is None else min(at_most, max(remaining, 0.0))
 
 
-PLAIN = CallLink(None, (0, 0))
+def no_deadline() -> None:
+    """Of a call without one."""
+
+
+def always() -> bool:
+    """Of a call that cannot end while its message is made."""
+    return True
+
+
+PLAIN = CallLink(None, (0, 0), no_deadline, always)
 """For calls without a session."""
 
 
@@ -90,7 +101,7 @@ class SentMessage:
         last: the arrays are let go when it has left, and not when the call has ended well.
     """
 
-    __slots__ = ("ahead", "last", "link", "message", "tickets")
+    __slots__ = ("_begun", "ahead", "last", "link", "message", "tickets")
 
     def __init__(self, message: Any, link: CallLink, *, last: bool) -> None:
         self.message = message
@@ -98,6 +109,12 @@ class SentMessage:
         self.last = last
         self.ahead = False
         self.tickets: list[int] = []
+        self._begun = False
+
+    def __del__(self) -> None:
+        # grpcio drops it where the call has ended before it was asked for its bytes.
+        if self.last and not self._begun and may_have_tensors(type(self.message)):
+            delivered([each.ticket for each in tensors(self.message)])
 
     def serialize(self, serializer: Serializer) -> bytes:
         """The bytes that travel.
@@ -106,50 +123,52 @@ class SentMessage:
             StaleHandleError: the array of a Tensor is gone.
             Exception: what the serializer raises.
         """
-        arrays = {t.ticket: source_of(t) for t in tensors(self.message) if t.ticket}
-        self.tickets = list(arrays)
-        link = self.link
-        session = link.session
+        self._begun = True
+        session = None if self.link.foreign else self.link.session
+        arrays: dict[int, NDArray[np.uint8]] = {}
+        body = None
+        if may_have_tensors(type(self.message)):
+            arrays = {t.ticket: source_of(t) for t in tensors(self.message) if t.ticket}
+            self.tickets = list(arrays)
+        if not arrays:
+            body = self.message if serializer is None else serializer(self.message)
+            if session is None or not isinstance(body, bytes):
+                return body  # what is no message, grpcio says
+            if len(body) < session.limits.threshold_bytes and not body.startswith(MAGIC):
+                return body
         data = None
-        if session is not None and not link.foreign:
+        if session is not None:
             try:
-                data = self._ahead(session, arrays, serializer)
+                data = self._ahead(session, arrays, body, serializer)
             except TensorwireError:
                 pass  # the session is over; the call is not
         if data is None:
-            data = _inside(self.message, arrays, serializer)
-            if session is not None and not link.foreign and _is_like_envelope(data):
+            data = _inside(self.message, arrays, serializer) if body is None else body
+            if session is not None and not self.link.foreign and data.startswith(MAGIC):
                 data = escape(session.id, data)
-        if self.last:
+        if self.last and arrays:
             delivered(self.tickets)
         return data
 
     def _ahead(
-        self, session: RpcSession, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer
+        self,
+        session: RpcSession,
+        arrays: dict[int, NDArray[np.uint8]],
+        body: bytes | None,
+        serializer: Serializer,
     ) -> bytes | None:
         """An envelope, for what is worth it; None where it travels inside."""
-        link = self.link
         threshold = session.limits.threshold_bytes
         beside: dict[int, Any] = {}
-        if sum(array.nbytes for array in arrays.values()) >= threshold:
-            beside.update(arrays)
-        if len(beside) >= MAX_PIECES:
-            return None
-        if beside or not arrays:
-            body = self.message if serializer is None else serializer(self.message)
-        else:
-            body = _inside(self.message, arrays, serializer)
-        if not isinstance(body, bytes):
-            return None  # no message, which grpcio says
+        if body is None:
+            if sum(array.nbytes for array in arrays.values()) >= threshold:
+                beside.update(arrays)
+            if len(beside) >= MAX_PIECES:
+                return None
+            body = _inside(self.message, {} if beside else arrays, serializer)
         if len(body) >= threshold:
             beside[BODY] = body
-        if beside:
-            sealed = self._place(session, beside, b"" if BODY in beside else body)
-            if sealed is not None:
-                return sealed
-        if link.foreign or beside.keys() - {BODY}:
-            return None
-        return escape(session.id, body) if _is_like_envelope(body) else body
+        return self._place(session, beside, b"" if BODY in beside else body) if beside else None
 
     def _place(self, session: RpcSession, beside: dict[int, Any], body: bytes) -> bytes | None:
         link = self.link
@@ -162,7 +181,9 @@ class SentMessage:
         sources = list(beside.values())
         sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
         offsets, size = place(sizes)
-        lease = session.leases_there.take(size, link.call, link.left_s(patience_s), link.needed)
+        lease = session.leases_there.take(
+            size, link.call, link.left_s(patience_s), link.needed, link.left_s(5.0)
+        )
         if lease is None:
             return None
         leases = (each for each in link.leases if each is not lease)
@@ -196,10 +217,6 @@ class SentMessage:
             except TimeoutError:
                 if not self.link.needed() or self.link.left_s(1) <= 0:
                     return False
-
-
-def _is_like_envelope(data: Any) -> bool:
-    return isinstance(data, bytes) and data.startswith(MAGIC)
 
 
 def embed(message: Any) -> Any:

@@ -7,9 +7,11 @@ handlers, their contexts and the order of everything are grpcio's own.
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import grpc
@@ -22,6 +24,14 @@ from .outgoing import PLAIN, CallLink, SentMessage
 from .session import RpcSession
 from .tensors import Holding
 
+_LOG = logging.getLogger("tensorwire.rpc")
+
+
+@lru_cache(maxsize=1024)
+def reader_of(deserializer: Any) -> Reader:
+    """The Reader of a deserializer, which most calls of a server share."""
+    return Reader(deserializer)
+
 
 class Arrived:
     """A request as it came; it becomes the user's in the thread of the servicer."""
@@ -30,19 +40,6 @@ class Arrived:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-
-
-class Handler(grpc.RpcMethodHandler):
-    """A handler in the place of the user's, of which it keeps all other attributes."""
-
-    def __init__(self, inner: Any) -> None:
-        self.request_streaming = inner.request_streaming
-        self.response_streaming = inner.response_streaming
-        self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = None
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class Interceptor(grpc.ServerInterceptor):
@@ -66,8 +63,12 @@ class Interceptor(grpc.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == MARK:
                 found = read_mark(value)
-        reader = Reader(handler.request_deserializer)
-        return wrap(handler, reader, check_mark(self._registry, found), found)
+        session = None if found is None else check_mark(self._registry, found)
+        try:
+            reader = reader_of(handler.request_deserializer)
+        except TypeError:  # a callable without a hash
+            reader = Reader(handler.request_deserializer)
+        return ServedCall(handler, reader, session, found)
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         try:
@@ -85,10 +86,8 @@ def is_encrypted(context: Any) -> bool:
     return list(kinds) != [b"insecure"] and bool(kinds)
 
 
-def wrap(
-    handler: Any, reader: Reader, session: RpcSession | None, found: tuple[bytes, int, int] | None
-) -> Handler:
-    """The handler of one call.
+class ServedCall(grpc.RpcMethodHandler):
+    """The handler of one call, in the place of the user's, of which it keeps all other attributes.
 
     Args:
         handler: the user's.
@@ -96,59 +95,89 @@ def wrap(
         session: of the call.
         found: the mark of the call, None if it has none: then nothing in it can be an envelope.
     """
-    wrapped = Handler(handler)
-    respond = handler.response_serializer
-    if found is None:
-        wrapped.request_deserializer = reader.inside
-    else:
-        wrapped.request_deserializer = lambda data: (
-            Arrived(data) if data.startswith(MAGIC) else reader.inside(data)
-        )
-    wrapped.response_serializer = lambda outgoing: outgoing.serialize(respond)
-    arity = (
-        ("stream_" if handler.request_streaming else "unary_")
-        + ("stream" if handler.response_streaming else "unary")
-    )  # fmt: skip
-    behavior = getattr(handler, arity)
-    call = None if session is None or found is None else found[1:]
 
-    def link_of(context: grpc.ServicerContext) -> CallLink:
-        if session is None or call is None:
-            return PLAIN
-        return CallLink(session, call, timeout_s=context.time_remaining(), needed=context.is_active)
+    unary_unary = unary_stream = stream_unary = stream_stream = None
 
-    def open_one(arrived: Any, context: grpc.ServicerContext, holdings: list[Holding]) -> Any:
-        if type(arrived) is not Arrived:
-            return arrived
-        try:
-            message = reader.read(arrived.data, partial(_only, session), holdings)
-        except RefusedError as error:
-            refuse(context, error)
-        except Exception:
-            context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
-        if session is not None and call is not None and not handler.request_streaming:
-            session.confirm(call)
-        return message
-
-    def run(request: Any, context: grpc.ServicerContext) -> Any:
-        link = link_of(context)
-        holdings: list[Holding] = []
-        if handler.request_streaming:
-            if session is not None and call is not None:
-                session.confirm(call)
-            request = Arriving(request, open_one, context)
+    def __init__(
+        self,
+        handler: Any,
+        reader: Reader,
+        session: RpcSession | None,
+        found: tuple[bytes, int, int] | None,
+    ) -> None:
+        self.request_streaming = handler.request_streaming
+        self.response_streaming = handler.response_streaming
+        self.request_deserializer = reader.inside if found is None else self._receive
+        self.response_serializer = self._send
+        self._handler = handler
+        self._reader = reader
+        self._session = session
+        self._call = (0, 0) if found is None else found[1:]
+        if self.request_streaming:
+            if self.response_streaming:
+                self.stream_stream = self._run
+            else:
+                self.stream_unary = self._run
+        elif self.response_streaming:
+            self.unary_stream = self._run
         else:
-            request = open_one(request, context, holdings)
+            self.unary_unary = self._run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def _receive(self, data: bytes) -> Any:
+        return Arrived(data) if data.startswith(MAGIC) else self._reader.inside(data)
+
+    def _send(self, outgoing: SentMessage) -> bytes:
+        return outgoing.serialize(self._handler.response_serializer)
+
+    def _run(self, request: Any, context: grpc.ServicerContext) -> Any:
+        holdings: list[Holding] = []
+        if self.request_streaming:
+            self._confirm()
+            request = Arriving(request, self, context)
+        elif type(request) is Arrived:
+            request = self.open_one(request, context, holdings)
+            self._confirm()
+        handler = self._handler
+        if self.request_streaming:
+            behavior = handler.stream_stream if self.response_streaming else handler.stream_unary
+        else:
+            behavior = handler.unary_stream if self.response_streaming else handler.unary_unary
         responses = behavior(request, context)
         del request
         for holding in holdings:
             holding.look()  # the servicer has the message no longer, unless it keeps it
-        if handler.response_streaming:
+        link = PLAIN
+        if self._session is not None:
+            link = CallLink(self._session, self._call, context.time_remaining, context.is_active)
+        if self.response_streaming:
             return Leaving(responses, link)
         return SentMessage(responses, link, last=True)
 
-    setattr(wrapped, arity, run)
-    return wrapped
+    def open_one(
+        self, arrived: Arrived, context: grpc.ServicerContext, holdings: list[Holding]
+    ) -> Any:
+        """The user's request; ends the call if there is none.
+
+        Args:
+            arrived: as it came.
+            context: of the call.
+            holdings: gets what keeps the memory of its Tensors.
+        """
+        try:
+            return self._reader.read(arrived.data, partial(_only, self._session), holdings)
+        except RefusedError as error:
+            refuse(context, error)
+        except Exception:
+            _LOG.exception("a request could not be deserialized")
+            context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+        raise AssertionError
+
+    def _confirm(self) -> None:
+        if self._session is not None:
+            self._session.confirm(self._call)
 
 
 def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
@@ -167,16 +196,19 @@ def _only(session: RpcSession | None, id: bytes) -> RpcSession | None:
 class Arriving:
     """The requests of a stream, for the servicer."""
 
-    def __init__(self, requests: Any, open_one: Callable[..., Any], context: Any) -> None:
+    def __init__(self, requests: Any, call: ServedCall, context: Any) -> None:
         self._requests = requests
-        self._open = open_one
+        self._call = call
         self._context = context
 
     def __iter__(self) -> Arriving:
         return self
 
     def __next__(self) -> Any:
-        return self._open(next(self._requests), self._context, [])
+        arrived = next(self._requests)
+        if type(arrived) is not Arrived:
+            return arrived
+        return self._call.open_one(arrived, self._context, [])
 
     next = __next__
 
@@ -258,8 +290,6 @@ def outside_host(address: str) -> str:
 
 
 def _when_set(event: Any, action: Callable[[], None]) -> None:
-    import threading
-
     def wait() -> None:
         event.wait()
         action()

@@ -7,7 +7,6 @@ ends with the peer.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -93,9 +92,8 @@ class RpcSession:
         self.leases_here = Inbox(node, self._other_board)
         self.leases_there = LeasePool(peer, board, lent_bytes)
         self._late: deque[tuple[float, Sequence[Lease], tuple[int, int]]] = deque()
-        self._lock = threading.Lock()
         self._generations = [0] * CALLS
-        self._idle_calls = list(range(CALLS))
+        self._idle_calls = deque(range(CALLS))
         self.recent: deque[Watched] = deque(maxlen=8)
         JANITOR.watch(self)
 
@@ -129,12 +127,12 @@ class RpcSession:
 
     def begin_call(self) -> tuple[int, int] | None:
         """Takes a number for a call; None: as many are under way as there are numbers."""
-        with self._lock:
-            if not self._idle_calls:
-                return None
-            slot = self._idle_calls.pop()
-            self._generations[slot] += 1
-            return slot, self._generations[slot]
+        try:
+            slot = self._idle_calls.pop()  # atomic, as is the append that gives it back
+        except IndexError:
+            return None
+        self._generations[slot] += 1
+        return slot, self._generations[slot]
 
     def end_call(self, call: tuple[int, int], leases: Sequence[Lease], complete: bool) -> None:
         """Gives a number back, and takes back what was sent in the call and not seen.
@@ -150,8 +148,7 @@ class RpcSession:
             self.leases_there.retire(leases, call)
         elif leases:
             self._late.append((time.monotonic() + _GRACE_S, leases, call))
-        with self._lock:
-            self._idle_calls.append(call[0])
+        self._idle_calls.append(call[0])
 
     def confirm(self, call: tuple[int, int]) -> None:
         """The server tells the client that the call is one of this session."""

@@ -7,6 +7,7 @@ looked into.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from .tensor_pb2 import Tensor
 
 _NAME = Tensor.DESCRIPTOR.full_name
 
+_types: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _ways: dict[Any, tuple[tuple[str, str], ...]] = {}
 
 
@@ -23,11 +25,15 @@ def is_tensor_message(message: object) -> bool:
 
 
 def may_have_tensors(message_type: Any) -> bool:
-    """Whether messages of this class (or serializers of unknown kind) can have a Tensor."""
-    descriptor = getattr(message_type, "DESCRIPTOR", None)
-    if descriptor is None or not hasattr(descriptor, "fields"):
-        return False
-    return descriptor.full_name == _NAME or bool(_ways_from(descriptor))
+    """Whether objects of this class can have a Tensor."""
+    known = _types.get(message_type)
+    if known is None:
+        descriptor = getattr(message_type, "DESCRIPTOR", None)
+        known = False
+        if descriptor is not None and hasattr(descriptor, "fields"):
+            known = descriptor.full_name == _NAME or bool(_ways_from(descriptor))
+        _types[message_type] = known
+    return known
 
 
 def tensors(message: Any, passed: list[Any] | None = None) -> Iterator[Any]:
