@@ -436,6 +436,8 @@ def test_wait_for_ready(ends: Ends) -> None:
     second.stop(0).wait()
 
 
+# grpcio's thread that looks at connectivity does not survive that its channel is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_connectivity(four: Any) -> None:
     states: list[Any] = []
     four.subscribe(states.append, try_to_connect=True)

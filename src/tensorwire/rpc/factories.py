@@ -19,7 +19,7 @@ def insecure_channel(
     options: Any = None,
     compression: Any = None,
     *,
-    threshold_bytes: int = _DEFAULT.threshold_bytes,
+    threshold_bytes: int | None = None,
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
     transports: tuple[str, ...] = ("shm", "tcp"),
@@ -30,7 +30,8 @@ def insecure_channel(
         target: as there.
         options: as there.
         compression: as there.
-        threshold_bytes: a message whose payload is smaller travels as it is.
+        threshold_bytes: a message whose payload is smaller travels as it is. Default: 256 KiB on
+            shared memory, 2 MiB on tcp, and 64 KiB of Tensors.
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         transports: by which payload may travel; () for not at all.
@@ -46,7 +47,7 @@ def secure_channel(
     options: Any = None,
     compression: Any = None,
     *,
-    threshold_bytes: int = _DEFAULT.threshold_bytes,
+    threshold_bytes: int | None = None,
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
     plaintext_transports: tuple[str, ...] = (),
@@ -78,7 +79,7 @@ def server(
     compression: Any = None,
     xds: bool = False,
     *,
-    threshold_bytes: int = _DEFAULT.threshold_bytes,
+    threshold_bytes: int | None = None,
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
     transports: tuple[str, ...] = ("shm", "tcp"),
@@ -116,8 +117,8 @@ def server(
     return RpcServer(inner, registry)
 
 
-def _limits(threshold_bytes: int, pool_bytes: int, patience_s: float) -> Limits:
-    if threshold_bytes < 0 or pool_bytes < 1 or not patience_s >= 0:
+def _limits(threshold_bytes: int | None, pool_bytes: int, patience_s: float) -> Limits:
+    if (threshold_bytes or 0) < 0 or pool_bytes < 1 or not patience_s >= 0:
         raise ValueError(
             "threshold_bytes and patience_s are 0 or more, pool_bytes 1 or more, not "
             f"{threshold_bytes}, {patience_s} and {pool_bytes}"

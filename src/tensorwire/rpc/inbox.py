@@ -13,7 +13,6 @@ from tensorwire.errors import TensorwireError
 from tensorwire.memory import Node, Region, RemoteRegion
 
 from .envelope import Envelope, lease_name
-from .janitor import JANITOR
 from .leases import SLOTS
 
 
@@ -47,10 +46,10 @@ class Landed:
         return self.memory[offset : offset + size].memoryview()
 
     def give_back(self) -> None:
-        """Lets the sender use the memory again, soon; calling it again does nothing."""
+        """Lets the sender use the memory again; calling it again does nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
-            JANITOR.soon(give_back)
+            give_back()
 
 
 class Inbox:
@@ -113,15 +112,14 @@ class Inbox:
         return region
 
     def _give_back(self, slot: int, turn: int) -> None:
-        """In the janitor's thread alone, so that the count has one writer."""
         with self._lock:
             self._held.discard((slot, turn))
             known = self._regions.get(slot)
             if known is not None and known[1].freed:
                 del self._regions[slot]
-        self._count += 1
-        try:
-            self._credits.word(8 * (1 + slot)).set(turn)
-            self._count_word.set(self._count)
-        except TensorwireError:
-            pass  # the session is over, and nobody waits
+            self._count += 1
+            try:
+                self._credits.word(8 * (1 + slot)).set(turn)
+                self._count_word.set(self._count)
+            except TensorwireError:
+                pass  # the session is over, and nobody waits

@@ -1,8 +1,7 @@
 """One thread per process that gives memory back: what must not happen where it is noticed.
 
-A finalizer may run in any thread, at any allocation, so it only puts what is to be done into a
-queue. What nobody reports (a message that was dropped, a peer that died) is looked for in turns, as
-long as somebody has asked for that.
+What nobody reports (a message that was dropped, a peer that died) is looked for in turns, as long
+as somebody has asked for that. What may block is put into a queue.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Janitor:
         self._begin()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Has `work` done by the thread. Also from finalizers: it takes no lock."""
+        """Has `work` done by the thread."""
         self._queue.put(work)
 
     def watch(self, watched: Watched) -> None:

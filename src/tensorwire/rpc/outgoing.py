@@ -134,7 +134,7 @@ class SentMessage:
             body = self.message if serializer is None else serializer(self.message)
             if session is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
-            if len(body) < session.limits.threshold_bytes and not body.startswith(MAGIC):
+            if len(body) < session.threshold_bytes and not body.startswith(MAGIC):
                 return body
         data = None
         if session is not None:
@@ -158,10 +158,11 @@ class SentMessage:
         serializer: Serializer,
     ) -> bytes | None:
         """An envelope, for what is worth it; None where it travels inside."""
-        threshold = session.limits.threshold_bytes
+        threshold = session.threshold_bytes
         beside: dict[int, Any] = {}
         if body is None:
-            if sum(array.nbytes for array in arrays.values()) >= threshold:
+            size = sum(array.nbytes for array in arrays.values())
+            if size >= session.arrays_threshold_bytes:
                 beside.update(arrays)
             if len(beside) >= MAX_PIECES:
                 return None

@@ -12,12 +12,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.errors import ClosedError, TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .inbox import Inbox
 from .janitor import JANITOR, Watched
 from .leases import SLOTS, Lease, LeasePool
+
+THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
+"""In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
+ARRAYS_THRESHOLD = 1 << 16
+"""Of the arrays of a message, which otherwise pass through protobuf."""
 
 CALLS = 1024
 """Calls of a session at a time that may have payload beside them."""
@@ -32,12 +37,13 @@ class Limits:
     """What one end grants, and when it sends payload beside a message.
 
     Attributes:
-        threshold_bytes: from where payload travels beside the message.
+        threshold_bytes: from where payload travels beside the message; None: what pays on the way
+            that it takes, see `THRESHOLDS`.
         pool_bytes: memory of one session at one end, that the other writes into.
         patience_s: how long a message waits for memory before it travels without.
     """
 
-    threshold_bytes: int = 1 << 18
+    threshold_bytes: int | None = None
     pool_bytes: int = 1 << 30
     patience_s: float = 1.0
 
@@ -53,6 +59,7 @@ class RpcSession:
     Attributes:
         id, limits, peer: as given.
         transport: by which payload travels.
+        threshold_bytes, arrays_threshold_bytes: from where messages and arrays do.
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
         recent: what the latest messages are held by, see `look_at_recent`.
@@ -85,6 +92,9 @@ class RpcSession:
         self.limits = limits
         self.peer = peer
         self.transport = peer.path.transport
+        own = limits.threshold_bytes
+        self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
+        self.arrays_threshold_bytes = ARRAYS_THRESHOLD if own is None else own
         self._node = node
         self._board = board
         self._is_client = is_client
@@ -100,7 +110,10 @@ class RpcSession:
     @property
     def lost(self) -> bool:
         """The other end, or the way to it, is gone."""
-        return self.peer.lost
+        try:
+            return self.peer.lost
+        except ClosedError:  # in a forked child
+            return True
 
     def look(self) -> bool:
         """For the janitor: ends with the peer, and takes back what calls have left."""

@@ -69,7 +69,8 @@ class Holding:
     def __init__(self, arrival: Landed, tickets: dict[int, int], passed: list[Any]) -> None:
         self._arrival: Landed | None = arrival
         self._pieces = tickets
-        self._lock = threading.Lock()
+        # Whatever is collected while it is held may look at an array.
+        self._lock = threading.RLock()
         self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._message = _counted(passed)
         for ticket in tickets:
@@ -85,7 +86,7 @@ class Holding:
             view = known() if known is not None else None
             if view is None:
                 view = np.frombuffer(self._arrival.piece(self._pieces[ticket]), np.uint8)
-                self._views[ticket] = weakref.ref(view, self._seen)
+                self._views[ticket] = weakref.ref(view)
             return view
 
     def look(self) -> bool:
@@ -105,10 +106,6 @@ class Holding:
             _held.pop(ticket, None)
         arrival.give_back()
         return False
-
-    def _seen(self, _: object) -> None:
-        """A view is gone. It may be in any thread, with any lock held."""
-        JANITOR.soon(self.look)
 
 
 def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
@@ -172,7 +169,8 @@ def tensor(array: Any, *, owner: object = None) -> Any:
         A `tensorwire.rpc.Tensor`, to be put into messages or to be one.
 
     Raises:
-        TypeError: it holds Python objects, or has a type that is not the same everywhere.
+        TypeError: it holds Python objects, has a type that is not the same everywhere, or the owner
+            is of a class without weak references.
         ValueError: a torch tensor that is not on the CPU or not dense.
     """
     dtype, shape, source = _describe(array)
@@ -180,10 +178,10 @@ def tensor(array: Any, *, owner: object = None) -> Any:
     if source.nbytes == 0:
         return message
     message.ticket = ticket = new_ticket()
-    _lent[ticket] = LentArray(source, owner is not None)
     if owner is not None:
         weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
-    else:
+    _lent[ticket] = LentArray(source, owner is not None)
+    if owner is None:
         JANITOR.watch(_overdue)
     return message
 
