@@ -16,6 +16,7 @@ except ImportError as error:
         f"tensorwire.rpc needs grpcio and protobuf ({error}): pip install 'tensorwire[rpc]'"
     ) from error
 
+from . import aio
 from .factories import insecure_channel, secure_channel, server
 from .outgoing import embed
 from .tensor_pb2 import Tensor
@@ -23,6 +24,7 @@ from .tensors import array, tensor, torch_tensor
 
 __all__ = [
     "Tensor",
+    "aio",
     "array",
     "embed",
     "insecure_channel",

@@ -209,7 +209,7 @@ class _Method:
         if is_refused(call.trailing_metadata()):
             self._keeper.pause()
             return True
-        if call.code() is grpc.StatusCode.INTERNAL and not _is_confirmed(outgoing.link):
+        if call.code() is grpc.StatusCode.INTERNAL and not call_is_confirmed(outgoing.link):
             self._keeper.pause()
             return True
         return False
@@ -288,7 +288,7 @@ class _UnaryRequest(_Method):
                 plain, _left(timeout, started), metadata, credentials, wait_for_ready, compression
             )
 
-        return wrap(first, again, partial(_is_confirmed, link))
+        return wrap(first, again, partial(call_is_confirmed, link))
 
     def _when_ended(self, call: Any, link: CallLink, tickets: Sequence[int]) -> None:
         # A call that is forgotten is cancelled when it is collected: nothing here may hold it.
@@ -298,7 +298,7 @@ class _UnaryRequest(_Method):
             ended()
 
 
-def _is_confirmed(link: CallLink) -> bool:
+def call_is_confirmed(link: CallLink) -> bool:
     """Whether the server of the call's session has the call. True if nobody can know any more."""
     session = link.session
     try:

@@ -37,8 +37,8 @@ def insecure_channel(
         transports: by which payload may travel; () for not at all.
     """
     inner = grpc.insecure_channel(target, options, compression)
-    limits = _limits(threshold_bytes, pool_bytes, patience_s)
-    return RpcChannel(inner, Terms(limits, _transports(transports)))
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    return RpcChannel(inner, Terms(limits, as_transports(transports)))
 
 
 def secure_channel(
@@ -66,8 +66,8 @@ def secure_channel(
             has to allow it too.
     """
     inner = grpc.secure_channel(target, credentials, options, compression)
-    limits = _limits(threshold_bytes, pool_bytes, patience_s)
-    return RpcChannel(inner, Terms(limits, _transports(("shm", *plaintext_transports))))
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    return RpcChannel(inner, Terms(limits, as_transports(("shm", *plaintext_transports))))
 
 
 def server(
@@ -107,8 +107,8 @@ def server(
             first insecure port, if it is not loopback.
         max_sessions: clients at a time whose payload goes ahead; those beyond get plain gRPC.
     """
-    limits = _limits(threshold_bytes, pool_bytes, patience_s)
-    terms = Terms(limits, _transports(transports), listen, _transports(plaintext_transports))
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
     registry = Registry(terms, max_sessions)
     outermost = (Interceptor(registry), *(interceptors or ()))
     inner = grpc.server(
@@ -117,16 +117,22 @@ def server(
     return RpcServer(inner, registry)
 
 
-def _limits(threshold_bytes: int | None, pool_bytes: int, patience_s: float) -> Limits:
-    if (threshold_bytes or 0) < 0 or pool_bytes < 1 or not patience_s >= 0:
+def as_limits(
+    threshold_bytes: int | None, pool_bytes: int | None, patience_s: float | None
+) -> Limits:
+    """Checks the limits that a user names; None stands for the default."""
+    pool = _DEFAULT.pool_bytes if pool_bytes is None else pool_bytes
+    patience = _DEFAULT.patience_s if patience_s is None else patience_s
+    if (threshold_bytes or 0) < 0 or pool < 1 or not patience >= 0:
         raise ValueError(
             "threshold_bytes and patience_s are 0 or more, pool_bytes 1 or more, not "
-            f"{threshold_bytes}, {patience_s} and {pool_bytes}"
+            f"{threshold_bytes}, {patience} and {pool}"
         )
-    return Limits(threshold_bytes, pool_bytes, patience_s)
+    return Limits(threshold_bytes, pool, patience)
 
 
-def _transports(names: tuple[str, ...]) -> tuple[str, ...]:
+def as_transports(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks the transports that a user names."""
     if unknown := set(names) - {"shm", "tcp", "rdma"}:
         raise ValueError(f"transports are shm, tcp and rdma, not {', '.join(sorted(unknown))}")
     return tuple(dict.fromkeys(names))

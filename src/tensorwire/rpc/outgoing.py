@@ -25,6 +25,7 @@ from .walk import may_have_tensors, tensors
 Serializer = Callable[[Any], bytes] | None
 
 _SLICE_S = 0.1
+_ANSWER_S = 5.0
 
 
 class CallLink:
@@ -183,7 +184,7 @@ class SentMessage:
         sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
         offsets, size = place(sizes)
         lease = session.leases_there.take(
-            size, link.call, link.left_s(patience_s), link.needed, link.left_s(5.0)
+            size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
         )
         if lease is None:
             return None

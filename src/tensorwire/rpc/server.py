@@ -167,7 +167,7 @@ class ServedCall(grpc.RpcMethodHandler):
             holdings: gets what keeps the memory of its Tensors.
         """
         try:
-            return self._reader.read(arrived.data, partial(_only, self._session), holdings)
+            return self._reader.read(arrived.data, partial(find_only, self._session), holdings)
         except RefusedError as error:
             refuse(context, error)
         except Exception:
@@ -188,7 +188,7 @@ def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
     )
 
 
-def _only(session: RpcSession | None, id: bytes) -> RpcSession | None:
+def find_only(session: RpcSession | None, id: bytes) -> RpcSession | None:
     """Memory is of the session of the call, and of no other one that the client knows."""
     return session if session is not None and session.id == id else None
 

@@ -182,6 +182,14 @@ class RpcSession:
             return False
         return True
 
+    async def confirmed_later(self, call: tuple[int, int], timeout_s: float) -> bool:
+        """As `confirmed`, without blocking the running event loop; False if the session is over."""
+        try:
+            await self._board.word(_place(call)).reached(call[1], timeout_s, peer=self.peer)
+        except TensorwireError:
+            return False
+        return True
+
     def _raise(self, call: tuple[int, int]) -> None:
         try:
             self._other_board.word(_place(call)).set(call[1])
