@@ -110,22 +110,40 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
     tensors._lent.clear()
 
 
+BEGIN = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from serving import *
+server = rpc.server(ThreadPoolExecutor(2), **OPTIONS)
+server.add_generic_rpc_handlers((Methods(),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+channel = rpc.insecure_channel(f"127.0.0.1:{{port}}", **OPTIONS)
+answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(SIZE)))
+kept = rpc.array(answer)
+"""
+
+
+def outcome(tmp_path: Path, program: str) -> tuple[int, str, str]:
+    file = tmp_path / "program.py"
+    file.write_text(BEGIN + program)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_it_exits_without_a_word(tmp_path: Path) -> None:
     """A program that closes nothing ends, quietly, with its arrays and streams still there."""
-    program = tmp_path / "forgets.py"
-    program.write_text(
-        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "from serving import *\n"
-        "server = rpc.server(ThreadPoolExecutor(2), **OPTIONS)\n"
-        "server.add_generic_rpc_handlers((Methods(),))\n"
-        "port = server.add_insecure_port('127.0.0.1:0')\n"
-        "server.start()\n"
-        "channel = rpc.insecure_channel(f'127.0.0.1:{port}', **OPTIONS)\n"
-        "answer = channel.unary_unary('/t/echo', *TYPES)(rpc.tensor(np.ones(SIZE)))\n"
-        "kept = rpc.array(answer)\n"
-        "print(kept[0])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+    assert outcome(tmp_path, "print(kept[0])\n") == (0, "2.0\n", "")
+
+
+def test_a_forked_child_has_no_session(tmp_path: Path) -> None:
+    program = """
+session = channel.session
+if os.fork() == 0:
+    say(session.lost, channel.session, server.sessions[0].lost)
+    os._exit(0)
+os.wait()
+say(session.lost, kept[0])
+"""
+    code, printed, _ = outcome(tmp_path, program)
+    assert (code, printed) == (0, "True None True\nFalse 2.0\n")

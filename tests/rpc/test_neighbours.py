@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from conftest import SHM, Methods
-from test_conformance import UU, echo
+from test_conformance import UU, echo, wait_for
 
 from tensorwire import rpc
 
@@ -81,6 +82,44 @@ def test_generated_stubs(generated: tuple[Any, Any], transport: str) -> None:
             for i in range(4):
                 got = rpc.array(reply.outputs[str(i)])
                 np.testing.assert_array_equal(got, np.full(5000 * i, 2 * i, "float32"))
+    server.stop(0).wait()
+
+
+PARTS = {
+    "a Tensor": lambda reply: reply.outputs["3"],
+    "all of them": lambda reply: reply.outputs,
+    "the message": lambda reply: reply,
+    "an array": lambda reply: rpc.array(reply.outputs["3"])[5:],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: str) -> None:
+    """Also when nobody has the message any more, and other messages come."""
+    messages, services = generated
+
+    class Model(services.ModelServicer):  # type: ignore[misc]
+        def Predict(self, request: Any, context: Any) -> Any:
+            outputs = {str(i): rpc.tensor(np.full(5000, i, "float32")) for i in range(1, 4)}
+            return messages.Reply(outputs=outputs)
+
+    server = rpc.server(ThreadPoolExecutor(2), **SHM)
+    services.add_ModelServicer_to_server(Model(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with rpc.insecure_channel(f"127.0.0.1:{port}", **SHM) as channel:
+        stub = services.ModelStub(channel)
+        kept = PARTS[part](stub.Predict(messages.Request()))
+        for _ in range(3):
+            stub.Predict(messages.Request())
+            time.sleep(0.1)  # some looks
+        assert channel.session.leases_here.held == 1
+        found = kept["3"] if part == "all of them" else kept
+        found = found.outputs["3"] if part == "the message" else found
+        array = found if part == "an array" else rpc.array(found)
+        assert array[-1] == 3
+        del kept, found, array
+        wait_for(lambda: channel.session.leases_here.held == 0)
     server.stop(0).wait()
 
 

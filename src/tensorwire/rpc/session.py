@@ -7,12 +7,13 @@ ends with the peer.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorwire.errors import ClosedError, TensorwireError, TimeoutError
+from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from .inbox import Inbox
@@ -98,6 +99,7 @@ class RpcSession:
         self._node = node
         self._board = board
         self._is_client = is_client
+        self._pid = os.getpid()
         self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
         self.leases_here = Inbox(node, self._other_board)
         self.leases_there = LeasePool(peer, board, lent_bytes)
@@ -109,11 +111,8 @@ class RpcSession:
 
     @property
     def lost(self) -> bool:
-        """The other end, or the way to it, is gone."""
-        try:
-            return self.peer.lost
-        except ClosedError:  # in a forked child
-            return True
+        """The other end, or the way to it, is gone; or this is a forked child."""
+        return self.peer.lost or self._pid != os.getpid()
 
     def look(self) -> bool:
         """For the janitor: ends with the peer, and takes back what calls have left."""

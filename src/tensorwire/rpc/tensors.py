@@ -114,8 +114,10 @@ def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
     passed.clear()
     # Seen as in `look`: by the tuple, the loop, and the call. Owners in pure Python have what they
     # own, so that counts too.
-    counted = [(each, getrefcount(each)) for each, _ in message]
-    counted[0] = counted[0][0], _ALONE
+    counted = []
+    for each, _ in message:
+        count = getrefcount(each)
+        counted.append((each, count if counted else _ALONE))
     return counted
 
 
