@@ -343,6 +343,7 @@ def test_memory_comes_back_however_a_call_ends(
         wait_for(lambda: nothing_is_left(channel, server))
 
 
+@pytest.mark.timeout(600)
 def test_many_calls_leave_nothing(serve: Any, options: dict[str, Any], request: Any) -> None:
     """Also regions: those that are there are used over and over."""
     server = serve({"/t/m": UU(echo, **TENSORS), "/t/b": UU(echo)})

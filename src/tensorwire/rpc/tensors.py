@@ -114,7 +114,7 @@ def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
     passed.clear()
     # Seen as in `look`: by the tuple, the loop, and the call. Owners in pure Python have what they
     # own, so that counts too.
-    counted = []
+    counted: list[tuple[Any, int]] = []
     for each, _ in message:
         count = getrefcount(each)
         counted.append((each, count if counted else _ALONE))
