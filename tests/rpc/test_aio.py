@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from conftest import SHM, TCP, Methods
-from test_conformance import SS, SU, US, UU
+from ends import SHM, TCP, Methods
+from test_rpc_conformance import SS, SU, US, UU
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors

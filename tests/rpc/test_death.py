@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import serving
-from test_conformance import wait_for
+from test_rpc_conformance import wait_for
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import SHM, TCP, Methods
-from test_conformance import SS, SU, US, UU, echo, echo_all, wait_for
+from ends import SHM, TCP, Methods
+from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import StaleHandleError, rpc
 from tensorwire.rpc import envelope as envelopes

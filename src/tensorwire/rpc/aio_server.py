@@ -8,6 +8,7 @@ event loop, as in grpcio.
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from .factories import as_limits, as_transports
 from .incoming import Reader
 from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage, always
-from .server import find_only, is_encrypted, outside_host, reader_of
+from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
 from .session import RpcSession
 
 
@@ -133,6 +134,9 @@ class AioRpcServer(grpc.aio.Server):
 
     async def stop(self, grace: float | None) -> None:
         await self.inner.stop(grace)
+        until = time.monotonic() + DRAIN_S
+        while self._registry.awaited and time.monotonic() < until:
+            await asyncio.sleep(0.005)
         self._registry.close()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:

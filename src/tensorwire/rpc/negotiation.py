@@ -90,6 +90,11 @@ class Registry:
         """Those that have both ends."""
         return list(self._sessions.values())
 
+    @property
+    def awaited(self) -> bool:
+        """A client has not given back payload that it was sent: perhaps it has not come to it."""
+        return any(each.leases_there.used for each in self.sessions if not each.lost)
+
     def listen(self, host: str) -> None:
         """Lets clients of other hosts reach this server by a host, unless terms name one."""
         if not self._terms.listen:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,6 +25,10 @@ from .outgoing import PLAIN, CallLink, SentMessage
 from .session import RpcSession
 from .tensors import Holding
 
+DRAIN_S = 1.0
+"""How long a server that has stopped waits for clients to come to payload that they were sent."""
+
+_LOOK_S = 0.005
 _LOG = logging.getLogger("tensorwire.rpc")
 
 
@@ -269,11 +274,21 @@ class RpcServer(grpc.Server):
 
     def stop(self, grace: float | None) -> Any:
         stopped = self.inner.stop(grace)
-        if stopped.is_set():
+        closed = threading.Event()
+
+        def close() -> None:
+            stopped.wait()
+            until = time.monotonic() + DRAIN_S
+            while self._registry.awaited and time.monotonic() < until:
+                time.sleep(_LOOK_S)
             self._registry.close()
+            closed.set()
+
+        if stopped.is_set():
+            close()
         else:
-            _when_set(stopped, self._registry.close)
-        return stopped
+            threading.Thread(target=close, name="tensorwire-rpc-stop", daemon=True).start()
+        return closed
 
     def wait_for_termination(self, timeout: float | None = None) -> bool:
         return bool(self.inner.wait_for_termination(timeout))
@@ -287,11 +302,3 @@ def outside_host(address: str) -> str:
     if host in ("", "localhost", "::1") or host.startswith("127."):
         return ""
     return host
-
-
-def _when_set(event: Any, action: Callable[[], None]) -> None:
-    def wait() -> None:
-        event.wait()
-        action()
-
-    threading.Thread(target=wait, name="tensorwire-rpc-stop", daemon=True).start()

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import Ends, Methods
+from ends import Ends, Methods
 from google.protobuf.wrappers_pb2 import BytesValue
 
 UU, US = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler

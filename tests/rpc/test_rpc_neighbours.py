@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import SHM, Methods
-from test_conformance import UU, echo, wait_for
+from ends import SHM, Methods
+from test_rpc_conformance import UU, echo, wait_for
 
 from tensorwire import rpc
 
