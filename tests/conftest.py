@@ -46,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="everyday: what a newcomer waits for, `make test`; rest: all others. Default: all",
     )
 
+    parser.addoption(
+        "--rpc-calls",
+        type=int,
+        default=1000,
+        help="calls after which tests/rpc looks for what they have left; 100000 for a long look",
+    )
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test function the first case is an everyday test, unless it is slow."""

@@ -15,11 +15,21 @@ from typing import Any
 
 import click
 
-from tensorwire.bench.commands import Decorator, carry_out, chosen, json_option, names, outputs
+from tensorwire.bench.commands import (
+    Decorator,
+    carry_out,
+    chosen,
+    json_option,
+    names,
+    outputs,
+    sizes,
+)
+from tensorwire.bench.report import print_report
 from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
-from tensorwire_benchmarks import engine, report
+from tensorwire_benchmarks import engine, report, rpc_names
 from tensorwire_benchmarks import faults as fault_bench
+from tensorwire_benchmarks import rpc as rpc_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
@@ -368,5 +378,46 @@ def faults(
         raise SystemExit(1)
 
 
-COMMANDS = (training, placement, parameters, faults, show_workloads)
+@click.command(cls=Command)
+@json_option("Write all rows, the machine and the verdicts to FILE.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+@click.option("--quick", is_flag=True, help="Few sizes and few turns: a look.")
+@names("--wires", known=rpc_names.WIRES, help="shm, tcp or both.")
+@names("--cases", known=rpc_names.CASES, help=f"Only these: {', '.join(rpc_names.CASES)}.")
+@sizes("--sizes", help="Sizes of payload, multiples of 8, for example 8,1MiB,64MiB.")
+def rpc(
+    json_path: Path | None, strict: bool, quick: bool, wires: tuple[str, ...] | None,
+    cases: tuple[str, ...] | None, sizes: tuple[int, ...] | None,
+) -> None:  # fmt: skip
+    """What do large messages cost in gRPC, and what with tensorwire.rpc?
+
+    One client and one servicer that gives back what it got; both read the whole payload. Beside raw
+    bytes over grpcio: the same over tensorwire.rpc, arrays as messages, and the limit, memcpy. All
+    take turns, over shared memory (grpcio: a unix socket) and TCP. Some five minutes; other work on
+    the machine spoils the figures.
+
+    \b
+    A look, less than a minute:
+        tensorwire bench rpc --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench rpc --json rpc.json
+    """  # noqa: D301 (\b is what click reads)
+    if importlib.util.find_spec("grpc") is None:
+        raise click.ClickException("this bench needs grpcio: pip install 'tensorwire[rpc]'")
+    if wrong := [size for size in sizes or () if size % 8]:
+        raise click.UsageError(f"--sizes: {wrong[0]} is no multiple of 8")
+    settings = rpc_bench.RpcSettings()
+    if quick:
+        small = (8, 1 << 20, 16 << 20)
+        settings = rpc_bench.RpcSettings(small, cases=(rpc_names.UNARY,), rounds=6, block_s=0.1)
+    settings = chosen(settings, wires=wires, cases=cases, sizes=sizes)
+    carry_out(
+        partial(rpc_bench.run, settings), print_report, lambda report, path: None,
+        json_path=json_path, figure_path=None, strict=strict,
+    )  # fmt: skip
+
+
+COMMANDS = (training, placement, parameters, faults, rpc, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

@@ -68,3 +68,12 @@ def test_killed_while_training(repository: Path, wire: str, victim: str) -> None
         printed = process.stdout.read()
     assert process.returncode == (-signal.SIGKILL if victim == "server" else 1), printed
     assert "PeerLostError: lost peer" in printed
+
+
+def test_serve_model(repository: Path, wire: str) -> None:
+    pytest.importorskip("grpc")
+    script = repository / "examples" / "serve_model.py"
+    with start(script, "--batches=3", f"--transport={wire}") as process:
+        printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, printed
+    assert f"3 batches of 2 MiB by {wire}" in printed

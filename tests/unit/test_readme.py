@@ -55,6 +55,14 @@ def test_memory_page(
     assert f"\n{transports} " in printed
 
 
+def test_rpc_page(repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    (block,) = blocks(repository / "docs" / "rpc.md")
+    program = tmp_path / "rpc_page.py"
+    program.write_text(block)
+    run(program)
+
+
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
 def test_placement_page(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transports: str

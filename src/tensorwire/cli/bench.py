@@ -22,6 +22,7 @@ _IN_REPOSITORY = {
     "placement": "What does placing gradients gain, on real models?",
     "parameters": "What do optimizers, sparse tables and the loops of other libraries cost?",
     "faults": "Does a job whose processes are killed compute the same, and what does that cost?",
+    "rpc": "What do large messages cost in gRPC, and what with tensorwire.rpc?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""

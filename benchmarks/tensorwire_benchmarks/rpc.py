@@ -1,0 +1,135 @@
+"""What do large messages cost in gRPC, and what with `tensorwire.rpc`?
+
+One client, one servicer that gives back what it got, each in a process; both read the whole
+payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the same program with
+the two lines changed. tensor: arrays as messages. memcpy: a copy there and one back, and a look at
+each, in one process. All take turns, block by block. A call moves its payload twice; of a stream of
+answers a row is one message of eight.
+
+Not measured: other sizes of pools and threads, many clients, asyncio, protobuf around the bytes
+(which costs grpcio and `bytes` the same copies).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorwire.bench import machine
+from tensorwire.bench.harness import median, paired_ratio
+from tensorwire.bench.processes import PairError, ProcessPair
+from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.bench.verdicts import EQUAL, MIB, Bar
+from tensorwire.command import Told
+
+from .rpc_names import BYTES, CASES, GRPCIO, MEMCPY, STREAM, SYSTEMS, TENSOR, UNARY, WIRES
+
+THRESHOLD_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class RpcSettings:
+    """What to run.
+
+    Attributes:
+        sizes: of payload, in bytes; multiples of 8.
+        wires, cases: of `WIRES` and `CASES`.
+        rounds: blocks of each system; one pair of times each.
+        block_s: about how long a block of grpcio takes.
+    """
+
+    sizes: Sequence[int] = (8, 4096, 1 << 16, MIB, 16 * MIB, 64 * MIB)
+    wires: Sequence[str] = WIRES
+    cases: Sequence[str] = CASES
+    rounds: int = 16
+    block_s: float = 0.2
+
+
+def run(settings: RpcSettings, tell: Told) -> Report:
+    """Measures everything in turns; Ctrl-C ends it with the rows so far."""
+    about = machine.describe()
+    described = {
+        "sizes": list(settings.sizes),
+        "wires": list(settings.wires),
+        "cases": list(settings.cases),
+        "rounds": settings.rounds,
+        "interrupted": False,
+        "warnings": machine.warnings_about(about),
+    }
+    report = Report("rpc", about, settings=described)
+    questions = [
+        (wire, case, size)
+        for wire in settings.wires
+        for case in settings.cases
+        for size in settings.sizes
+        if case == UNARY or size >= THRESHOLD_BYTES
+    ]
+    try:
+        with ProcessPair(f"{__package__}.rpc_pair", {"wires": list(settings.wires)}) as pair:
+            for number, (wire, case, size) in enumerate(questions):
+                tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
+                _measure(report, pair, settings, wire, case, size)
+    except KeyboardInterrupt:
+        report.settings["interrupted"] = True
+    except PairError as error:
+        report.rows += [
+            Row("rpc", f"{wire}.{case}", system, size, note=str(error))
+            for wire, case, size in questions
+            for system in SYSTEMS
+            if report.find(f"{wire}.{case}", system, size) is None
+        ]
+    report.settings["load_average_after"] = machine.load_average()
+    report.verdicts = [bar.judge(report) for bar in BARS]
+    return report
+
+
+def _measure(
+    report: Report, pair: ProcessPair, settings: RpcSettings, wire: str, case: str, size: int
+) -> None:
+    name = f"{wire}.{case}"
+    probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
+    count = max(1, min(200, int(settings.block_s / probe)))
+    blocks: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
+    for _ in range(settings.rounds):
+        for system in SYSTEMS:
+            blocks[system].append(pair.call("time", wire, case, system, size, count))
+    middles = {system: [median(block) for block in each] for system, each in blocks.items()}
+    for system, each in blocks.items():
+        samples = [sample for block in each for sample in block]
+        row = Row("rpc", name, system, size).timed(samples, moves=True)
+        if case == UNARY and row.gb_per_s is not None:
+            row = dataclasses.replace(row, gb_per_s=2 * row.gb_per_s)
+        if system != MEMCPY:
+            row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
+        report.rows.append(row)
+    for system in (BYTES, TENSOR):
+        ratio = paired_ratio(middles[GRPCIO], middles[system])
+        if ratio is not None:
+            found = (ratio.median, ratio.interval, ratio.pairs)
+            report.comparisons.append(Comparison(name, size, system, GRPCIO, *found))
+
+
+def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar:
+    reach = f"from {least >> 20} MiB" if most > 1 << 40 else f"at {least >> 20} MiB"
+    return Bar(f"{wire} {system} against grpcio's bytes, {reach}", ">=", bar, "x as fast",
+               f"{wire}.{UNARY}", system, least=least, most=most, rival=GRPCIO)  # fmt: skip
+
+
+BARS = (
+    *(
+        _against("shm", system, bar, size, size)
+        for system in (BYTES, TENSOR)
+        for size, bar in ((MIB, 3.0), (16 * MIB, 5.0), (64 * MIB, 8.0))
+    ),
+    *(_against("tcp", system, 1.2, MIB, float("inf")) for system in (BYTES, TENSOR)),
+    Bar("shm tensors of memcpy, from 64 MiB", ">=", 0.8, "", f"shm.{UNARY}", TENSOR,
+        least=64 * MIB),
+    Bar("shm tensors of memcpy, streamed, from 64 MiB", ">=", 0.8, "", f"shm.{STREAM}", TENSOR,
+        least=64 * MIB),
+    *(
+        Bar(f"{wire} below the threshold, against grpcio", ">=", EQUAL, "", f"{wire}.{UNARY}",
+            BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO)
+        for wire in WIRES
+    ),
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""gRPC whose large payload travels one-sidedly: the same stubs and servicers, arrays as messages.
+
+docs/rpc.md is the guide. The factories take the place of grpcio's; everything else of grpcio stays
+what it is.
+"""
+
+from pathlib import Path
+
+from tensorwire.errors import UnavailableError
+
+try:
+    import google.protobuf  # noqa: F401
+    import grpc  # noqa: F401
+except ImportError as error:
+    raise UnavailableError(
+        f"tensorwire.rpc needs grpcio and protobuf ({error}): pip install 'tensorwire[rpc]'"
+    ) from error
+
+from . import aio
+from .factories import insecure_channel, secure_channel, server
+from .outgoing import embed
+from .tensor_pb2 import Tensor
+from .tensors import array, tensor, torch_tensor
+
+__all__ = [
+    "Tensor",
+    "aio",
+    "array",
+    "embed",
+    "insecure_channel",
+    "proto_path",
+    "secure_channel",
+    "server",
+    "tensor",
+    "torch_tensor",
+]
+
+
+def proto_path() -> str:
+    """The folder for protoc's -I in which `tensorwire/rpc/tensor.proto` is found."""
+    return str(Path(__file__).parents[2])

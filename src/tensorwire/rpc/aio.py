@@ -1,0 +1,359 @@
+"""The asyncio side: channels and servers of `grpc.aio` whose large payload goes ahead.
+
+By interceptors: the innermost of a channel, the outermost of a server. So what a call gives back is
+grpcio's own. The event loop makes the copy of a payload, as it makes grpcio's; it waits for memory
+of the other end no longer than a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from .aio_server import server
+from .channel import call_is_confirmed, explain, is_refused
+from .envelope import mark
+from .factories import as_limits, as_transports
+from .incoming import Reader
+from .negotiation import MARK, OPEN, SessionKeeper, Terms
+from .outgoing import PLAIN, CallLink, SentMessage, always
+from .session import RpcSession
+from .tensors import delivered
+
+__all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
+
+_NEGOTIATE_S = 5.0
+_ANSWER_S = 0.1
+_PROOF = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""What a server says that cannot parse an envelope."""
+
+
+def _at_once() -> float:
+    """What is left to a call whose event loop must not wait."""
+    return _ANSWER_S
+
+
+class _Client:
+    """What the four interceptors of a channel share."""
+
+    def __init__(self, bare: grpc.aio.Channel, terms: Terms) -> None:
+        self.bare = bare
+        self.keeper = SessionKeeper(terms, explain)
+
+    async def begin(self, details: Any) -> tuple[CallLink, Any]:
+        """The link of a new call, and its details with the mark of its session."""
+        session = self.keeper.ready
+        if session is None and not self.keeper.settled():
+            wait_s = _NEGOTIATE_S
+            if details.timeout is not None:
+                wait_s = min(wait_s, max(details.timeout / 2, 0.0))
+            started = time.monotonic()
+            ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
+            session = await asyncio.to_thread(self.keeper.get, ask, wait_s)
+            if details.timeout is not None:
+                left = details.timeout - (time.monotonic() - started)
+                details = details._replace(timeout=left)
+        call = None if session is None else session.begin_call()
+        if session is None or call is None:
+            return PLAIN, details
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(session.id, *call)))
+        return CallLink(session, call, _at_once, always), details._replace(metadata=metadata)
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
+        """In a thread, while the loop goes on."""
+
+        async def ask() -> bytes:
+            left_s = max(until - time.monotonic(), 0.001)
+            answer: bytes = await self.bare.unary_unary(OPEN)(request, timeout=left_s)
+            return answer
+
+        return asyncio.run_coroutine_threadsafe(ask(), loop).result()
+
+    def watch(self, call: Any, link: CallLink, tickets: Sequence[int] = ()) -> None:
+        """Takes back what nobody has seen when the call has ended."""
+        if link is not PLAIN:
+            call.add_done_callback(partial(self._ended, link, tickets))
+
+    def _ended(self, link: CallLink, tickets: Sequence[int], call: Any) -> None:
+        code = _code_now(call)
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self.keeper.disconnected()
+        ok = code is grpc.StatusCode.OK
+        if link.session is not None:
+            link.ended = True
+            link.session.end_call(link.call, link.leases, ok)
+
+    async def is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
+        """Of a call that has ended: whether its payload went ahead to somebody else."""
+        if not outgoing.ahead:
+            return False
+        if is_refused(await call.trailing_metadata()):
+            self.keeper.pause()
+            return True
+        if await call.code() in _PROOF and not call_is_confirmed(outgoing.link):
+            self.keeper.pause()
+            return True
+        return False
+
+    async def requests(self, requests: Any, link: CallLink) -> AsyncIterator[SentMessage]:
+        """The user's requests, each with its link."""
+        link.must_confirm = link is not PLAIN
+        async for each in _each(requests):
+            if link.must_confirm and not link.foreign and link.session is not None:
+                # What may be large waits until it is known who has the call.
+                patience_s = link.session.limits.patience_s
+                link.foreign = not await link.session.confirmed_later(link.call, patience_s)
+                link.must_confirm = False
+            yield SentMessage(each, link, last=True)
+
+
+def _code_now(call: Any) -> Any:
+    """The code of a call that has ended, without awaiting it."""
+    if call.cancelled():
+        return grpc.StatusCode.CANCELLED
+    task = call.code()
+    try:
+        task.send(None)
+    except StopIteration as done:
+        return done.value
+    finally:
+        task.close()
+    return None
+
+
+async def _each(requests: Any) -> AsyncIterator[Any]:
+    if hasattr(requests, "__aiter__"):
+        async for each in requests:
+            yield each
+    else:
+        for each in requests:
+            yield each
+
+
+class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        client = self._client
+        link, marked = await client.begin(details)
+        outgoing = SentMessage(request, link, last=False)
+        call = await continuation(marked, outgoing)
+        client.watch(call, link)
+        try:
+            ok = await call.code() is grpc.StatusCode.OK
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if not ok and await client.is_to_be_sent_again(outgoing, call):
+            outgoing = SentMessage(request, PLAIN, last=False)
+            call = await continuation(details, outgoing)
+            ok = await call.code() is grpc.StatusCode.OK
+        if ok and outgoing.tickets:
+            delivered(outgoing.tickets)
+        return call
+
+
+class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        client = self._client
+        link, marked = await client.begin(details)
+        outgoing = SentMessage(request, link, last=False)
+        call = await continuation(marked, outgoing)
+        client.watch(call, link)
+        try:
+            await call.wait_for_connection()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except grpc.aio.AioRpcError:
+            pass  # which the user gets from the call
+        if outgoing.ahead:
+            await call.initial_metadata()
+            if not call_is_confirmed(link) or call.done():
+                if await client.is_to_be_sent_again(outgoing, call):
+                    outgoing = SentMessage(request, PLAIN, last=False)
+                    call = await continuation(details, outgoing)
+        if outgoing.tickets:
+            call.add_done_callback(partial(_let_go, outgoing))
+        return call
+
+
+def _let_go(outgoing: SentMessage, call: Any) -> None:
+    if _code_now(call) is grpc.StatusCode.OK:
+        delivered(outgoing.tickets)
+
+
+class _StreamUnaryPayload(grpc.aio.StreamUnaryClientInterceptor):
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+
+    async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+        link, marked = await self._client.begin(details)
+        call = await continuation(marked, self._client.requests(requests, link))
+        self._client.watch(call, link)
+        return call
+
+
+class _StreamStreamPayload(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+
+    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        link, marked = await self._client.begin(details)
+        call = await continuation(marked, self._client.requests(requests, link))
+        self._client.watch(call, link)
+        return call
+
+
+class AioRpcChannel(grpc.aio.Channel):
+    """A `grpc.aio.Channel`; made by `insecure_channel` and `secure_channel`."""
+
+    def __init__(self, inner: grpc.aio.Channel, client: _Client) -> None:
+        self.inner = inner
+        self._client = client
+        weakref.finalize(self, client.keeper.close).atexit = False
+
+    @property
+    def payload(self) -> str:
+        """As of `tensorwire.rpc.insecure_channel`."""
+        session = self.session
+        return f"inside: {self._client.keeper.reason}" if session is None else session.transport
+
+    @property
+    def session(self) -> RpcSession | None:
+        """What joins this channel with its server, if anything does."""
+        return self._client.keeper.ready
+
+    def _method(
+        self, arity: str, method: str, serializer: Any, deserializer: Any, registered: Any
+    ) -> Any:
+        reader = Reader(deserializer)
+        find = self._client.keeper.find
+        return getattr(self.inner, arity)(
+            method,
+            lambda outgoing: outgoing.serialize(serializer),
+            lambda data: reader.read(data, find, lenient=True),
+            registered,
+        )
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "unary_unary", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "unary_stream", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "stream_unary", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: Any = False,
+    ) -> Any:
+        return self._method(
+            "stream_stream", method, request_serializer, response_deserializer, _registered_method
+        )
+
+    async def __aenter__(self) -> AioRpcChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self.inner.close(grace)
+        await self._client.bare.close()
+        self._client.keeper.close()
+
+    def get_state(self, try_to_connect: bool = False) -> Any:
+        return self.inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: Any) -> None:
+        await self.inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.inner.channel_ready()
+
+
+def insecure_channel(
+    target: str,
+    options: Any = None,
+    compression: Any = None,
+    interceptors: Sequence[Any] | None = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    patience_s: float | None = None,
+    transports: tuple[str, ...] = ("shm",),
+) -> AioRpcChannel:
+    """As `grpc.aio.insecure_channel`; further keywords as `tensorwire.rpc.insecure_channel`.
+
+    Payload travels by shared memory only, unless transports name tcp too: over a network the event
+    loop would wait for it.
+    """
+    make = partial(grpc.aio.insecure_channel, target, options, compression)
+    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), as_transports(transports))
+    return _channel(make, interceptors, terms)
+
+
+def secure_channel(
+    target: str,
+    credentials: Any,
+    options: Any = None,
+    compression: Any = None,
+    interceptors: Sequence[Any] | None = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    patience_s: float | None = None,
+    plaintext_transports: tuple[str, ...] = (),
+) -> AioRpcChannel:
+    """As `grpc.aio.secure_channel`; further keywords as `tensorwire.rpc.secure_channel`."""
+    make = partial(grpc.aio.secure_channel, target, credentials, options, compression)
+    transports = as_transports(("shm", *plaintext_transports))
+    terms = Terms(as_limits(threshold_bytes, pool_bytes, patience_s), transports)
+    return _channel(make, interceptors, terms)
+
+
+def _channel(make: Any, interceptors: Sequence[Any] | None, terms: Terms) -> AioRpcChannel:
+    client = _Client(make(None), terms)
+    kinds = (_UnaryUnaryPayload, _UnaryStreamPayload, _StreamUnaryPayload, _StreamStreamPayload)
+    innermost = [kind(client) for kind in kinds]
+    return AioRpcChannel(make([*(interceptors or ()), *innermost]), client)

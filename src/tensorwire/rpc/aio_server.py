@@ -1,0 +1,175 @@
+"""A `grpc.aio` server whose large payload comes and goes ahead of its messages.
+
+One interceptor, outside of the user's, changes what turns grpcio's bytes into messages and back;
+the behaviours, of whatever kind they are, are the user's own. Parsing and serializing happen in the
+event loop, as in grpcio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from .envelope import MAGIC, read_mark
+from .factories import as_limits, as_transports
+from .incoming import Reader
+from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
+from .outgoing import PLAIN, CallLink, SentMessage, always
+from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
+from .session import RpcSession
+
+
+def _at_once() -> float:
+    return 0.1
+
+
+class AioServedCall(grpc.RpcMethodHandler):
+    """The handler of one call, in the place of the user's, whose behaviours it keeps."""
+
+    def __init__(
+        self, handler: Any, reader: Reader, session: RpcSession | None, call: tuple[int, int]
+    ) -> None:
+        self.request_streaming = handler.request_streaming
+        self.response_streaming = handler.response_streaming
+        self.unary_unary = handler.unary_unary
+        self.unary_stream = handler.unary_stream
+        self.stream_unary = handler.stream_unary
+        self.stream_stream = handler.stream_stream
+        self.request_deserializer = self._receive
+        self.response_serializer = self._send
+        self._serializer = handler.response_serializer
+        self._reader = reader
+        self._session = session
+        self._call = call
+        self._link = PLAIN if session is None else CallLink(session, call, _at_once, always)
+        if session is not None and self.request_streaming:
+            session.confirm(call)
+
+    def _receive(self, data: bytes) -> Any:
+        if not data.startswith(MAGIC):
+            return self._reader.inside(data)
+        message = self._reader.read(data, partial(find_only, self._session))
+        if self._session is not None and not self.request_streaming:
+            self._session.confirm(self._call)
+        return message
+
+    def _send(self, message: Any) -> bytes:
+        return SentMessage(message, self._link, last=True).serialize(self._serializer)
+
+
+class AioInterceptor(grpc.aio.ServerInterceptor):
+    """Answers the reserved method, and wraps the handlers of all others."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method == OPEN:
+            return self._reserved
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        found = None
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == MARK:
+                found = read_mark(value)
+        if found is None:
+            reader, session, call = reader_of(handler.request_deserializer), None, (0, 0)
+            wrapped = AioServedCall(handler, reader, session, call)
+            wrapped.request_deserializer = reader.inside
+            return wrapped
+        session = check_mark(self._registry, found)
+        return AioServedCall(handler, reader_of(handler.request_deserializer), session, found[1:])
+
+    async def _open(self, request: bytes, context: Any) -> bytes:
+        open_session = partial(self._registry.open, encrypted=is_encrypted(context))
+        try:
+            return await asyncio.to_thread(open_session, request)
+        except DeclinedError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError
+
+
+class AioRpcServer(grpc.aio.Server):
+    """A `grpc.aio.Server`; made by `server`."""
+
+    def __init__(self, inner: grpc.aio.Server, registry: Registry) -> None:
+        self.inner = inner
+        self._registry = registry
+        weakref.finalize(self, registry.close).atexit = False
+
+    @property
+    def sessions(self) -> list[RpcSession]:
+        """The clients that payload is exchanged with."""
+        return self._registry.sessions
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
+        self.inner.add_registered_method_handlers(service_name, method_handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        port: int = self.inner.add_insecure_port(address)
+        if host := outside_host(address):
+            self._registry.listen(host)
+        return port
+
+    def add_secure_port(self, address: str, server_credentials: Any) -> int:
+        port: int = self.inner.add_secure_port(address, server_credentials)
+        return port
+
+    async def start(self) -> None:
+        await self.inner.start()
+
+    async def stop(self, grace: float | None) -> None:
+        await self.inner.stop(grace)
+        until = time.monotonic() + DRAIN_S
+        while self._registry.awaited and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        self._registry.close()
+
+    async def wait_for_termination(self, timeout: float | None = None) -> bool:
+        return bool(await self.inner.wait_for_termination(timeout))
+
+
+def server(
+    migration_thread_pool: Any = None,
+    handlers: Any = None,
+    interceptors: Sequence[Any] | None = None,
+    options: Any = None,
+    maximum_concurrent_rpcs: Any = None,
+    compression: Any = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    patience_s: float | None = None,
+    transports: tuple[str, ...] = ("shm",),
+    plaintext_transports: tuple[str, ...] = (),
+    listen: str = "",
+    max_sessions: int = 64,
+) -> AioRpcServer:
+    """As `grpc.aio.server`; further keywords as `tensorwire.rpc.server`.
+
+    Payload travels by shared memory only, unless transports name tcp too: over a network the event
+    loop would wait for it.
+    """
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    plaintext = as_transports(plaintext_transports)
+    terms = Terms(limits, as_transports(transports), listen, plaintext)
+    registry = Registry(terms, max_sessions)
+    outermost = (AioInterceptor(registry), *(interceptors or ()))
+    inner = grpc.aio.server(
+        migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression
+    )
+    return AioRpcServer(inner, registry)

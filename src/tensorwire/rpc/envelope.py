@@ -1,0 +1,105 @@
+"""What travels in the place of a message whose payload went ahead: an envelope. Pure.
+
+It names the memory of the receiver that the payload lies in, and has the rest of the message.
+docs/rpc.md has the layout as a table. No protobuf parser takes it for a message: its first bytes
+are a tag of wire type 7, which there is none of.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+MAGIC = b"\xff\xfftensorwire-rpc"
+VERSION = 1
+MAX_PIECES = 1 << 16
+BODY = 0
+"""The ticket of the piece that is the message itself."""
+
+_HEAD = struct.Struct("<16sB3xI16sI4xQQ")
+_PIECE = struct.Struct("<QQQ")
+_MARK = struct.Struct("<16sII")
+
+Piece = tuple[int, int, int]
+"""(ticket of the Tensor, or BODY; offset and length in the memory, in bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A parsed envelope; every number of it is the sender's word and not believed yet.
+
+    Attributes:
+        session: 16 bytes, see `RpcSession`.
+        slot: the sender's number of the memory, which credits are counted by.
+        serial: the memory is the region of this number, see `lease_name`.
+        turn: how often the slot was used; each use has a higher one.
+        pieces: what lies in the memory, and where. Without any the body is a message that only
+            looks like an envelope.
+        body: the message, unless a piece is it.
+    """
+
+    session: bytes
+    slot: int
+    serial: int
+    turn: int
+    pieces: tuple[Piece, ...]
+    body: bytes
+
+
+def lease_name(serial: int) -> str:
+    """The name of the region that an envelope calls `serial`."""
+    return f"lease-{serial}"
+
+
+def seal(envelope: Envelope) -> bytes:
+    """Encodes an envelope."""
+    pieces = (_PIECE.pack(*piece) for piece in envelope.pieces)
+    head = _HEAD.pack(
+        MAGIC,
+        VERSION,
+        len(envelope.pieces),
+        envelope.session,
+        envelope.slot,
+        envelope.serial,
+        envelope.turn,
+    )
+    return b"".join([head, *pieces, envelope.body])
+
+
+def escape(session: bytes, message: bytes) -> bytes:
+    """Encodes a message that looks like an envelope itself."""
+    return seal(Envelope(session, 0, 0, 0, (), message))
+
+
+def unseal(data: bytes) -> Envelope:
+    """Decodes what starts with MAGIC.
+
+    Raises:
+        ValueError: it is no envelope, or one of another version.
+    """
+    if len(data) < _HEAD.size:
+        raise ValueError("an envelope that is shorter than its header")
+    _, version, count, session, slot, serial, turn = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise ValueError(f"an envelope of version {version}, and this side knows {VERSION}")
+    end = _HEAD.size + count * _PIECE.size
+    if count > MAX_PIECES or end > len(data):
+        raise ValueError(f"an envelope that announces {count} pieces and has not so many")
+    pieces = tuple(_PIECE.iter_unpack(data[_HEAD.size : end]))
+    tickets = {ticket for ticket, _, _ in pieces}
+    if len(tickets) != count or (BODY in tickets and end != len(data)):
+        raise ValueError("an envelope that has a piece twice")
+    return Envelope(session, slot, serial, turn, pieces, data[end:])
+
+
+def mark(session: bytes, slot: int, generation: int) -> bytes:
+    """What a call's metadata say of its session: which it is, and the call's number in it."""
+    return _MARK.pack(session, slot, generation)
+
+
+def read_mark(data: object) -> tuple[bytes, int, int] | None:
+    """Decodes a mark; None if it is none."""
+    if not isinstance(data, bytes) or len(data) != _MARK.size:
+        return None
+    session, slot, generation = _MARK.unpack(data)
+    return session, slot, generation

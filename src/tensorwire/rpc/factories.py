@@ -1,0 +1,138 @@
+"""The factories: those of grpcio, with what payload may do as further keywords."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from .channel import RpcChannel
+from .negotiation import Registry, Terms
+from .server import Interceptor, RpcServer
+from .session import Limits
+
+_DEFAULT = Limits()
+
+
+def insecure_channel(
+    target: str,
+    options: Any = None,
+    compression: Any = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int = _DEFAULT.pool_bytes,
+    patience_s: float = _DEFAULT.patience_s,
+    transports: tuple[str, ...] = ("shm", "tcp"),
+) -> RpcChannel:
+    """As `grpc.insecure_channel`.
+
+    Args:
+        target: as there.
+        options: as there.
+        compression: as there.
+        threshold_bytes: a message whose payload is smaller travels as it is. Default: 256 KiB on
+            shared memory, 2 MiB on tcp, and 64 KiB of Tensors.
+        pool_bytes: memory here that the server may write responses into.
+        patience_s: how long a message waits for memory at the other end before it travels as it is.
+        transports: by which payload may travel; () for not at all.
+    """
+    inner = grpc.insecure_channel(target, options, compression)
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    return RpcChannel(inner, Terms(limits, as_transports(transports)))
+
+
+def secure_channel(
+    target: str,
+    credentials: Any,
+    options: Any = None,
+    compression: Any = None,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int = _DEFAULT.pool_bytes,
+    patience_s: float = _DEFAULT.patience_s,
+    plaintext_transports: tuple[str, ...] = (),
+) -> RpcChannel:
+    """As `grpc.secure_channel`. Payload leaves the encryption over shared memory of this host only.
+
+    Args:
+        target: as there.
+        credentials: as there.
+        options: as there.
+        compression: as there.
+        threshold_bytes: as for `insecure_channel`.
+        pool_bytes: as for `insecure_channel`.
+        patience_s: as for `insecure_channel`.
+        plaintext_transports: by which payload may also travel, unencrypted: ("tcp",). The server
+            has to allow it too.
+    """
+    inner = grpc.secure_channel(target, credentials, options, compression)
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    return RpcChannel(inner, Terms(limits, as_transports(("shm", *plaintext_transports))))
+
+
+def server(
+    thread_pool: Any,
+    handlers: Any = None,
+    interceptors: Any = None,
+    options: Any = None,
+    maximum_concurrent_rpcs: Any = None,
+    compression: Any = None,
+    xds: bool = False,
+    *,
+    threshold_bytes: int | None = None,
+    pool_bytes: int = _DEFAULT.pool_bytes,
+    patience_s: float = _DEFAULT.patience_s,
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    plaintext_transports: tuple[str, ...] = (),
+    listen: str = "",
+    max_sessions: int = 64,
+) -> RpcServer:
+    """As `grpc.server`.
+
+    Args:
+        thread_pool: as there.
+        handlers: as there.
+        interceptors: as there.
+        options: as there.
+        maximum_concurrent_rpcs: as there.
+        compression: as there.
+        xds: as there.
+        threshold_bytes: as for `insecure_channel`.
+        patience_s: as for `insecure_channel`.
+        pool_bytes: memory here that each client may write requests into.
+        transports: by which payload may travel; () for not at all.
+        plaintext_transports: by which payload of encrypted connections may travel besides shared
+            memory, unencrypted: ("tcp",). The client has to allow it too.
+        listen: the host by which clients on other hosts reach this one. By default that of the
+            first insecure port, if it is not loopback.
+        max_sessions: clients at a time whose payload goes ahead; those beyond get plain gRPC.
+    """
+    limits = as_limits(threshold_bytes, pool_bytes, patience_s)
+    terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
+    registry = Registry(terms, max_sessions)
+    outermost = (Interceptor(registry), *(interceptors or ()))
+    inner = grpc.server(
+        thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
+    )
+    return RpcServer(inner, registry)
+
+
+def as_limits(
+    threshold_bytes: int | None, pool_bytes: int | None, patience_s: float | None
+) -> Limits:
+    """Checks the limits that a user names; None stands for the default."""
+    pool = _DEFAULT.pool_bytes if pool_bytes is None else pool_bytes
+    patience = _DEFAULT.patience_s if patience_s is None else patience_s
+    if (threshold_bytes or 0) < 0 or pool < 1 or not patience >= 0:
+        raise ValueError(
+            "threshold_bytes and patience_s are 0 or more, pool_bytes 1 or more, not "
+            f"{threshold_bytes}, {patience} and {pool}"
+        )
+    return Limits(threshold_bytes, pool, patience)
+
+
+def as_transports(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks the transports that a user names."""
+    if unknown := set(names) - {"shm", "tcp", "rdma"}:
+        raise ValueError(f"transports are shm, tcp and rdma, not {', '.join(sorted(unknown))}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,125 @@
+"""The memory here that the other side writes payload into, and how it is given back.
+
+Everything that an envelope says is checked before it is used. Knows neither gRPC nor messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from tensorwire.errors import TensorwireError
+from tensorwire.memory import Node, Region, RemoteRegion
+
+from .envelope import Envelope, lease_name
+from .leases import SLOTS
+
+
+class RefusedError(Exception):
+    """An envelope names memory that this side does not have, or not like that.
+
+    The sender sends the message again without.
+    """
+
+
+class Landed:
+    """The memory of one message, until `give_back`.
+
+    Attributes:
+        memory: the lease.
+        pieces: as in the envelope, within the memory.
+    """
+
+    __slots__ = ("_give_back", "memory", "pieces")
+
+    def __init__(
+        self, memory: Region, pieces: dict[int, tuple[int, int]], give_back: Callable[[], None]
+    ) -> None:
+        self.memory = memory
+        self.pieces = pieces
+        self._give_back: Callable[[], None] | None = give_back
+
+    def piece(self, ticket: int) -> memoryview:
+        """The bytes of a piece, where they are."""
+        offset, size = self.pieces[ticket]
+        return self.memory[offset : offset + size].memoryview()
+
+    def give_back(self) -> None:
+        """Lets the sender use the memory again; calling it again does nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class Inbox:
+    """All leases that the other side has here. Any thread may use it.
+
+    Args:
+        node: the only peer of it is the sender.
+        credits: the sender's memory with a word that counts, and one for each slot.
+    """
+
+    def __init__(self, node: Node, credits: RemoteRegion) -> None:
+        self._node = node
+        self._count_word = credits.word(0)
+        self._credits = credits
+        self._count = 0
+        self._lock = threading.Lock()
+        self._regions: dict[int, tuple[int, Region]] = {}
+        self._turns: dict[int, int] = {}
+        self._held: set[tuple[int, int]] = set()
+
+    @property
+    def held(self) -> int:
+        """Messages that are still here, or a view of them."""
+        return len(self._held)
+
+    def arrive(self, envelope: Envelope) -> Landed:
+        """Finds the memory of an envelope, which can be used once.
+
+        Raises:
+            RefusedError: it is not here (any more), was used before, or is smaller than what is
+                said to lie there.
+        """
+        slot, turn = envelope.slot, envelope.turn
+        if slot >= SLOTS:
+            raise RefusedError(f"slot {slot} of {SLOTS}")
+        with self._lock:
+            if turn <= self._turns.get(slot, 0) or turn >= 1 << 63:
+                raise RefusedError(f"turn {turn} of slot {slot} was used before")
+            region = self._region(slot, envelope.serial)
+            pieces = {}
+            for ticket, offset, size in envelope.pieces:
+                if offset + size > region.size_bytes:
+                    raise RefusedError(
+                        f"bytes {offset} to {offset + size} of memory of {region.size_bytes}"
+                    )
+                pieces[ticket] = offset, size
+            self._turns[slot] = turn
+            self._held.add((slot, turn))
+        return Landed(region, pieces, partial(self._give_back, slot, turn))
+
+    def _region(self, slot: int, serial: int) -> Region:
+        known = self._regions.get(slot)
+        if known is not None and known[0] == serial and not known[1].freed:
+            return known[1]
+        try:
+            region = self._node.region(lease_name(serial))
+        except LookupError:
+            raise RefusedError(f"there is no {lease_name(serial)}") from None
+        self._regions[slot] = serial, region
+        return region
+
+    def _give_back(self, slot: int, turn: int) -> None:
+        with self._lock:
+            self._held.discard((slot, turn))
+            known = self._regions.get(slot)
+            if known is not None and known[1].freed:
+                del self._regions[slot]
+            self._count += 1
+            try:
+                self._credits.word(8 * (1 + slot)).set(turn)
+                self._count_word.set(self._count)
+            except TensorwireError:
+                pass  # the session is over, and nobody waits

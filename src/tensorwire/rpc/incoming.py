@@ -1,0 +1,121 @@
+"""A message on its way in: its payload is put back before anybody sees it.
+
+The same for requests and responses. Tickets of Tensors that come from outside are never believed:
+those that an envelope has memory for get a new one, all others are taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .envelope import BODY, MAGIC, unseal
+from .inbox import Landed, RefusedError
+from .session import RpcSession
+from .tensors import Holding, new_ticket
+from .walk import may_have_tensors, tensors
+
+Deserializer = Callable[[bytes], Any] | None
+
+
+class Reader:
+    """Turns what travelled into the user's messages, for one kind of message.
+
+    Args:
+        deserializer: the user's, None for messages that are bytes.
+    """
+
+    __slots__ = ("_deserializer", "_strips")
+
+    def __init__(self, deserializer: Deserializer) -> None:
+        self._deserializer = deserializer
+        # FromString of a message class tells which it is. Of others it is not known beforehand.
+        owner = getattr(deserializer, "__self__", None)
+        self._strips = deserializer is not None and (
+            not isinstance(owner, type) or may_have_tensors(owner)
+        )
+
+    def inside(self, data: bytes) -> Any:
+        """The message that came as itself.
+
+        Raises:
+            Exception: what the deserializer raises.
+        """
+        message = data if self._deserializer is None else self._deserializer(data)
+        if self._strips:
+            for each in tensors(message):
+                if each.ticket:
+                    each.ticket = 0
+        return message
+
+    def read(
+        self,
+        data: bytes,
+        find: Callable[[bytes], RpcSession | None],
+        holdings: list[Holding] | None = None,
+        *,
+        lenient: bool = False,
+    ) -> Any:
+        """The message that came as itself or as an envelope.
+
+        Args:
+            data: what grpcio has received.
+            find: the session of an id, if there is one that may send this.
+            holdings: gets what keeps the memory of the message's Tensors.
+            lenient: what is no envelope of a known session is a message that looks like one.
+
+        Raises:
+            RefusedError: what looks like an envelope is of an unknown session, or lies.
+            Exception: what the deserializer raises.
+        """
+        if not data.startswith(MAGIC):
+            return self.inside(data)
+        try:
+            envelope = unseal(data)
+            session = find(envelope.session)
+            if session is None:
+                raise ValueError("an envelope of a session that is not known here")
+        except ValueError as error:
+            if lenient:
+                return self.inside(data)
+            raise RefusedError(str(error)) from None
+        if not envelope.pieces:
+            return self.inside(envelope.body)
+        session.look_at_recent()
+        arrival = session.leases_here.arrive(envelope)
+        holding = None
+        try:
+            body = envelope.body
+            if BODY in arrival.pieces:
+                body = bytes(arrival.piece(BODY))
+            message = body if self._deserializer is None else self._deserializer(body)
+            holding = _redeem(message, arrival)
+            if holding is not None:
+                session.recent.append(holding)
+                if holdings is not None:
+                    holdings.append(holding)
+            return message
+        finally:
+            if holding is None:
+                arrival.give_back()
+
+
+def _redeem(message: Any, arrival: Landed) -> Holding | None:
+    """Gives the Tensors of a message new tickets for their memory; None if it has none."""
+    if arrival.pieces.keys() == {BODY}:
+        for each in tensors(message):
+            if each.ticket:
+                each.ticket = 0
+        return None
+    passed: list[Any] = []
+    new: dict[int, int] = {}
+    for each in tensors(message, passed):
+        if not each.ticket:
+            continue
+        if each.ticket not in arrival.pieces:
+            raise RefusedError("a Tensor names memory that did not come with its message")
+        ticket = new_ticket()
+        new[ticket] = each.ticket
+        each.ticket = ticket
+    each = None
+    return Holding(arrival, new, passed) if new else None

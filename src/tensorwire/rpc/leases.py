@@ -1,0 +1,240 @@
+"""The memory at the other side that this side writes payload into: leases, and who has them.
+
+A lease is a region of the receiver that the sender allocated there. It is used over and over: the
+receiver raises a word when nobody looks at a use any more, which is the credit for the next one.
+Knows neither gRPC nor messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
+from tensorwire.memory import Peer, Region, RemoteRegion
+
+from .envelope import lease_name
+from .janitor import JANITOR
+
+SLOTS = 512
+"""Leases that one side may have; the other side has a word for each."""
+
+ALIGNMENT = 64
+_SMALLEST_STEP = 1 << 16
+_SLICE_S = 0.05
+
+
+class Lease:
+    """Memory of the receiver, and the use that is made of it. Its pool's lock guards it.
+
+    Attributes:
+        slot: its number at both sides.
+        serial: of the region, see `lease_name`.
+        memory: where to write.
+        turn: of the use; higher than any before in this slot.
+        call: for whom it is used, None while it is idle.
+    """
+
+    __slots__ = ("call", "memory", "serial", "slot", "turn")
+
+    def __init__(self, slot: int, serial: int, memory: RemoteRegion) -> None:
+        self.slot = slot
+        self.serial = serial
+        self.memory = memory
+        self.turn = 0
+        self.call: tuple[int, int] | None = None
+
+
+class LeasePool:
+    """All leases of one side of a session. Any thread may use it.
+
+    Args:
+        peer: the receiver.
+        credits: memory here with a word that counts what the receiver has given back, and a word
+            for each slot with the last turn that it gave back.
+        limit_bytes: of all leases together.
+    """
+
+    def __init__(self, peer: Peer, credits: Region, limit_bytes: int) -> None:
+        self._peer = peer
+        self._count = credits.word(0)
+        self._given_back: NDArray[np.uint64] = credits.array("uint64")[1 : 1 + SLOTS]
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._serial = 0
+        self._turns = [0] * SLOTS
+        self._slots = list(range(SLOTS))
+        self._idle: list[Lease] = []
+        self._used: dict[int, Lease] = {}
+
+    @property
+    def used(self) -> int:
+        """Leases that the receiver has not given back yet."""
+        with self._lock:
+            self._collect()
+            return len(self._used)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Memory at the receiver, used and idle."""
+        return self._bytes
+
+    def take(
+        self,
+        size_bytes: int,
+        call: tuple[int, int],
+        patience_s: float,
+        needed: Callable[[], bool],
+        answer_s: float = 5.0,
+    ) -> Lease | None:
+        """Takes memory for one message.
+
+        Waits for credits where the limit is reached and the receiver has some to give.
+
+        Args:
+            size_bytes: at least so much.
+            call: the number of the call in its session.
+            patience_s: how long to wait for credits.
+            needed: asked while waiting; False ends it.
+            answer_s: how long the receiver may take to allocate.
+
+        Returns:
+            None: there is none, so the message has to travel without.
+
+        Raises:
+            PeerLostError, ClosedError: the session is over.
+        """
+        until = time.monotonic() + patience_s
+        size_bytes = _rounded(size_bytes)
+        if size_bytes > self._limit_bytes:
+            return None
+        while True:
+            seen = self._count.value
+            with self._lock:
+                self._collect()
+                lease = self._pick(size_bytes)
+                if lease is None and (slot := self._reserve(size_bytes)) is not None:
+                    self._serial += 1
+                    serial = self._serial
+                    break
+            if lease is not None:
+                return self._use(lease, call)
+            if not self._used or not needed() or (left := until - time.monotonic()) <= 0:
+                return None
+            try:
+                self._count.wait_until(seen + 1, min(left, _SLICE_S), peer=self._peer)
+            except TimeoutError:
+                pass
+        try:
+            memory = self._peer.allocate(size_bytes, lease_name(serial), timeout_s=answer_s)
+        except PeerLostError:
+            raise
+        except (TensorwireError, MemoryError):  # used up, or it does not answer
+            with self._lock:
+                self._bytes -= size_bytes
+                self._slots.append(slot)
+            return None
+        return self._use(Lease(slot, serial, memory), call)
+
+    def has(self, lease: Lease, call: tuple[int, int]) -> bool:
+        """Whether a lease is used for a call, and not given back yet."""
+        with self._lock:
+            self._collect()
+            return lease.call == call and self._used.get(lease.slot) is lease
+
+    def retire(self, leases: Sequence[Lease], call: tuple[int, int]) -> None:
+        """Gives up uses by a call that the receiver may never see, with their memory.
+
+        It is freed: should the receiver still come to it, the name is unknown; what it looks at
+        already stays, for itself. Those that came back meanwhile just stay leases.
+        """
+        with self._lock:
+            self._collect()
+            gone = []
+            for lease in leases:
+                if self._used.get(lease.slot) is lease and lease.call == call:
+                    del self._used[lease.slot]
+                    self._forget(lease)
+                    gone.append(lease)
+        for lease in gone:
+            JANITOR.soon(partial(_free, lease))
+
+    def retire_calls(self, over: Callable[[tuple[int, int]], bool]) -> None:
+        """Retires what is used for calls that are over."""
+        with self._lock:
+            self._collect()
+            used = list(self._used.values())
+        for call in {each.call for each in used if each.call is not None}:
+            if over(call):
+                self.retire(used, call)
+
+    def _use(self, lease: Lease, call: tuple[int, int]) -> Lease:
+        with self._lock:
+            self._turns[lease.slot] += 1
+            lease.turn = self._turns[lease.slot]
+            lease.call = call
+            self._used[lease.slot] = lease
+        return lease
+
+    def _collect(self) -> None:
+        for slot, lease in list(self._used.items()):
+            if self._given_back[slot] >= lease.turn:
+                del self._used[slot]
+                lease.call = None
+                self._idle.append(lease)
+
+    def _pick(self, size_bytes: int) -> Lease | None:
+        """The smallest idle lease that is large enough and not wastefully so; the last used."""
+        best = None
+        for lease in self._idle:
+            size = lease.memory.size_bytes
+            if size_bytes <= size <= 4 * size_bytes and (
+                best is None or size <= best.memory.size_bytes
+            ):
+                best = lease
+        if best is not None:
+            self._idle.remove(best)
+        return best
+
+    def _reserve(self, size_bytes: int) -> int | None:
+        """A slot for new memory, for which idle memory makes room; None: wait for credits."""
+        while self._bytes + size_bytes > self._limit_bytes or not self._slots:
+            if not self._idle:
+                return None
+            lease = self._idle.pop(0)
+            self._forget(lease)
+            JANITOR.soon(partial(_free, lease))
+        self._bytes += size_bytes
+        return self._slots.pop()
+
+    def _forget(self, lease: Lease) -> None:
+        self._bytes -= lease.memory.size_bytes
+        self._slots.append(lease.slot)
+
+
+def _rounded(size_bytes: int) -> int:
+    """Sizes of leases: so few that one serves messages of similar length."""
+    step = max(_SMALLEST_STEP, 1 << max(size_bytes.bit_length() - 4, 0))
+    return -(-size_bytes // step) * step
+
+
+def _free(lease: Lease) -> None:
+    try:
+        lease.memory.free(timeout_s=0.05)
+    except TensorwireError:
+        pass  # it will do so when it can, or the session is over and the memory gone with it
+
+
+def place(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where pieces of these lengths go in a lease: (their offsets, bytes in all)."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end

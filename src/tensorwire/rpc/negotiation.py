@@ -1,0 +1,377 @@
+"""How two ends find out that both have tensorwire, and join their memory. Knows no gRPC objects.
+
+The client calls a reserved method of the server, and connects to the Node that is named in the
+answer. A server without tensorwire does not know the method, which is an answer too. docs/rpc.md
+has the messages.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tensorwire.errors import TensorwireError, UnavailableError
+from tensorwire.memory import Node, Region
+
+from .envelope import VERSION
+from .janitor import JANITOR
+from .session import CALLS, Limits, RpcSession, make_board
+
+OPEN = "/tensorwire.rpc.Session/Open"
+"""The reserved method."""
+MARK = "tensorwire-session-bin"
+"""Key of the metadata by which a call says which session it is of."""
+REFUSED = "tensorwire-refused"
+"""Key of the trailing metadata of a call that was refused before the servicer ran."""
+
+_MOST_BYTES = 4096
+_CONNECT_S = 5.0
+_READY = "ready"
+_LONGEST_PAUSE_S = 60.0
+
+
+def host_id() -> str:
+    """Tells hosts apart, and what a host was before it was started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one end lets payload do.
+
+    Attributes:
+        limits: see there.
+        transports: by which it may travel, of those of a Node. Empty: not at all.
+        listen: the host that clients on other hosts reach this server by; "" for none.
+        plaintext_transports: by which payload of an encrypted connection may travel too.
+    """
+
+    limits: Limits
+    transports: tuple[str, ...]
+    listen: str = ""
+    plaintext_transports: tuple[str, ...] = ()
+
+
+class DeclinedError(Exception):
+    """The server has tensorwire and gives no session; it says why."""
+
+
+class Registry:
+    """The sessions of a server. Any thread may use it.
+
+    Args:
+        terms: of the server.
+        most: sessions at a time; clients beyond get plain gRPC.
+    """
+
+    def __init__(self, terms: Terms, most: int) -> None:
+        self._terms = terms
+        self._most = most
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, RpcSession] = {}
+        self._waiting: dict[bytes, Node] = {}
+        self._closed = False
+
+    def find(self, id: bytes) -> RpcSession | None:
+        """The session of an id."""
+        return self._sessions.get(id)
+
+    @property
+    def sessions(self) -> list[RpcSession]:
+        """Those that have both ends."""
+        return list(self._sessions.values())
+
+    @property
+    def awaited(self) -> bool:
+        """A client has not given back payload that it was sent: perhaps it has not come to it."""
+        return any(each.leases_there.used for each in self.sessions if not each.lost)
+
+    def listen(self, host: str) -> None:
+        """Lets clients of other hosts reach this server by a host, unless terms name one."""
+        if not self._terms.listen:
+            self._terms = replace(self._terms, listen=host)
+
+    def open(self, request: bytes, *, encrypted: bool) -> bytes:
+        """Makes this end of a session, for whoever connects to it with its secret.
+
+        Args:
+            request: of the client.
+            encrypted: the connection is; then payload stays on this host.
+
+        Raises:
+            DeclinedError: there is none for this client.
+            ValueError: the request says nothing that can be understood.
+        """
+        asked = _decode(request)
+        lent_bytes = _number(asked, "pool_bytes")
+        wanted = asked.get("transports")
+        if VERSION not in _list(asked.get("versions")):
+            raise DeclinedError(f"this server knows version {VERSION}")
+        near = asked.get("host") == host_id() != ""
+        allowed = {each for each in self._terms.transports if each in _list(wanted)}
+        if encrypted:
+            allowed &= {"shm", *self._terms.plaintext_transports}
+        if not near:
+            allowed.discard("shm")
+        transports = [each for each in self._terms.transports if each in allowed]
+        listen = "127.0.0.1" if near else self._terms.listen
+        if not transports or not listen:
+            raise DeclinedError("there is no way for payload between these two ends")
+        with self._lock:
+            if self._closed or len(self._sessions) + len(self._waiting) >= self._most:
+                raise DeclinedError(f"this server has {self._most} sessions")
+            id, secret = secrets.token_bytes(16), secrets.token_bytes(32)
+            node = Node(
+                id.hex(),
+                listen=f"[{listen}]:0" if ":" in listen else f"{listen}:0",
+                secret=secret,
+                transports=transports,
+                quota_bytes=self._terms.limits.pool_bytes,
+                max_peers=1,
+            )
+            board = make_board(node)
+            self._waiting[id] = node
+        threading.Thread(
+            target=self._complete, args=(id, node, board, lent_bytes),
+            name="tensorwire-rpc-session", daemon=True,
+        ).start()  # fmt: skip
+        JANITOR.watch(self)
+        return _encode(
+            version=VERSION,
+            session=id.hex(),
+            secret=secret.hex(),
+            address=node.address,
+            transports=transports,
+            pool_bytes=self._terms.limits.pool_bytes,
+        )
+
+    def _complete(self, id: bytes, node: Node, board: Region, lent_bytes: int) -> None:
+        """In a thread of its own, until the client has connected or does not come."""
+        try:
+            session = RpcSession(
+                id,
+                node,
+                board,
+                node.accept(_CONNECT_S),
+                self._terms.limits,
+                lent_bytes=lent_bytes,
+                is_client=False,
+            )
+            with self._lock:
+                self._waiting.pop(id, None)
+                if not self._closed:
+                    self._sessions[id] = session
+                    node.allocate(8, name=_READY)
+                    return
+        except TensorwireError:
+            pass  # the client gets plain gRPC
+        with self._lock:
+            self._waiting.pop(id, None)
+        node.close()
+
+    def look(self) -> bool:
+        """For the janitor: forgets sessions whose client is gone."""
+        with self._lock:
+            for id, session in list(self._sessions.items()):
+                if session.lost:
+                    del self._sessions[id]
+            return bool(self._sessions or self._waiting)
+
+    def close(self) -> None:
+        """Ends all sessions; calling it again does nothing."""
+        with self._lock:
+            self._closed = True
+            nodes = list(self._waiting.values())
+            sessions = list(self._sessions.values())
+            self._waiting.clear()
+            self._sessions.clear()
+        for node in nodes:
+            node.close()
+        for session in sessions:
+            session.close()
+
+
+def connect(terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNECT_S) -> RpcSession:
+    """The client's end of a new session.
+
+    Args:
+        terms: of the client.
+        ask: calls the reserved method of the server.
+        least_s: how long connecting may take.
+
+    Raises:
+        UnavailableError, PeerLostError, ...: there is no way to the server's memory.
+        ValueError: the server's answer cannot be understood.
+        Exception: what `ask` raises.
+    """
+    answer = _decode(
+        ask(
+            _encode(
+                versions=[VERSION],
+                host=host_id(),
+                transports=list(terms.transports),
+                pool_bytes=terms.limits.pool_bytes,
+            ),
+        )
+    )
+    id, secret = (bytes.fromhex(str(answer.get(name))) for name in ("session", "secret"))
+    transports = [each for each in terms.transports if each in _list(answer.get("transports"))]
+    if answer.get("version") != VERSION or len(id) != 16 or not transports:
+        raise ValueError("the server's answer is of no version that is known here")
+    node = Node(
+        id.hex(),
+        secret=secret,
+        transports=transports,
+        quota_bytes=terms.limits.pool_bytes,
+        max_peers=1,
+    )
+    try:
+        board = make_board(node)
+        peer = node.connect(str(answer.get("address")), timeout_s=least_s)
+        if peer.name != id.hex():
+            raise UnavailableError(f"{peer.address} is not the server's end of the session")
+        lent_bytes = _number(answer, "pool_bytes")
+        session = RpcSession(
+            id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
+        )
+        peer.wait_region(_READY, timeout_s=least_s)
+        return session
+    except BaseException:
+        node.close()
+        raise
+
+
+class SessionKeeper:
+    """The session of a channel: made when it is needed, made again when it is lost.
+
+    Any thread may use it.
+
+    Args:
+        terms: of the client.
+        explain: (kind, text) of an error; its kind is "unknown method", "unreachable" or "other".
+    """
+
+    def __init__(self, terms: Terms, explain: Callable[[BaseException], tuple[str, str]]) -> None:
+        self._terms = terms
+        self._explain = explain
+        self._lock = threading.Lock()
+        self._session: RpcSession | None = None
+        self._by_id: dict[bytes, RpcSession] = {}
+        self._pause_until = 0.0
+        self._pause_s = 0.0
+        self._closed = False
+        self.reason = "no call was made yet"
+
+    @property
+    def ready(self) -> RpcSession | None:
+        """The session, if there is one already that is to be used."""
+        session = self._session
+        if session is None or session.lost:
+            return None
+        if self._pause_until and time.monotonic() < self._pause_until:
+            return None
+        return session
+
+    def settled(self) -> bool:
+        """Nothing is to be asked of the server at the moment."""
+        if self._closed or time.monotonic() < self._pause_until:
+            return True
+        return self._session is not None and not self._session.lost
+
+    def find(self, id: bytes) -> RpcSession | None:
+        """The session of an id, also one that was replaced but is still there."""
+        return self._by_id.get(id)
+
+    def get(self, ask: Callable[[bytes], bytes], wait_s: float) -> RpcSession | None:
+        """The session, for which the server is asked if need be.
+
+        Args:
+            ask: calls the reserved method of the server.
+            wait_s: how long to wait for another thread that asks.
+        """
+        if (session := self.ready) is not None:
+            return session
+        if self.settled() or not self._lock.acquire(timeout=wait_s):
+            return None
+        try:
+            if self.settled():
+                return self.ready
+            try:
+                session = connect(self._terms, ask)
+            except Exception as error:
+                self._failed(error)
+                return None
+            if self._closed:
+                session.close()
+                return None
+            self._by_id = {key: each for key, each in self._by_id.items() if not each.lost}
+            self._by_id[session.id] = self._session = session
+            self._pause_s = 0.0
+            self.reason = ""
+            return session
+        finally:
+            self._lock.release()
+
+    def _failed(self, error: Exception) -> None:
+        kind, self.reason = self._explain(error)
+        if kind == "unknown method":
+            self._pause_until = float("inf")
+        elif kind != "unreachable":  # which the call itself will find out
+            self.pause()
+
+    def pause(self) -> None:
+        """Sends plain messages for a while, twice as long as the last time."""
+        self._pause_s = min(max(2 * self._pause_s, 1.0), _LONGEST_PAUSE_S)
+        self._pause_until = time.monotonic() + self._pause_s
+
+    def disconnected(self) -> None:
+        """A call could not reach the server: it may be another one next time."""
+        self._pause_until = 0.0
+
+    def close(self) -> None:
+        """Ends the sessions; calling it again does nothing."""
+        self._closed = True
+        self.reason = "the channel is closed"
+        for session in list(self._by_id.values()):
+            session.close()
+        self._by_id.clear()
+
+
+def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcSession | None:
+    """The session that a call names, if it is one of this server and its number can be one."""
+    if mark is None or mark[1] >= CALLS or mark[2] >= 1 << 32:
+        return None
+    return registry.find(mark[0])
+
+
+def _encode(**values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes are too many")
+    values = json.loads(data)
+    if not isinstance(values, dict):
+        raise ValueError("it is no object")
+    return values
+
+
+def _number(values: dict[str, Any], name: str) -> int:
+    value = values.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,249 @@
+"""A message on its way out: what of it goes ahead, and the bytes that grpcio sends.
+
+The same for requests and responses. Whatever cannot go ahead travels inside, as without
+tensorwire: no session, no memory at the receiver, a payload that is too small to be worth it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.memory import Transfer
+
+from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
+from .leases import Lease, place
+from .session import RpcSession
+from .tensors import delivered, source_of
+from .walk import may_have_tensors, tensors
+
+Serializer = Callable[[Any], bytes] | None
+
+_SLICE_S = 0.1
+_ANSWER_S = 5.0
+
+
+class CallLink:
+    """One call as the end sees it that sends in it: its session and its number there.
+
+    Args:
+        session: of the call; None: everything travels inside.
+        call: its number.
+        remaining: seconds to its deadline, None if it has none.
+        needed: whether the call goes on.
+
+    Attributes:
+        session, call, needed: as given.
+        leases: what was sent in the call, as far as this end has to take it back.
+        must_confirm: payload goes ahead only when the other end has confirmed the call.
+        foreign: somebody else has the call, so everything travels inside.
+        ended: the call is over; whoever sends in it still takes that back.
+    """
+
+    __slots__ = (
+        "_remaining",
+        "call",
+        "ended",
+        "foreign",
+        "leases",
+        "must_confirm",
+        "needed",
+        "session",
+    )
+
+    def __init__(
+        self,
+        session: RpcSession | None,
+        call: tuple[int, int],
+        remaining: Callable[[], float | None],
+        needed: Callable[[], bool],
+    ) -> None:
+        self.session = session
+        self.call = call
+        self.leases: list[Lease] = []
+        self.must_confirm = False
+        self.needed = needed
+        self.foreign = False
+        self.ended = False
+        self._remaining = remaining
+
+    def left_s(self, at_most: float) -> float:
+        """Seconds to the deadline of the call, and not more than `at_most`."""
+        remaining = self._remaining()
+        return at_most if remaining is None else min(at_most, max(remaining, 0.0))
+
+
+def no_deadline() -> None:
+    """Of a call without one."""
+
+
+def always() -> bool:
+    """Of a call that cannot end while its message is made."""
+    return True
+
+
+PLAIN = CallLink(None, (0, 0), no_deadline, always)
+"""For calls without a session."""
+
+
+class SentMessage:
+    """A message that is handed to grpcio in the place of the user's.
+
+    Attributes:
+        message: the user's.
+        link: of its call.
+        tickets: of the arrays that it stands for, when it was serialized.
+        ahead: its payload went ahead of it.
+        last: the arrays are let go when it has left, and not when the call has ended well.
+    """
+
+    __slots__ = ("_begun", "ahead", "last", "link", "message", "tickets")
+
+    def __init__(self, message: Any, link: CallLink, *, last: bool) -> None:
+        self.message = message
+        self.link = link
+        self.last = last
+        self.ahead = False
+        self.tickets: list[int] = []
+        self._begun = False
+
+    def __del__(self) -> None:
+        # grpcio drops it where the call has ended before it was asked for its bytes.
+        if self.last and not self._begun and may_have_tensors(type(self.message)):
+            delivered([each.ticket for each in tensors(self.message)])
+
+    def serialize(self, serializer: Serializer) -> bytes:
+        """The bytes that travel.
+
+        Raises:
+            StaleHandleError: the array of a Tensor is gone.
+            Exception: what the serializer raises.
+        """
+        self._begun = True
+        session = None if self.link.foreign else self.link.session
+        arrays: dict[int, NDArray[np.uint8]] = {}
+        body = None
+        if may_have_tensors(type(self.message)):
+            arrays = {t.ticket: source_of(t) for t in tensors(self.message) if t.ticket}
+            self.tickets = list(arrays)
+        if not arrays:
+            body = self.message if serializer is None else serializer(self.message)
+            if session is None or not isinstance(body, bytes):
+                return body  # what is no message, grpcio says
+            if len(body) < session.threshold_bytes and not body.startswith(MAGIC):
+                return body
+        data = None
+        if session is not None:
+            try:
+                data = self._ahead(session, arrays, body, serializer)
+            except TensorwireError:
+                pass  # the session is over; the call is not
+        if data is None:
+            data = _inside(self.message, arrays, serializer) if body is None else body
+            if session is not None and not self.link.foreign and data.startswith(MAGIC):
+                data = escape(session.id, data)
+        if self.last and arrays:
+            delivered(self.tickets)
+        return data
+
+    def _ahead(
+        self,
+        session: RpcSession,
+        arrays: dict[int, NDArray[np.uint8]],
+        body: bytes | None,
+        serializer: Serializer,
+    ) -> bytes | None:
+        """An envelope, for what is worth it; None where it travels inside."""
+        threshold = session.threshold_bytes
+        beside: dict[int, Any] = {}
+        if body is None:
+            size = sum(array.nbytes for array in arrays.values())
+            if size >= session.arrays_threshold_bytes:
+                beside.update(arrays)
+            if len(beside) >= MAX_PIECES:
+                return None
+            body = _inside(self.message, {} if beside else arrays, serializer)
+        if len(body) >= threshold:
+            beside[BODY] = body
+        return self._place(session, beside, b"" if BODY in beside else body) if beside else None
+
+    def _place(self, session: RpcSession, beside: dict[int, Any], body: bytes) -> bytes | None:
+        link = self.link
+        patience_s = session.limits.patience_s
+        if link.must_confirm:
+            if not self._confirmed(session, link.left_s(patience_s)):
+                link.foreign = True
+                return None
+            link.must_confirm = False
+        sources = list(beside.values())
+        sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
+        offsets, size = place(sizes)
+        lease = session.leases_there.take(
+            size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
+        )
+        if lease is None:
+            return None
+        leases = (each for each in link.leases if each is not lease)
+        pool = session.leases_there
+        link.leases = [lease, *(each for each in leases if pool.has(each, link.call))]
+        if link.ended:
+            pool.retire([lease], link.call)
+            return None
+        memory = lease.memory
+        targets = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
+        if not self._wait(session.peer.write(sources, targets)):
+            session.leases_there.retire([lease], link.call)
+            return None
+        self.ahead = True
+        pieces = tuple(zip(beside, offsets, sizes, strict=True))
+        return seal(Envelope(session.id, lease.slot, lease.serial, lease.turn, pieces, body))
+
+    def _confirmed(self, session: RpcSession, patience_s: float) -> bool:
+        until = time.monotonic() + patience_s
+        while not session.confirmed(self.link.call, min(patience_s, _SLICE_S)):
+            if not self.link.needed() or time.monotonic() >= until:
+                return session.confirmed(self.link.call)
+        return True
+
+    def _wait(self, transfer: Transfer) -> bool:
+        """False when nobody needs the message any more."""
+        while True:
+            try:
+                transfer.wait(_SLICE_S)
+                return True
+            except TimeoutError:
+                if not self.link.needed() or self.link.left_s(1) <= 0:
+                    return False
+
+
+def embed(message: Any) -> Any:
+    """A copy of a message with the bytes of its Tensors in it.
+
+    For everything that is not a channel or server of `tensorwire.rpc`: a file, a queue, a plain
+    grpcio channel, `Any.Pack`.
+
+    Raises:
+        StaleHandleError: the array of a Tensor is gone.
+    """
+    return _filled(message, {t.ticket: source_of(t) for t in tensors(message) if t.ticket})
+
+
+def _inside(message: Any, arrays: dict[int, NDArray[np.uint8]], serializer: Serializer) -> Any:
+    if arrays:
+        message = _filled(message, arrays)
+    return message if serializer is None else serializer(message)
+
+
+def _filled(message: Any, arrays: dict[int, NDArray[np.uint8]]) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for each in tensors(copy):
+        if each.ticket:
+            each.data = arrays[each.ticket].tobytes()
+            each.ticket = 0
+    return copy

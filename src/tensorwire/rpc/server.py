@@ -1,0 +1,304 @@
+"""A grpcio server whose large payload comes and goes ahead of its messages.
+
+All is done by one interceptor, outside of the user's: it wraps the handler of a call, which the
+user's interceptors have seen already, with what turns grpcio's bytes into messages and back. So the
+handlers, their contexts and the order of everything are grpcio's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import grpc
+
+from .envelope import MAGIC, read_mark
+from .inbox import RefusedError
+from .incoming import Reader
+from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
+from .outgoing import PLAIN, CallLink, SentMessage
+from .session import RpcSession
+from .tensors import Holding
+
+DRAIN_S = 1.0
+"""How long a server that has stopped waits for clients to come to payload that they were sent."""
+
+_LOOK_S = 0.005
+_LOG = logging.getLogger("tensorwire.rpc")
+
+
+@lru_cache(maxsize=1024)
+def reader_of(deserializer: Any) -> Reader:
+    """The Reader of a deserializer, which most calls of a server share."""
+    return Reader(deserializer)
+
+
+class Arrived:
+    """A request as it came; it becomes the user's in the thread of the servicer."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Interceptor(grpc.ServerInterceptor):
+    """Answers the reserved method, and wraps the handlers of calls of a session.
+
+    Args:
+        registry: the server's sessions.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._reserved = grpc.unary_unary_rpc_method_handler(self._open)
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method == OPEN:
+            return self._reserved
+        handler = continuation(handler_call_details)
+        if handler is None or getattr(handler, "experimental_non_blocking", False):
+            return handler
+        found = None
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == MARK:
+                found = read_mark(value)
+        session = None if found is None else check_mark(self._registry, found)
+        try:
+            reader = reader_of(handler.request_deserializer)
+        except TypeError:  # a callable without a hash
+            reader = Reader(handler.request_deserializer)
+        return ServedCall(handler, reader, session, found)
+
+    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return self._registry.open(request, encrypted=is_encrypted(context))
+        except DeclinedError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError
+
+
+def is_encrypted(context: Any) -> bool:
+    """Whether a call came over a secure port."""
+    kinds = context.auth_context().get("transport_security_type", ())
+    return list(kinds) != [b"insecure"] and bool(kinds)
+
+
+class ServedCall(grpc.RpcMethodHandler):
+    """The handler of one call, in the place of the user's, of which it keeps all other attributes.
+
+    Args:
+        handler: the user's.
+        reader: of its requests.
+        session: of the call.
+        found: the mark of the call, None if it has none: then nothing in it can be an envelope.
+    """
+
+    unary_unary = unary_stream = stream_unary = stream_stream = None
+
+    def __init__(
+        self,
+        handler: Any,
+        reader: Reader,
+        session: RpcSession | None,
+        found: tuple[bytes, int, int] | None,
+    ) -> None:
+        self.request_streaming = handler.request_streaming
+        self.response_streaming = handler.response_streaming
+        self.request_deserializer = reader.inside if found is None else self._receive
+        self.response_serializer = self._send
+        self._handler = handler
+        self._reader = reader
+        self._session = session
+        self._call = (0, 0) if found is None else found[1:]
+        if self.request_streaming:
+            if self.response_streaming:
+                self.stream_stream = self._run
+            else:
+                self.stream_unary = self._run
+        elif self.response_streaming:
+            self.unary_stream = self._run
+        else:
+            self.unary_unary = self._run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def _receive(self, data: bytes) -> Any:
+        return Arrived(data) if data.startswith(MAGIC) else self._reader.inside(data)
+
+    def _send(self, outgoing: SentMessage) -> bytes:
+        return outgoing.serialize(self._handler.response_serializer)
+
+    def _run(self, request: Any, context: grpc.ServicerContext) -> Any:
+        holdings: list[Holding] = []
+        if self.request_streaming:
+            self._confirm()
+            request = Arriving(request, self, context)
+        elif type(request) is Arrived:
+            request = self.open_one(request, context, holdings)
+            self._confirm()
+        handler = self._handler
+        if self.request_streaming:
+            behavior = handler.stream_stream if self.response_streaming else handler.stream_unary
+        else:
+            behavior = handler.unary_stream if self.response_streaming else handler.unary_unary
+        responses = behavior(request, context)
+        del request
+        for holding in holdings:
+            holding.look()  # the servicer has the message no longer, unless it keeps it
+        link = PLAIN
+        if self._session is not None:
+            link = CallLink(self._session, self._call, context.time_remaining, context.is_active)
+        if self.response_streaming:
+            return Leaving(responses, link)
+        return SentMessage(responses, link, last=True)
+
+    def open_one(
+        self, arrived: Arrived, context: grpc.ServicerContext, holdings: list[Holding]
+    ) -> Any:
+        """The user's request; ends the call if there is none.
+
+        Args:
+            arrived: as it came.
+            context: of the call.
+            holdings: gets what keeps the memory of its Tensors.
+        """
+        try:
+            return self._reader.read(arrived.data, partial(find_only, self._session), holdings)
+        except RefusedError as error:
+            refuse(context, error)
+        except Exception:
+            _LOG.exception("a request could not be deserialized")
+            context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+        raise AssertionError
+
+    def _confirm(self) -> None:
+        if self._session is not None:
+            self._session.confirm(self._call)
+
+
+def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
+    """Ends a call whose request names memory that is not there; the servicer has not run."""
+    context.set_trailing_metadata((*(context.trailing_metadata() or ()), (REFUSED, "1")))
+    context.abort(
+        grpc.StatusCode.INVALID_ARGUMENT, f"payload that is not where the message says: {error}"
+    )
+
+
+def find_only(session: RpcSession | None, id: bytes) -> RpcSession | None:
+    """Memory is of the session of the call, and of no other one that the client knows."""
+    return session if session is not None and session.id == id else None
+
+
+class Arriving:
+    """The requests of a stream, for the servicer."""
+
+    def __init__(self, requests: Any, call: ServedCall, context: Any) -> None:
+        self._requests = requests
+        self._call = call
+        self._context = context
+
+    def __iter__(self) -> Arriving:
+        return self
+
+    def __next__(self) -> Any:
+        arrived = next(self._requests)
+        if type(arrived) is not Arrived:
+            return arrived
+        return self._call.open_one(arrived, self._context, [])
+
+    next = __next__
+
+
+class Leaving:
+    """The servicer's responses, each with its link."""
+
+    def __init__(self, responses: Any, link: CallLink) -> None:
+        self._responses = responses
+        self._link = link
+
+    def __iter__(self) -> Iterator[SentMessage]:
+        return self
+
+    def __next__(self) -> SentMessage:
+        return SentMessage(next(self._responses), self._link, last=True)
+
+
+class RpcServer(grpc.Server):
+    """A `grpc.Server`; made by `server`.
+
+    Args:
+        inner: of grpcio, with an Interceptor of the registry as its first one.
+        registry: the sessions.
+
+    Attributes:
+        inner: of grpcio.
+    """
+
+    def __init__(self, inner: grpc.Server, registry: Registry) -> None:
+        self.inner = inner
+        self._registry = registry
+        weakref.finalize(self, registry.close).atexit = False
+
+    @property
+    def sessions(self) -> list[RpcSession]:
+        """The clients that payload is exchanged with."""
+        return self._registry.sessions
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
+        self.inner.add_registered_method_handlers(service_name, method_handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        port: int = self.inner.add_insecure_port(address)
+        if host := outside_host(address):
+            self._registry.listen(host)
+        return port
+
+    def add_secure_port(self, address: str, server_credentials: Any) -> int:
+        port: int = self.inner.add_secure_port(address, server_credentials)
+        return port
+
+    def start(self) -> None:
+        self.inner.start()
+
+    def stop(self, grace: float | None) -> Any:
+        stopped = self.inner.stop(grace)
+        closed = threading.Event()
+
+        def close() -> None:
+            stopped.wait()
+            until = time.monotonic() + DRAIN_S
+            while self._registry.awaited and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            self._registry.close()
+            closed.set()
+
+        if stopped.is_set():
+            close()
+        else:
+            threading.Thread(target=close, name="tensorwire-rpc-stop", daemon=True).start()
+        return closed
+
+    def wait_for_termination(self, timeout: float | None = None) -> bool:
+        return bool(self.inner.wait_for_termination(timeout))
+
+
+def outside_host(address: str) -> str:
+    """The host of a port that other hosts reach, as a Node takes it; "" for loopback and others."""
+    if address.startswith(("unix:", "unix-abstract:", "vsock:")):
+        return ""
+    host = address.rpartition(":")[0].strip("[]")
+    if host in ("", "localhost", "::1") or host.startswith("127."):
+        return ""
+    return host

@@ -1,0 +1,203 @@
+"""What a client and a server share: a Node at each end, joined to each other alone.
+
+A session belongs to one channel and one server. The client asks for it over gRPC itself
+(`negotiation.py`) and gets a secret that nobody else has; both then know each other's memory. It
+ends with the peer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.memory import Node, Peer, Region, RemoteRegion
+
+from .inbox import Inbox
+from .janitor import JANITOR, Watched
+from .leases import SLOTS, Lease, LeasePool
+
+THRESHOLDS = {"shm": 1 << 18, "tcp": 1 << 21, "rdma": 1 << 18}
+"""In bytes. Below gRPC's limit of 4 MiB, so that no message meets it."""
+ARRAYS_THRESHOLD = 1 << 16
+"""Of the arrays of a message, which otherwise pass through protobuf."""
+
+CALLS = 1024
+"""Calls of a session at a time that may have payload beside them."""
+
+_GRACE_S = 2.0
+_BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
+_BOARD = "board"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one end grants, and when it sends payload beside a message.
+
+    Attributes:
+        threshold_bytes: from where payload travels beside the message; None: what pays on the way
+            that it takes, see `THRESHOLDS`.
+        pool_bytes: memory of one session at one end, that the other writes into.
+        patience_s: how long a message waits for memory before it travels without.
+    """
+
+    threshold_bytes: int | None = None
+    pool_bytes: int = 1 << 30
+    patience_s: float = 1.0
+
+
+def make_board(node: Node) -> Region:
+    """The words that the other end raises: credits of leases, and one word for each call."""
+    return node.allocate(_BOARD_BYTES, name=_BOARD)
+
+
+class RpcSession:
+    """One end of it. Any thread may use it.
+
+    Attributes:
+        id, limits, peer: as given.
+        transport: by which payload travels.
+        threshold_bytes, arrays_threshold_bytes: from where messages and arrays do.
+        leases_here: what the other end writes into.
+        leases_there: what this end writes into.
+        recent: what the latest messages are held by, see `look_at_recent`.
+
+    Args:
+        id: 16 random bytes that only the two ends know.
+        node: this end; closed with the session.
+        board: of `make_board`.
+        peer: the other end.
+        limits: of this end.
+        lent_bytes: what the other end lets this one write into.
+        is_client: the end that numbers the calls.
+
+    Raises:
+        TensorwireError: the other end is gone.
+    """
+
+    def __init__(
+        self,
+        id: bytes,
+        node: Node,
+        board: Region,
+        peer: Peer,
+        limits: Limits,
+        *,
+        lent_bytes: int,
+        is_client: bool,
+    ) -> None:
+        self.id = id
+        self.limits = limits
+        self.peer = peer
+        self.transport = peer.path.transport
+        own = limits.threshold_bytes
+        self.threshold_bytes = THRESHOLDS[self.transport] if own is None else own
+        self.arrays_threshold_bytes = ARRAYS_THRESHOLD if own is None else own
+        self._node = node
+        self._board = board
+        self._is_client = is_client
+        self._pid = os.getpid()
+        self._other_board: RemoteRegion = peer.wait_region(_BOARD, timeout_s=5)
+        self.leases_here = Inbox(node, self._other_board)
+        self.leases_there = LeasePool(peer, board, lent_bytes)
+        self._late: deque[tuple[float, Sequence[Lease], tuple[int, int]]] = deque()
+        self._generations = [0] * CALLS
+        self._idle_calls = deque(range(CALLS))
+        self.recent: deque[Watched] = deque(maxlen=8)
+        JANITOR.watch(self)
+
+    @property
+    def lost(self) -> bool:
+        """The other end, or the way to it, is gone; or this is a forked child."""
+        return self.peer.lost or self._pid != os.getpid()
+
+    def look(self) -> bool:
+        """For the janitor: ends with the peer, and takes back what calls have left."""
+        if self.lost:
+            self.close()
+            return False
+        if not self._is_client:
+            self.leases_there.retire_calls(self._call_ended)
+        while self._late and self._late[0][0] < time.monotonic():
+            _, leases, call = self._late.popleft()
+            self.leases_there.retire(leases, call)
+        return True
+
+    def look_at_recent(self) -> None:
+        """Has the memory of the latest messages given back, if they were dropped meanwhile."""
+        for each in list(self.recent):
+            each.look()
+
+    def close(self) -> None:
+        """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
+        self._node.close()
+
+    # The client numbers its calls: what one raises for another has to name it.
+
+    def begin_call(self) -> tuple[int, int] | None:
+        """Takes a number for a call; None: as many are under way as there are numbers."""
+        try:
+            slot = self._idle_calls.pop()  # atomic, as is the append that gives it back
+        except IndexError:
+            return None
+        self._generations[slot] += 1
+        return slot, self._generations[slot]
+
+    def end_call(self, call: tuple[int, int], leases: Sequence[Lease], complete: bool) -> None:
+        """Gives a number back, and takes back what was sent in the call and not seen.
+
+        Args:
+            call: the number.
+            leases: what was sent from here.
+            complete: the call ended well, so everything that was sent to here was seen. The server
+                may be about to give back what it has seen, so it is given a moment for that.
+        """
+        if not complete:
+            self._raise(call)
+            self.leases_there.retire(leases, call)
+        elif leases:
+            self._late.append((time.monotonic() + _GRACE_S, leases, call))
+        self._idle_calls.append(call[0])
+
+    def confirm(self, call: tuple[int, int]) -> None:
+        """The server tells the client that the call is one of this session."""
+        self._raise(call)
+
+    def confirmed(self, call: tuple[int, int], timeout_s: float = 0) -> bool:
+        """At the client: whether the server that has the call is the one of this session.
+
+        Raises:
+            PeerLostError, ClosedError: the session is over.
+        """
+        word = self._board.word(_place(call))
+        if timeout_s == 0:
+            return word.value >= call[1]
+        try:
+            word.wait_until(call[1], timeout_s, peer=self.peer)
+        except TimeoutError:
+            return False
+        return True
+
+    async def confirmed_later(self, call: tuple[int, int], timeout_s: float) -> bool:
+        """As `confirmed`, without blocking the running event loop; False if the session is over."""
+        try:
+            await self._board.word(_place(call)).reached(call[1], timeout_s, peer=self.peer)
+        except TensorwireError:
+            return False
+        return True
+
+    def _raise(self, call: tuple[int, int]) -> None:
+        try:
+            self._other_board.word(_place(call)).set(call[1])
+        except TensorwireError:
+            pass  # nobody is there to be told
+
+    def _call_ended(self, call: tuple[int, int]) -> bool:
+        return self._board.word(_place(call)).value >= call[1]
+
+
+def _place(call: tuple[int, int]) -> int:
+    return 8 * (1 + SLOTS + call[0])

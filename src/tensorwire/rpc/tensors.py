@@ -1,0 +1,326 @@
+"""Arrays as messages: what a Tensor stands for while it is in this process.
+
+A protobuf message holds bytes only, so a Tensor holds a ticket: a number under which this process
+keeps an array that is to be sent, or the memory that one arrived in. Tickets that come from outside
+are thrown away; see `incoming.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from sys import getrefcount, modules
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.errors import StaleHandleError, UnavailableError
+from tensorwire.memory import Region
+
+from .inbox import Landed
+from .janitor import JANITOR
+from .tensor_pb2 import Tensor
+from .walk import is_tensor_message
+
+HOLD_S = 600.0
+"""How long an array without an owner waits to be sent."""
+
+
+class LentArray:
+    """An array that a Tensor stands for until it is sent.
+
+    Attributes:
+        source: what `RemoteRegion.write` takes; keeps the array alive.
+        size_bytes: of the array.
+        owned: it stays after it was sent.
+        until: of time.monotonic; afterwards it is dropped, unless it is owned.
+    """
+
+    __slots__ = ("owned", "size_bytes", "source", "until")
+
+    def __init__(self, source: NDArray[np.uint8], owned: bool) -> None:
+        self.source = source
+        self.size_bytes = source.nbytes
+        self.owned = owned
+        self.until = time.monotonic() + HOLD_S
+
+
+class Holding:
+    """The memory that Tensors of one message arrived in.
+
+    It is given back when nobody has the message, a part of it that leads to a Tensor, or an array
+    over the memory. Messages of protobuf cannot tell that they are dropped, so their reference
+    counts are looked at: owners first, since who has none of the owners cannot get at the rest.
+
+    Args:
+        arrival: the memory.
+        tickets: which Tensor stands for which piece.
+        passed: the objects of the message, owners first, that lead to its Tensors; the list is
+            emptied. Nobody else has them yet, but the caller the first one, the message itself.
+    """
+
+    __slots__ = ("__weakref__", "_arrival", "_lock", "_message", "_pieces", "_views")
+
+    def __init__(self, arrival: Landed, tickets: dict[int, int], passed: list[Any]) -> None:
+        self._arrival: Landed | None = arrival
+        self._pieces = tickets
+        # Whatever is collected while it is held may look at an array.
+        self._lock = threading.RLock()
+        self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._message = _counted(passed)
+        for ticket in tickets:
+            _held[ticket] = self
+        JANITOR.watch(self)
+
+    def view(self, ticket: int) -> NDArray[np.uint8] | None:
+        """The bytes of a piece; None if they were given back."""
+        with self._lock:
+            if self._arrival is None:
+                return None
+            known = self._views.get(ticket)
+            view = known() if known is not None else None
+            if view is None:
+                view = np.frombuffer(self._arrival.piece(self._pieces[ticket]), np.uint8)
+                self._views[ticket] = weakref.ref(view)
+            return view
+
+    def look(self) -> bool:
+        """Gives the memory back if nobody can see it. False when it was given back."""
+        with self._lock:
+            if self._arrival is None:
+                return False
+            if any(view() is not None for view in self._views.values()):
+                return True
+            for each, alone in self._message:
+                if getrefcount(each) > alone:
+                    return True
+            self._views.clear()
+            arrival, self._arrival = self._arrival, None
+            self._message.clear()
+        for ticket in self._pieces:
+            _held.pop(ticket, None)
+        arrival.give_back()
+        return False
+
+
+def _counted(passed: list[Any]) -> list[tuple[Any, int]]:
+    """Each object with the reference count that `look` sees when nobody else has it."""
+    message = [(each, 0) for each in passed]
+    passed.clear()
+    # Seen as in `look`: by the tuple, the loop, and the call. Owners in pure Python have what they
+    # own, so that counts too.
+    counted: list[tuple[Any, int]] = []
+    for each, _ in message:
+        count = getrefcount(each)
+        counted.append((each, count if counted else _ALONE))
+    return counted
+
+
+def _alone() -> int:
+    """The count of an object that one tuple has, seen in a loop."""
+    for each, _ in [(object(), 0)]:
+        return getrefcount(each)
+    raise AssertionError
+
+
+_ALONE = _alone()
+
+
+class _Overdue:
+    """Drops arrays that nobody has sent."""
+
+    def look(self) -> bool:
+        now = time.monotonic()
+        for ticket, lent in list(_lent.items()):
+            if not lent.owned and lent.until < now:
+                _lent.pop(ticket, None)
+        return any(not lent.owned for lent in list(_lent.values()))
+
+
+_lent: dict[int, LentArray] = {}
+_held: dict[int, Holding] = {}
+_overdue = _Overdue()
+
+
+def new_ticket() -> int:
+    """A number that nobody can guess, never 0."""
+    return secrets.randbits(63) | 1 << 63
+
+
+def tensor(array: Any, *, owner: object = None) -> Any:
+    """Makes a Tensor of an array, whose bytes leave only when the message is sent.
+
+    The array is not copied, unless its elements do not lie one behind the other in C order, and
+    must not change until the message was sent: until the call that sends it returns, or for a
+    message of a stream until the next one is asked for.
+
+    Args:
+        array: a numpy array, torch tensor on the CPU, `Region` (its bytes), or what np.asarray
+            takes.
+        owner: the Tensor can be sent any number of times, also by copies of the message, as long as
+            this object lives. Without one the array is let go when it was delivered, and after
+            `HOLD_S` if it never is: a request when its call has ended well, a response or a message
+            of a stream when it left.
+
+    Returns:
+        A `tensorwire.rpc.Tensor`, to be put into messages or to be one.
+
+    Raises:
+        TypeError: it holds Python objects, has a type that is not the same everywhere, or the owner
+            is of a class without weak references.
+        ValueError: a torch tensor that is not on the CPU or not dense.
+    """
+    dtype, shape, source = _describe(array)
+    message = Tensor(dtype=dtype, shape=shape)
+    if source.nbytes == 0:
+        return message
+    message.ticket = ticket = new_ticket()
+    if owner is not None:
+        weakref.finalize(owner, _lent.pop, ticket, None).atexit = False
+    _lent[ticket] = LentArray(source, owner is not None)
+    if owner is None:
+        JANITOR.watch(_overdue)
+    return message
+
+
+def array(message: Any) -> NDArray[Any]:
+    """The array of a Tensor, writable.
+
+    Of a Tensor that arrived beside its message it is a view of that memory, which is this process's
+    until the array, all that is made from it, and the message are gone. The sender gets it back
+    then. A Tensor that came in its message, as from a peer without tensorwire, gives a copy.
+
+    Args:
+        message: a `tensorwire.rpc.Tensor`, received or made by `tensor`.
+
+    Raises:
+        TypeError: not a Tensor, or numpy does not know its dtype (see `torch_tensor`).
+        ValueError: what its fields say does not fit together.
+        StaleHandleError: its memory was given back: this is a copy of a message that is gone.
+    """
+    dtype, shape = _checked(message)
+    try:
+        known = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"numpy has no dtype {dtype!r}: use torch_tensor(message)") from error
+    if not _portable(known) or known.name != dtype:
+        raise TypeError(f"{dtype!r} is no dtype of a Tensor")
+    data = _bytes_of(message)
+    _check_size(message, data, known.itemsize)
+    return data.view(known.newbyteorder("<")).reshape(shape)
+
+
+def torch_tensor(message: Any) -> Any:
+    """As `array`, a torch tensor on the CPU.
+
+    Raises:
+        UnavailableError: nobody has imported torch.
+        TypeError, ValueError, StaleHandleError: as for `array`.
+    """
+    torch = modules.get("torch")
+    if torch is None:
+        raise UnavailableError(
+            "torch_tensor makes a torch tensor, and nobody has imported torch: import torch first, "
+            "or use array"
+        )
+    name, shape = _checked(message)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch has no dtype {name!r}")
+    data = _bytes_of(message)
+    _check_size(message, data, dtype.itemsize)
+    if data.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def source_of(message: Any) -> NDArray[np.uint8]:
+    """The bytes that a Tensor stands for, of whatever origin; it has a ticket.
+
+    Raises:
+        StaleHandleError: they are gone.
+    """
+    ticket = message.ticket
+    if (lent := _lent.get(ticket)) is not None:
+        return lent.source
+    holding = _held.get(ticket)
+    data = holding.view(ticket) if holding is not None else None
+    if data is None:
+        raise StaleHandleError(
+            "the array of this Tensor is gone: it was sent before, or the message that it came in "
+            "was dropped. Make it with tensor(array, owner=...) to send it several times, and keep "
+            "an array that arrived, or its message, as long as it is needed"
+        )
+    return data
+
+
+def delivered(tickets: Sequence[int]) -> None:
+    """Lets go of arrays that have left, unless somebody owns them."""
+    for ticket in tickets:
+        lent = _lent.get(ticket)
+        if lent is not None and not lent.owned:
+            _lent.pop(ticket, None)
+
+
+def lent_arrays() -> int:
+    """How many arrays wait to be sent; for tests."""
+    return len(_lent)
+
+
+def held_tensors() -> int:
+    """How many Tensors that arrived are still here; for tests."""
+    return len(_held)
+
+
+def _describe(array: Any) -> tuple[str, list[int], NDArray[np.uint8]]:
+    """(dtype, shape, bytes) of an array; the bytes keep it alive."""
+    torch = modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if not array.is_cpu or array.layout is not torch.strided:
+            where = f"on {array.device}, {array.layout}"
+            raise ValueError(f"a Tensor is made of a dense tensor on the CPU, not {where}")
+        array = array.detach().resolve_conj().resolve_neg().contiguous()
+        shape = list(array.shape)
+        name = str(array.dtype).removeprefix("torch.")
+        return name, shape, array.reshape(-1).view(torch.uint8).numpy()
+    if isinstance(array, Region):
+        array = array.array()
+    array = np.asarray(array)
+    dtype = array.dtype
+    if not _portable(dtype):
+        raise TypeError(f"a Tensor has numbers that are the same everywhere, not {dtype}")
+    shape = list(array.shape)
+    array = np.ascontiguousarray(array, dtype.newbyteorder("<"))
+    return dtype.name, shape, array.reshape(-1).view(np.uint8)
+
+
+def _portable(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biufc" and dtype.char not in "gG"  # long double differs by machine
+
+
+def _checked(message: Any) -> tuple[str, tuple[int, ...]]:
+    if not is_tensor_message(message):
+        raise TypeError(f"a tensorwire.rpc.Tensor is needed, not {type(message).__name__}")
+    shape = tuple(message.shape)
+    if any(each < 0 for each in shape):
+        raise ValueError(f"a Tensor has the shape {shape}")
+    return message.dtype, shape
+
+
+def _bytes_of(message: Any) -> NDArray[np.uint8]:
+    if message.ticket:
+        return source_of(message)
+    return np.array(bytearray(message.data), np.uint8)
+
+
+def _check_size(message: Any, data: NDArray[np.uint8], item_bytes: int) -> None:
+    shape = tuple(message.shape)
+    if math.prod(shape) * item_bytes != data.nbytes:
+        raise ValueError(
+            f"a Tensor of {message.dtype} with shape {shape} came with {data.nbytes} bytes"
+        )

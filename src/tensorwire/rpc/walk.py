@@ -1,0 +1,104 @@
+"""Which fields of a message are Tensors. Pure: descriptors and messages, nothing else.
+
+For each type of message it is looked up once which of its fields can lead to one, so that a message
+that can have none costs one look into a table. Extensions and what is packed in an Any are not
+looked into.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from .tensor_pb2 import Tensor
+
+_NAME = Tensor.DESCRIPTOR.full_name
+
+_types: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_ways: dict[Any, tuple[tuple[str, str], ...]] = {}
+
+
+def is_tensor_message(message: object) -> bool:
+    """Whether it is a Tensor."""
+    return isinstance(message, Tensor)
+
+
+def may_have_tensors(message_type: Any) -> bool:
+    """Whether objects of this class can have a Tensor."""
+    known = _types.get(message_type)
+    if known is None:
+        descriptor = getattr(message_type, "DESCRIPTOR", None)
+        known = False
+        if descriptor is not None and hasattr(descriptor, "fields"):
+            known = descriptor.full_name == _NAME or bool(_ways_from(descriptor))
+        _types[message_type] = known
+    return known
+
+
+def tensors(message: Any, passed: list[Any] | None = None) -> Iterator[Any]:
+    """All Tensors of a message that are set.
+
+    Args:
+        message: any object; what is no protobuf message has none.
+        passed: gets every object on the way to a Tensor and the Tensors, owners before what they
+            own. Whoever has a Tensor of the message has got it from one of them.
+    """
+    descriptor = getattr(message, "DESCRIPTOR", None)
+    if descriptor is None:
+        return
+    if descriptor.full_name == _NAME:
+        if passed is not None:
+            passed.append(message)
+        yield message
+        return
+    ways = _ways_from(descriptor)
+    if not ways:
+        return
+    if passed is not None:
+        passed.append(message)
+    for name, kind in ways:
+        if kind == "one":
+            if message.HasField(name):
+                yield from tensors(getattr(message, name), passed)
+            continue
+        container = getattr(message, name)
+        if not len(container):
+            continue
+        if passed is not None:
+            passed.append(container)
+        for element in container.values() if kind == "map" else container:
+            yield from tensors(element, passed)
+
+
+def _ways_from(descriptor: Any) -> tuple[tuple[str, str], ...]:
+    ways = _ways.get(descriptor)
+    if ways is None:
+        ways = _ways[descriptor] = tuple(
+            (field.name, kind)
+            for field in descriptor.fields
+            if (found := _target(field)) is not None
+            for target, kind in [found]
+            if _reaches(target, set())
+        )
+    return ways
+
+
+def _target(field: Any) -> tuple[Any, str] | None:
+    """The type of message that a field leads to, and how; None for a plain value."""
+    if field.message_type is None:
+        return None
+    if field.message_type.GetOptions().map_entry:
+        value = field.message_type.fields_by_name["value"].message_type
+        return None if value is None else (value, "map")
+    return field.message_type, "many" if field.is_repeated else "one"
+
+
+def _reaches(descriptor: Any, seen: set[str]) -> bool:
+    if descriptor.full_name == _NAME:
+        return True
+    if descriptor.full_name in seen:
+        return False
+    seen.add(descriptor.full_name)
+    targets = (_target(field) for field in descriptor.fields)
+    return any(_reaches(found[0], seen) for found in targets if found is not None)

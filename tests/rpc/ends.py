@@ -1,0 +1,82 @@
+"""The systems that every test of conformance runs on, and the server that they talk to."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+grpc = pytest.importorskip("grpc")
+
+from tensorwire import rpc  # noqa: E402
+
+# Everything with a byte in it goes ahead, so that tests of behaviour need no large messages.
+EVERYTHING = 1
+
+
+@dataclass
+class System:
+    """A way to make the two ends. Ours or grpcio's."""
+
+    name: str
+    our_channel: dict[str, Any] | None
+    our_server: dict[str, Any] | None
+
+    def channel(self, target: str, **options: Any) -> Any:
+        if self.our_channel is None:
+            return grpc.insecure_channel(target, **options)
+        return rpc.insecure_channel(target, **options, **self.our_channel)
+
+    def server(self, *args: Any, **options: Any) -> Any:
+        if self.our_server is None:
+            return grpc.server(*args, **options)
+        return rpc.server(*args, **options, **self.our_server)
+
+
+SHM = {"threshold_bytes": EVERYTHING, "transports": ("shm",)}
+TCP = {"threshold_bytes": EVERYTHING, "transports": ("tcp",)}
+SYSTEMS = (
+    System("shm", SHM, SHM),
+    System("tcp", TCP, TCP),
+    System("grpcio", None, None),
+    System("our channel, grpcio's server", SHM, None),
+    System("grpcio's channel, our server", None, SHM),
+)
+
+
+@dataclass
+class Ends:
+    """A server with the handlers of a test, and channels to it."""
+
+    system: System
+    methods: dict[str, Any] = field(default_factory=dict)
+    closing: list[Callable[[], object]] = field(default_factory=list)
+    server: Any = None
+    port: int = 0
+
+    def serve(self, workers: int = 8, **options: Any) -> "Ends":
+        pool = ThreadPoolExecutor(workers)
+        self.server = self.system.server(pool, **options)
+        self.server.add_generic_rpc_handlers((Methods(self.methods),))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+        self.closing += [lambda: self.server.stop(0).wait(), lambda: pool.shutdown(wait=False)]
+        return self
+
+    def channel(self, **options: Any) -> Any:
+        channel = self.system.channel(f"127.0.0.1:{self.port}", **options)
+        self.closing.insert(0, channel.close)
+        return channel
+
+    def close(self) -> None:
+        for each in self.closing:
+            each()
+
+
+class Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def __init__(self, methods: dict[str, Any]) -> None:
+        self.methods = methods
+
+    def service(self, details: Any) -> Any:
+        return self.methods.get(details.method)

@@ -1,0 +1,149 @@
+"""Processes that are killed in every phase, and what the other one has afterwards."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import serving
+from test_rpc_conformance import wait_for
+
+from tensorwire import rpc
+from tensorwire.rpc import tensors
+
+SCRIPT = Path(serving.__file__)
+TYPES = serving.TYPES
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    started = []
+
+    def run(*arguments: str) -> Any:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])
+def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
+    """While its servicer has the payload of a call that has not ended."""
+    process = start("serve", "ours", transport)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    with rpc.insecure_channel(target, transports=(transport,), **serving.OPTIONS) as channel:
+        call = serving.start_call(channel, arity, rpc.tensor(np.ones(serving.SIZE)))
+        got = rpc.array(next(call)) if arity[1] == "s" else None
+        assert process.stdout.readline() == f"in the servicer {float(serving.SIZE)}\n"
+        session = channel.session
+        assert session.transport == transport
+        process.send_signal(signal.SIGKILL)
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        wait_for(lambda: session.lost)
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(serving.SIZE)))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        if got is not None:  # memory of this process, which stays
+            assert got.sum() == serving.SIZE
+        del got, call
+        wait_for(lambda: tensors.held_tensors() == 0)
+    tensors._lent.clear()  # of calls that did not end well, for ten minutes
+
+
+@pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])
+def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
+    """Its servicer notices, keeps what it looks at, and everything is given back."""
+    server = rpc.server(ThreadPoolExecutor(4), transports=(transport,), **serving.OPTIONS)
+    server.add_generic_rpc_handlers((serving.Methods(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    process = start("call", transport, str(port), arity)
+    line = process.stdout.readline()
+    if arity[1] == "s":
+        assert line == f"got {float(serving.SIZE)}\n"
+        line = process.stdout.readline()
+    assert line == "calling\n"
+    (session,) = server.sessions
+    wait_for(lambda: tensors.held_tensors() > 0)
+    process.send_signal(signal.SIGKILL)
+    wait_for(lambda: server.sessions == [] and session.lost)
+    wait_for(lambda: tensors.held_tensors() == 0)
+    with rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
+        answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(serving.SIZE)))
+        assert rpc.array(answer)[0] == 2
+    server.stop(0).wait()
+    tensors._lent.clear()
+
+
+def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None:
+    process = start("serve", "ours", transport)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    with rpc.insecure_channel(target, transports=(transport,), **serving.OPTIONS) as channel:
+        call = channel.unary_unary("/t/echo", *TYPES)
+        array = np.ones(serving.SIZE)
+        call(rpc.tensor(array, owner=array.base))
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(rpc.tensor(array), timeout=0.3)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        process.send_signal(signal.SIGCONT)
+        assert rpc.array(call(rpc.tensor(array), timeout=20))[-1] == 2
+    tensors._lent.clear()
+
+
+BEGIN = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from serving import *
+server = rpc.server(ThreadPoolExecutor(2), **OPTIONS)
+server.add_generic_rpc_handlers((Methods(),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+channel = rpc.insecure_channel(f"127.0.0.1:{{port}}", **OPTIONS)
+answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(SIZE)))
+kept = rpc.array(answer)
+"""
+
+
+def outcome(tmp_path: Path, program: str) -> tuple[int, str, str]:
+    file = tmp_path / "program.py"
+    file.write_text(BEGIN + program)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_it_exits_without_a_word(tmp_path: Path) -> None:
+    """A program that closes nothing ends, quietly, with its arrays and streams still there."""
+    assert outcome(tmp_path, "print(kept[0])\n") == (0, "2.0\n", "")
+
+
+def test_a_forked_child_has_no_session(tmp_path: Path) -> None:
+    program = """
+session = channel.session
+if os.fork() == 0:
+    say(session.lost, channel.session, server.sessions[0].lost)
+    os._exit(0)
+os.wait()
+say(session.lost, kept[0])
+"""
+    code, printed, _ = outcome(tmp_path, program)
+    assert (code, printed) == (0, "True None True\nFalse 2.0\n")

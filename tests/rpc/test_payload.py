@@ -1,0 +1,587 @@
+"""What travels ahead, what must not, and that all memory comes back."""
+
+import dataclasses
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from ends import SHM, TCP, Methods
+from test_rpc_conformance import SS, SU, US, UU, echo, echo_all, wait_for
+
+from tensorwire import StaleHandleError, rpc
+from tensorwire.rpc import envelope as envelopes
+from tensorwire.rpc import tensors
+from tensorwire.rpc.negotiation import MARK, OPEN
+
+BIG = bytes(range(256)) * 4096  # 1 MiB
+UNLIMITED = [("grpc.max_receive_message_length", -1)]
+TENSORS = {
+    "request_deserializer": rpc.Tensor.FromString,
+    "response_serializer": rpc.Tensor.SerializeToString,
+}
+
+
+@pytest.fixture(params=[SHM, TCP], ids=["shm", "tcp"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {**request.param, "threshold_bytes": 1000}
+
+
+@pytest.fixture
+def serve(options: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    servers = []
+
+    def start(methods: dict[str, Any], **more: Any) -> Any:
+        server = rpc.server(ThreadPoolExecutor(8), options=UNLIMITED, **{**options, **more})
+        server.add_generic_rpc_handlers((Methods(methods),))
+        server.port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop(0).wait()
+
+
+def connect(server: Any, options: dict[str, Any], **more: Any) -> Any:
+    return rpc.insecure_channel(
+        f"127.0.0.1:{server.port}", options=UNLIMITED, **{**options, **more}
+    )
+
+
+def tensor_call(channel: Any, method: str = "/t/m") -> Any:
+    return channel.unary_unary(method, rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
+
+
+def moved(end: Any) -> int:
+    """Bytes that an end has written into the memory of the other."""
+    return int(end._node.stats()["bytes_written"])
+
+
+def nothing_is_left(channel: Any, server: Any) -> bool:
+    ends = [channel.session, *server.sessions]
+    return (
+        all(each.leases_there.used == each.leases_here.held == 0 for each in ends)
+        and tensors.held_tensors() == tensors.lent_arrays() == 0
+    )
+
+
+def test_large_payload_goes_ahead_both_ways(serve: Any, options: dict[str, Any]) -> None:
+    lengths = []
+
+    class Notes(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            handler = continuation(details)
+            return UU(handler.unary_unary, lambda data: (lengths.append(len(data)), data)[1])
+
+    server = serve({"/t/m": UU(echo)}, interceptors=[Notes()])
+    with connect(server, options) as channel:
+        call = channel.unary_unary("/t/m")
+        assert call(b"small") == b"small"
+        small = moved(channel.session)
+        assert call(BIG) == BIG
+        assert moved(channel.session) - small >= len(BIG)
+        assert moved(server.sessions[0]) >= len(BIG)
+        assert channel.payload == options["transports"][0]
+        assert lengths == [5, len(BIG)]
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+def test_more_than_grpc_allows_in_a_message(serve: Any, options: dict[str, Any]) -> None:
+    server = serve({"/t/m": UU(echo)})
+    message = bytes(9 << 20)
+    target = f"127.0.0.1:{server.port}"
+    with rpc.insecure_channel(target, **options) as channel:
+        assert channel.unary_unary("/t/m")(message) == message
+
+
+def test_arrays_are_messages(serve: Any, options: dict[str, Any]) -> None:
+    kept = []
+
+    def method(request: Any, context: Any) -> Any:
+        array = rpc.array(request)
+        kept.append(array)
+        return rpc.tensor(array + array)
+
+    server = serve({"/t/m": UU(method, **TENSORS)})
+    with connect(server, options) as channel:
+        call = tensor_call(channel)
+        for dtype in ("float32", "int8", "complex128", "bool", ">i4"):
+            sent = np.arange(60000).reshape(3, 4, 5000).astype(dtype)
+            answer = call(rpc.tensor(sent))
+            assert answer.data == b""
+            got = rpc.array(answer)
+            assert got.dtype == sent.dtype.newbyteorder("=")
+            assert got.flags.writeable
+            np.testing.assert_array_equal(got, sent + sent)
+            got[0] = 0  # it is ours
+        assert tensors.lent_arrays() == 0
+        assert server.sessions[0].leases_here.held == 5
+        del got, answer
+        kept.clear()
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7, 1)])
+def test_small_arrays_travel_inside(serve: Any, options: dict[str, Any], shape: Any) -> None:
+    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(rpc.array(r) + 1), **TENSORS)})
+    with connect(server, options) as channel:
+        sent = np.full(shape, 3, "float64")
+        got = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+        assert got.shape == shape
+        assert got.flags.writeable
+        np.testing.assert_array_equal(got, sent + 1)
+
+
+@pytest.mark.parametrize("ours", ["channel", "server"])
+def test_arrays_with_a_plain_peer(options: dict[str, Any], ours: str) -> None:
+    """It finds the elements in `data`, and no number of ours."""
+    seen = []
+
+    def method(request: Any, context: Any) -> Any:
+        seen.append((len(request.data), request.ticket))
+        return rpc.tensor(rpc.array(request) + 1) if ours == "server" else request
+
+    server = (
+        rpc.server(ThreadPoolExecutor(2), options=UNLIMITED, **options)
+        if ours == "server"
+        else grpc.server(ThreadPoolExecutor(2), options=UNLIMITED)
+    )
+    server.add_generic_rpc_handlers((Methods({"/t/m": UU(method, **TENSORS)}),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    sent = np.arange(1 << 18, dtype="float32")
+    if ours == "channel":
+        with rpc.insecure_channel(target, options=UNLIMITED, **options) as channel:
+            got = rpc.array(tensor_call(channel)(rpc.tensor(sent)))
+            assert channel.payload == "inside: the server has no tensorwire"
+    else:
+        with grpc.insecure_channel(target, options=UNLIMITED) as channel:
+            answer = tensor_call(channel)(rpc.Tensor(
+                dtype="float32", shape=[1 << 18], data=(sent - 1).tobytes()
+            ))  # fmt: skip
+            assert answer.ticket == 0
+            got = np.frombuffer(answer.data, answer.dtype)
+    np.testing.assert_array_equal(got, sent)
+    assert seen == [(sent.nbytes, 0)]
+    assert tensors.lent_arrays() == 0
+    server.stop(0).wait()
+
+
+def test_an_array_keeps_its_memory(serve: Any, options: dict[str, Any]) -> None:
+    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.full(5000, 7, "int64")), **TENSORS)})
+    with connect(server, options) as channel:
+        views = [rpc.array(tensor_call(channel)(rpc.Tensor()))[10:] for _ in range(3)]
+        time.sleep(0.2)  # some turns of the janitor
+        assert channel.session.leases_here.held == 3
+        assert all((view == 7).all() for view in views)
+    gc.collect()
+    assert all((view == 7).all() for view in views)  # also when the channel is closed
+
+
+def test_a_message_keeps_its_memory_and_a_copy_does_not(
+    serve: Any, options: dict[str, Any]
+) -> None:
+    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.ones(5000)), **TENSORS)})
+    with connect(server, options) as channel:
+        answer = tensor_call(channel)(rpc.Tensor())
+        copy = rpc.Tensor()
+        copy.CopyFrom(answer)
+        time.sleep(0.2)
+        assert rpc.array(copy).sum() == rpc.array(answer).sum() == 5000
+        del answer
+        wait_for(lambda: nothing_is_left(channel, server))
+        with pytest.raises(StaleHandleError, match="gone"):
+            rpc.array(copy)
+
+
+def test_a_tensor_with_an_owner_is_sent_again(serve: Any, options: dict[str, Any]) -> None:
+    class Model:
+        pass
+
+    model = Model()
+    weights = rpc.tensor(np.arange(5000.0), owner=model)
+    server = serve({"/t/m": UU(lambda r, c: weights, **TENSORS)})
+    with connect(server, options) as channel:
+        for _ in range(3):
+            assert rpc.array(tensor_call(channel)(rpc.Tensor()))[-1] == 4999
+        del model
+        gc.collect()
+        with pytest.raises(grpc.RpcError) as caught:
+            tensor_call(channel)(rpc.Tensor())
+        assert caught.value.details() == "Failed to serialize response!"
+
+
+def test_a_tensor_without_owner_is_sent_once_well(serve: Any, options: dict[str, Any]) -> None:
+    tries = []
+
+    def method(request: Any, context: Any) -> Any:
+        tries.append(rpc.array(request).sum())
+        if len(tries) < 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return rpc.Tensor()
+
+    server = serve({"/t/m": UU(method, **TENSORS)})
+    with connect(server, options) as channel:
+        call, message = tensor_call(channel), rpc.tensor(np.ones(5000))
+        for _ in range(2):  # as an interceptor does that tries again
+            with pytest.raises(grpc.RpcError):
+                call(message)
+        call(message)
+        assert tries == [5000] * 3
+        with pytest.raises(grpc.RpcError) as caught:
+            call(message)
+        assert caught.value.details() == "Exception serializing request!"
+
+
+def test_arrays_are_forwarded(serve: Any, options: dict[str, Any]) -> None:
+    behind = serve({"/t/m": UU(lambda r, c: rpc.tensor(rpc.array(r) + 1), **TENSORS)})
+    with connect(behind, options) as inner:
+        server = serve({"/t/m": UU(lambda r, c: tensor_call(inner)(r), **TENSORS)})
+        with connect(server, options) as channel:
+            for _ in range(5):
+                got = rpc.array(tensor_call(channel)(rpc.tensor(np.arange(5000))))
+                np.testing.assert_array_equal(got, np.arange(1, 5001))
+            del got
+            wait_for(lambda: nothing_is_left(channel, server))
+
+
+def test_streams_of_arrays(serve: Any, options: dict[str, Any]) -> None:
+    def total(requests: Any, context: Any) -> Any:
+        return rpc.tensor(sum(rpc.array(each).sum() for each in requests))
+
+    def count(request: Any, context: Any) -> Iterator[Any]:
+        for number in range(int(rpc.array(request))):
+            yield rpc.tensor(np.full(5000, number))
+
+    methods = {"/t/su": SU(total, **TENSORS), "/t/us": US(count, **TENSORS)}
+    server = serve({**methods, "/t/ss": SS(echo_all, **TENSORS)})
+    serializers = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+    with connect(server, options) as channel:
+
+        def requests() -> Iterator[Any]:
+            return (rpc.tensor(np.full(5000, number)) for number in range(20))
+
+        expected = sum(range(20)) * 5000
+        before = moved_or_0(channel)
+        assert rpc.array(channel.stream_unary("/t/su", *serializers)(requests())) == expected
+        assert moved(channel.session) - before >= 20 * 40_000
+        answers = channel.unary_stream("/t/us", *serializers)(rpc.tensor(np.array(20)))
+        assert sum(rpc.array(each).sum() for each in answers) == expected
+        answers = channel.stream_stream("/t/ss", *serializers)(requests())
+        assert sum(rpc.array(each).sum() for each in answers) == expected
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+def moved_or_0(channel: Any) -> int:
+    return 0 if channel.session is None else moved(channel.session)
+
+
+def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> None:
+    """What it has not looked at does not grow in its memory, and it gets everything."""
+
+    def stream(request: bytes, context: Any) -> Iterator[bytes]:
+        for number in range(40):
+            yield bytes([number]) * (1 << 20)
+
+    server = serve({"/t/m": US(stream)}, patience_s=30)
+    with connect(server, options, pool_bytes=4 << 20) as channel:
+        kept = []
+        for answer in channel.unary_stream("/t/m")(b""):
+            assert server.sessions[0].leases_there.leased_bytes <= 4 << 20
+            kept.append(answer[0])
+            time.sleep(0.005)
+        assert kept == list(range(40))
+
+
+def test_without_credits_messages_travel_inside(serve: Any, options: dict[str, Any]) -> None:
+    server = serve({"/t/m": UU(lambda r, c: rpc.tensor(np.ones(100_000)), **TENSORS)},
+                   patience_s=0.05)  # fmt: skip
+    with connect(server, options, pool_bytes=2 << 20) as channel:
+        held = [rpc.array(tensor_call(channel)(rpc.Tensor())) for _ in range(5)]
+        assert [each.sum() for each in held] == [100_000] * 5
+        assert server.sessions[0].leases_there.used == 2
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled", "deadline", "servicer fails"])
+def test_memory_comes_back_however_a_call_ends(
+    serve: Any, options: dict[str, Any], how: str
+) -> None:
+    release = threading.Event()
+
+    def method(requests: Any, context: Any) -> Iterator[Any]:
+        if how == "servicer fails":
+            next(requests)
+            raise RuntimeError("a fault")
+        yield from requests
+        release.wait(20)
+
+    server = serve({"/t/m": SS(method, **TENSORS)})
+    with connect(server, options) as channel:
+        call = channel.stream_stream("/t/m", rpc.Tensor.SerializeToString, rpc.Tensor.FromString)
+        for _ in range(3):
+            requests = (rpc.tensor(np.ones(5000)) for _ in range(6))
+            answers = call(requests, timeout=0.5 if how == "deadline" else None)
+            if how != "servicer fails":
+                assert rpc.array(next(answers)).sum() == 5000
+            if how == "cancelled":
+                answers.cancel()
+            if how == "refused":  # by nobody: the answers are just not read
+                del answers
+                gc.collect()
+                continue
+            with pytest.raises(grpc.RpcError):
+                list(answers)
+        release.set()
+        answers = requests = None
+        wait_for(lambda: nothing_is_left(channel, server))
+
+
+@pytest.mark.timeout(600)
+def test_many_calls_leave_nothing(serve: Any, options: dict[str, Any], request: Any) -> None:
+    """Also regions: those that are there are used over and over."""
+    server = serve({"/t/m": UU(echo, **TENSORS), "/t/b": UU(echo)})
+    rounds = request.config.getoption("--rpc-calls") // 2
+    message = bytes(2000)
+    with connect(server, options) as channel:
+        tensor, plain = tensor_call(channel), channel.unary_unary("/t/b")
+        for number in range(rounds):
+            assert rpc.array(tensor(rpc.tensor(np.full(1000, number))))[-1] == number
+            assert plain(message) == message
+        wait_for(lambda: nothing_is_left(channel, server))
+        assert channel.session.leases_there.leased_bytes <= 64 * 65536
+        assert server.sessions[0].leases_there.leased_bytes <= 64 * 65536
+
+
+# Sessions ---------------------------------------------------------------------
+
+
+def test_a_restarted_server_is_found_again(options: dict[str, Any]) -> None:
+    def start(port: int, ours: bool) -> Any:
+        pool = ThreadPoolExecutor(2)
+        server = rpc.server(pool, **options) if ours else grpc.server(pool)
+        server.add_generic_rpc_handlers((Methods({"/t/m": UU(echo)}),))
+        server.port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        return server
+
+    server = start(0, True)
+    with rpc.insecure_channel(f"127.0.0.1:{server.port}", **options) as channel:
+        call = channel.unary_unary("/t/m")
+        payloads = []
+        for ours in (False, True, False):
+            assert call(BIG, wait_for_ready=True) == BIG
+            payloads.append(channel.payload)
+            server.stop(0).wait()
+            with pytest.raises(grpc.RpcError):
+                call(BIG)
+            server = start(server.port, ours)
+        assert call(BIG, wait_for_ready=True) == BIG
+        payloads.append(channel.payload)
+    server.stop(0).wait()
+    inside = "inside: the server has no tensorwire"
+    transport = options["transports"][0]
+    assert payloads == [transport, inside, transport, inside]
+
+
+class TwoBackends:
+    """What a load balancer does: the second of two servers answers from some moment on.
+
+    Both listen on one port, and the first one goes away for new connections.
+    """
+
+    def __init__(self, options: dict[str, Any], second_is_ours: bool, methods: Any) -> None:
+        self.calls: list[str] = []
+        self.servers = []
+        for number, ours in enumerate((True, second_is_ours)):
+            pool = ThreadPoolExecutor(4)
+            server = rpc.server(pool, **options) if ours else grpc.server(pool, options=UNLIMITED)
+            server.add_generic_rpc_handlers((Methods(methods(number)),))
+            server.port = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+            self.servers.append(server)
+
+    @property
+    def target(self) -> str:
+        return "ipv4:" + ",".join(f"127.0.0.1:{each.port}" for each in self.servers)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop(0).wait()
+
+
+@pytest.mark.parametrize("second_is_ours", [True, False], ids=["ours", "plain"])
+def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -> None:
+    """Calls go to two servers in turns; the payload of one is not known to the other."""
+    served: list[int] = []
+
+    def methods(number: int) -> dict[str, Any]:
+        def noting(request: Any, context: Any) -> Any:
+            served.append(number)
+            return request
+
+        def noting_stream(requests: Any, context: Any) -> Any:
+            served.append(number)
+            yield from requests
+
+        def one(request: Any, context: Any) -> Any:
+            return iter([noting(request, context)])
+
+        # Protobuf: a server without tensorwire must not take an envelope for a message.
+        methods = {"/t/m": UU(noting, **TENSORS), "/t/us": US(one, **TENSORS)}
+        return {**methods, "/t/ss": SS(noting_stream, **TENSORS)}
+
+    two = TwoBackends(options, second_is_ours, methods)
+    robin = [("grpc.lb_policy_name", "round_robin"), *UNLIMITED]
+    serializers = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+    with rpc.insecure_channel(two.target, options=robin, patience_s=0.1, **options) as channel:
+        grpc.channel_ready_future(channel).result(timeout=20)
+        call, array = channel.unary_unary("/t/m", *serializers), np.arange(5000)
+        for turn in range(6):  # until the question has met a server of ours
+            if channel.session is None:
+                channel._keeper.disconnected()
+                call(rpc.tensor(np.zeros(1)))
+                for _ in range(turn % 2):
+                    channel.inner.unary_unary("/t/m")(b"")
+        assert channel.session is not None
+        served.clear()
+        for turn in range(24):
+            channel._keeper.disconnected()  # no pause: each one tries
+            message = rpc.tensor(array)
+            match turn % 4:
+                case 0:
+                    answer = call(message)
+                case 1:
+                    answer = call.future(message).result(timeout=20)
+                case 2:
+                    (answer,) = channel.unary_stream("/t/us", *serializers)(message)
+                case 3:
+                    (answer,) = channel.stream_stream("/t/ss", *serializers)(iter([message]))
+            np.testing.assert_array_equal(rpc.array(answer), array)
+        assert len(served) == 24  # no servicer ran twice
+        assert set(served) == {0, 1}
+    two.close()
+
+
+# Hostile ----------------------------------------------------------------------
+
+
+class Hostile:
+    """A client that has a session and says what it likes in it."""
+
+    def __init__(self, server: Any, options: dict[str, Any]) -> None:
+        self.channel = connect(server, options)
+        self.channel.unary_unary("/t/m")(BIG)
+        self.session = self.channel.session
+        self.raw = self.channel.inner.unary_unary("/t/m")
+        self.lease = self.session.leases_there.take(70_000, (3, 1), 1, lambda: True)
+        self.good = envelopes.Envelope(
+            self.session.id,
+            self.lease.slot,
+            self.lease.serial,
+            self.lease.turn,
+            ((0, 0, 100),),
+            b"",
+        )
+
+    def send(self, data: bytes, mark: bytes | None = None) -> Any:
+        if mark is None:
+            mark = envelopes.mark(self.session.id, 3, 1)
+        return self.raw(data, metadata=((MARK, mark),))
+
+
+def forged(good: envelopes.Envelope) -> dict[str, bytes]:
+    def but(**changes: Any) -> bytes:
+        return envelopes.seal(dataclasses.replace(good, **changes))
+
+    whole = envelopes.seal(good)
+    return {
+        "session": but(session=bytes(16)),
+        "slot": but(slot=good.slot - 1, serial=good.serial + 1),
+        "slot out of range": but(slot=(1 << 32) - 1),
+        "serial": but(serial=good.serial + 5),
+        "turn 0": but(turn=0),
+        "turn of the end": but(turn=(1 << 64) - 1),
+        "offset": but(pieces=((0, 1 << 20, 100),)),
+        "offset that wraps": but(pieces=((0, (1 << 64) - 50, 100),)),
+        "size": but(pieces=((0, 0, 1 << 40),)),
+        "twice": but(pieces=((0, 0, 10), (0, 0, 10))),
+        "cut off": whole[:-1],
+        "header": whole[:20],
+        "version": whole[:16] + b"\x09" + whole[17:],
+        "too many": whole[:20] + b"\xff\xff\xff\xff" + whole[24:],
+        "a body and a piece": but(body=b"x"),
+    }
+
+
+def test_forged_envelopes_are_refused(serve: Any, options: dict[str, Any]) -> None:
+    served = []
+
+    def method(request: bytes, context: Any) -> bytes:
+        served.append(len(request))
+        return request
+
+    server = serve({"/t/m": UU(method)})
+    hostile = Hostile(server, options)
+    with connect(server, options) as honest:
+        for name, data in forged(hostile.good).items():
+            with pytest.raises(grpc.RpcError) as caught:
+                hostile.send(data)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+            assert honest.unary_unary("/t/m")(BIG) == BIG
+        assert set(served) == {len(BIG)}
+        whole = envelopes.seal(hostile.good)
+        assert len(hostile.send(whole)) > 0
+        with pytest.raises(grpc.RpcError) as caught:  # replayed
+            hostile.send(whole)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        # Of another session, though that is known to the server.
+        with pytest.raises(grpc.RpcError) as caught:
+            hostile.send(whole, envelopes.mark(honest.session.id, 3, 1))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for mark in (b"x" * 24, envelopes.mark(hostile.session.id, 1 << 31, 1)):
+            with pytest.raises(grpc.RpcError) as caught:
+                hostile.send(whole, mark)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    hostile.channel.close()
+
+
+def test_a_ticket_from_outside_means_nothing(serve: Any, options: dict[str, Any]) -> None:
+    secret = rpc.tensor(np.ones(5000), owner=np)
+    seen = []
+
+    def method(request: Any, context: Any) -> Any:
+        seen.append(request.ticket)
+        return rpc.Tensor()
+
+    server = serve({"/t/m": UU(method, **TENSORS)})
+    message = rpc.Tensor(dtype="float64", shape=[5000], ticket=secret.ticket)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        tensor_call(channel)(message)
+    tensors.delivered([secret.ticket])
+    assert seen == [0]
+    tensors._lent.clear()
+
+
+def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) -> None:
+    server = serve({"/t/m": UU(echo)}, max_sessions=2)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        for request in (b"", b"{", b"[]", b"null", b'{"versions": 3}', b"9" * 5000, b"\xff"):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(OPEN)(request)
+            assert caught.value.code() in (
+                grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+            )  # fmt: skip
+    channels = [connect(server, options) for _ in range(3)]
+    for each in channels:
+        assert each.unary_unary("/t/m")(BIG) == BIG
+    assert [each.payload.startswith("inside") for each in channels] == [False, False, True]
+    for each in channels:
+        each.close()
+    wait_for(lambda: server.sessions == [])
