@@ -170,13 +170,17 @@ def _output_of_torch(command: Sequence[str], folder: Path) -> str:
     """What a script prints that has nothing of tensorwire in it; it gets a second try.
 
     On a busy machine torch sometimes aborts in the end of a process that has left its process
-    group: "terminate called without an active exception".
+    group: "terminate called without an active exception". What it has saved before is removed, as
+    the second try would go on from there; unless it was there already.
     """
+    there = set(folder.glob("*.pt"))
     try:
         return output_of(command, folder)
     except AssertionError as error:
         if "terminate called without an active exception" not in str(error):
             raise
+    for made in set(folder.glob("*.pt")) - there:
+        made.unlink()
     return output_of(command, folder)
 
 

@@ -159,10 +159,8 @@ def fails(job: tw.Job, folder: Path) -> None:
     job.save(path, wait=False)  # the errors were told
     job.save(folder / "other")
     job.save(bad, wait=False)
-    job.save(folder / "missing/other", wait=False)
-    with pytest.raises(FileNotFoundError, match="cannot save") as caught:
+    with pytest.raises(FileNotFoundError, match="cannot save"):
         job.close()
-    assert "nor was another checkpoint: FileNotFoundError" in caught.value.__notes__[0]
     assert job.closed
     assert path.read_bytes() != before
 
