@@ -121,6 +121,46 @@ def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_pa
     assert done.stdout.count("trained") == 2
 
 
+EDITED = """
+import torch, tensorwire.torch as tw
+job = tw.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(30, 400), torch.nn.Linear(400, 400))
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+job.keep(model=model)
+data = torch.utils.data.TensorDataset(torch.randn(64, 30))
+for epoch in job.epochs(1):
+    for (x,) in job.loader(data, 8):
+        model(x).square().mean().backward()
+        opt.synchronize()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        opt.step(), opt.zero_grad()
+print("sum", sum(each.double().sum().item() for each in model.parameters()).hex())
+"""
+
+
+@pytest.mark.slow
+def test_averages_that_a_script_edits_count(tmp_path: Path) -> None:
+    """Named for a bug: a durable server kept them elsewhere, and applied what was not edited."""
+    found = []
+    for fail, option in [("", "--no-durable"), ("", "--durable"), ("kill", "--durable")]:
+        (tmp_path / "train.py").write_text(EDITED)
+        place = "server-0:version.begun:3:kill" if fail else ""
+        done = subprocess.run(
+            [sys.executable, "-m", "tensorwire", "run", "-w", "2", "-s", "2", option, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, "TENSORWIRE_FAIL": place},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("takes its place" in done.stderr) == bool(fail), done.stderr
+        found += re.findall(r"sum (\S+)", done.stdout)
+    assert len(found) == 6
+    assert len(set(found)) == 1
+
+
 def test_where_workers_are_restarted_singly_all_are_durable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

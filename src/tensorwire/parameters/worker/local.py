@@ -81,6 +81,9 @@ class LocalStore:
         self._memory[slice_index].slot[place.start : place.end] = data
         return place.end - place.start
 
+    def push_reduced(self, tensor: int, data: Any) -> int:
+        return self.push(0, tensor, data)
+
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         self._gradients[slice_index][tensor] = rows, values
         return rows.nbytes + values.nbytes

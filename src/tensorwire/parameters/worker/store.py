@@ -185,6 +185,13 @@ class Store(Protocol):
     def read_reduced(self, target: Bytes) -> None:
         """After REDUCE: fills `target` with the reduced gradient of `own`."""
 
+    def push_reduced(self, tensor: int, data: Any) -> int:
+        """After REDUCE, by the worker of slice 0: a tensor's reduced gradient becomes `data`.
+
+        Returns:
+            As `push`.
+        """
+
     def read_values(self, target: Bytes) -> None:
         """Fills `target` (whole store) with all parameters; between versions."""
 
@@ -495,6 +502,18 @@ class RemoteStore:
             base = link.share.start
             for start, stop, at in self.own.of(base, link.share.stop):
                 link.read(slot[start - base : stop - base], target[at : at + stop - start])
+
+    def push_reduced(self, tensor: int, data: Any) -> int:
+        """See `Store`. Where it is kept, slot 0 is not what the step reads."""
+        if not self._member.place.durable:
+            return self.push(0, tensor, data)
+        place = self.layout.places[tensor]
+        for link in self._links if not self.is_committed(0) else ():
+            if link.has(place):
+                start, stop = link.share.clip(place.start, place.end)
+                base, part = link.share.start, data[start - place.start : stop - place.start]
+                link.write(link.region(RegionKind.KEPT)[start - base : stop - base], part)
+        return len(data)
 
     def read_values(self, target: Bytes) -> None:
         """See `Store`. A view at a server has all values; without one each server has its share."""

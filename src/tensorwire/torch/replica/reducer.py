@@ -469,7 +469,9 @@ class Reducer:
                 data = flat_bytes(torch.full_like(now.detach(), math.nan), state.parameter)
             # By its bytes: what goes through `.data` leaves no other trace.
             if now is not gradient or not same_bytes(data, average):
-                self.count_copied(state, self._store.push(self.slice_index, state.index, data))
+                if (rejoin := self._session.rejoin) is not None:
+                    rejoin.refuse("it changes averaged gradients, which a successor would do twice")
+                self.count_copied(state, self._store.push_reduced(state.index, data))
 
     # ---- between steps
 
