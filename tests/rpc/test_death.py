@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import serving
+import rpc_serving
 from test_rpc_conformance import wait_for
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors
 
-SCRIPT = Path(serving.__file__)
-TYPES = serving.TYPES
+SCRIPT = Path(rpc_serving.__file__)
+TYPES = rpc_serving.TYPES
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -49,20 +49,20 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
     """While its servicer has the payload of a call that has not ended."""
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
-    with rpc.insecure_channel(target, transports=(transport,), **serving.OPTIONS) as channel:
-        call = serving.start_call(channel, arity, rpc.tensor(np.ones(serving.SIZE)))
+    with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
+        call = rpc_serving.start_call(channel, arity, rpc.tensor(np.ones(rpc_serving.SIZE)))
         got = rpc.array(next(call)) if arity[1] == "s" else None
-        assert process.stdout.readline() == f"in the servicer {float(serving.SIZE)}\n"
+        assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
         session = channel.session
         assert session.transport == transport
         process.send_signal(signal.SIGKILL)
         assert call.code() is grpc.StatusCode.UNAVAILABLE
         wait_for(lambda: session.lost)
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(serving.SIZE)))
+            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         if got is not None:  # memory of this process, which stays
-            assert got.sum() == serving.SIZE
+            assert got.sum() == rpc_serving.SIZE
         del got, call
         wait_for(lambda: tensors.held_tensors() == 0)
     tensors._lent.clear()  # of calls that did not end well, for ten minutes
@@ -71,14 +71,14 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
 @pytest.mark.parametrize("arity", ["uu", "us", "su", "ss"])
 def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
     """Its servicer notices, keeps what it looks at, and everything is given back."""
-    server = rpc.server(ThreadPoolExecutor(4), transports=(transport,), **serving.OPTIONS)
-    server.add_generic_rpc_handlers((serving.Methods(),))
+    server = rpc.server(ThreadPoolExecutor(4), transports=(transport,), **rpc_serving.OPTIONS)
+    server.add_generic_rpc_handlers((rpc_serving.Methods(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     process = start("call", transport, str(port), arity)
     line = process.stdout.readline()
     if arity[1] == "s":
-        assert line == f"got {float(serving.SIZE)}\n"
+        assert line == f"got {float(rpc_serving.SIZE)}\n"
         line = process.stdout.readline()
     assert line == "calling\n"
     (session,) = server.sessions
@@ -87,7 +87,7 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
     wait_for(lambda: server.sessions == [] and session.lost)
     wait_for(lambda: tensors.held_tensors() == 0)
     with rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
-        answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(serving.SIZE)))
+        answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
         assert rpc.array(answer)[0] == 2
     server.stop(0).wait()
     tensors._lent.clear()
@@ -96,9 +96,9 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
 def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None:
     process = start("serve", "ours", transport)
     target = f"127.0.0.1:{process.stdout.readline().strip()}"
-    with rpc.insecure_channel(target, transports=(transport,), **serving.OPTIONS) as channel:
+    with rpc.insecure_channel(target, transports=(transport,), **rpc_serving.OPTIONS) as channel:
         call = channel.unary_unary("/t/echo", *TYPES)
-        array = np.ones(serving.SIZE)
+        array = np.ones(rpc_serving.SIZE)
         call(rpc.tensor(array, owner=array.base))
         process.send_signal(signal.SIGSTOP)
         for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_stopped_server_meets_the_deadline(start: Any, transport: str) -> None
 BEGIN = f"""
 import os, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
-from serving import *
+from rpc_serving import *
 server = rpc.server(ThreadPoolExecutor(2), **OPTIONS)
 server.add_generic_rpc_handlers((Methods(),))
 port = server.add_insecure_port("127.0.0.1:0")

@@ -1,7 +1,7 @@
 """A server or a client in a process of its own, for tests that kill it.
 
-python serving.py serve KIND TRANSPORT     prints its port, and a line for what it does
-python serving.py call TRANSPORT PORT ARITY PHASE     prints a line when it is in that phase
+python rpc_serving.py serve KIND TRANSPORT     prints its port, and a line for what it does
+python rpc_serving.py call TRANSPORT PORT ARITY PHASE     prints a line when it is in that phase
 """
 
 import sys
