@@ -173,20 +173,19 @@ class Snapshots:
         if number <= self._answered[rank]:
             return
         request = Request.from_bytes(self._inboxes[rank].message(number))
-        asked = Asked(rank, number, request)
-        # One that is gone is not waited for; a process in its place asks anew.
-        with contextlib.suppress(TensorwireError, LookupError):
-            self._lend(self, asked)
+        self._lend(self, Asked(rank, number, request))
 
     def _tell(self, asked: Asked) -> None:
+        """Answers a worker. For one that is gone a process in its place asks anew."""
         rank = asked.rank
-        if rank not in self._outboxes:
-            peer = self._member.workers[rank]
-            name = self._opening.regions.name(RegionKind.REPLY)
-            block = reply_block(self._member.index)
-            self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
-        self._outboxes[rank].send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
-        self._answered[rank] = asked.number
+        with contextlib.suppress(TensorwireError, LookupError):
+            if rank not in self._outboxes:
+                peer = self._member.workers[rank]
+                name = self._opening.regions.name(RegionKind.REPLY)
+                block = reply_block(self._member.index)
+                self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
+            self._outboxes[rank].send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
+            self._answered[rank] = asked.number
 
     def _free_asked(self, asked: Asked) -> None:
         """Idempotent, as a successor of this process does it again; so is what makes one."""

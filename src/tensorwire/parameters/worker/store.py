@@ -507,8 +507,10 @@ class RemoteStore:
         """See `Store`. Where it is kept, slot 0 is not what the step reads."""
         if not self._member.place.durable:
             return self.push(0, tensor, data)
+        if self.is_committed(0):
+            return 0
         place = self.layout.places[tensor]
-        for link in self._links if not self.is_committed(0) else ():
+        for link in self._links:
             if link.has(place):
                 start, stop = link.share.clip(place.start, place.end)
                 base, part = link.share.start, data[start - place.start : stop - place.start]
