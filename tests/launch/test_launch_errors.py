@@ -215,6 +215,7 @@ def test_errors_kept_elsewhere_are_kept_there_too(place: Place) -> None:
     assert HEADER in lines_of(done.stderr, "worker 0")
 
 
+@pytest.mark.slow
 def test_a_process_group_makes_no_second_traceback(place: Place) -> None:
     """It sets a hook of its own, which prints what the former hook does, for each rank."""
     pytest.importorskip("torch")

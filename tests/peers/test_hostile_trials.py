@@ -25,6 +25,7 @@ def trials(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.slow
 def test_trials_of_a_fixed_seed_harm_nobody() -> None:
     kinds = ("ForeignDescriptors", "MemberDescriptors", "Frames", "FreedUnderWay")
     ended = trials("--seed", "suite", "--trials", "3", "--only", *kinds)

@@ -296,6 +296,7 @@ def test_who_gives_up_first_tells_the_other(pair: Hosts) -> None:
         losing()
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_not_lost_before_its_link(pair: Hosts) -> None:
     """It answers while it is stopped, also when it has no room left; then the network goes away."""
     options = {"peer_timeout_s": TIMEOUT_S}

@@ -59,6 +59,7 @@ def test_a_script_may_decline(tmp_path: Path) -> None:
     ), said
 
 
+@pytest.mark.slow
 def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
     end = """
         from tensorwire.membership import running_servers
@@ -71,6 +72,7 @@ def test_its_servers_are_not_replaced_either(tmp_path: Path) -> None:
     assert "server 0 (pid" in said
 
 
+@pytest.mark.slow
 def test_true_and_none_are_what_the_launcher_says(tmp_path: Path) -> None:
     code, out, said = run(tmp_path, "True if rank else None", "--durable")
     assert code == 0, said
@@ -91,6 +93,7 @@ def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
         tw.init(durable=True)
 
 
+@pytest.mark.slow
 def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
     tmp_path: Path,
 ) -> None:
@@ -103,6 +106,7 @@ def test_where_nobody_asked_a_script_without_shared_memory_trains_as_before(
     assert "is replaced: its transports are tcp, and only shared memory outlives a process" in said
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_launchers_process_has_started_trains_as_before(tmp_path: Path) -> None:
     """It inherits the variables, and not the descriptors."""
     (tmp_path / "train.py").write_text(TRAIN.format(durable="None", end="pass"))

@@ -83,6 +83,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from tensors(item, f"{path}/{key}")
 
 
+@pytest.mark.slow
 def test_digits(run: Callable[..., str], tmp_path: Path) -> None:
     """The main job."""
     pytest.importorskip("sklearn")

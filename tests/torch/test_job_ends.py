@@ -211,6 +211,7 @@ def test_a_worker_stops_early(runs: list[Run], tmp_path: Path) -> None:
     assert "every worker makes the same number of steps" in text
 
 
+@pytest.mark.slow
 def test_a_server_is_killed(runs: list[Run], tmp_path: Path) -> None:
     run = Run(tmp_path, "nothing", "0", servers=2)
     runs.append(run)

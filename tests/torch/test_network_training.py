@@ -182,6 +182,7 @@ def expected(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> str:
     return Job(pair, tmp_path_factory.mktemp("alone")).alone(EPOCHS, 2)
 
 
+@pytest.mark.slow
 def test_a_short_partition_changes_no_bit(pair: Hosts, job: Job, expected: str) -> None:
     agents = job.torchrun(EPOCHS)
     for agent in agents:

@@ -90,6 +90,7 @@ def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
     assert not list((folder / "tensorwire").glob("server-*"))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_not_shown(folder: Path) -> None:
     job = started(folder, "--workers", "2", "--no-durable")
     (found,) = jobs()
@@ -103,6 +104,7 @@ def test_a_server_that_was_killed_is_not_shown(folder: Path) -> None:
     assert error["error"]
 
 
+@pytest.mark.slow
 def test_a_stranger_sees_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = started(folder, "--workers", "2")
     (found,) = jobs()

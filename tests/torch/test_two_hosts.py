@@ -37,6 +37,7 @@ def test_same_bits_as_on_one_host(team: Team, pair: tuple[Host, Host], name: str
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.slow
 def test_replicas_whose_stages_are_on_two_hosts(
     team: Team, pair: tuple[Host, Host], kind: str
 ) -> None:
