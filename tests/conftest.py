@@ -55,15 +55,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test function the first case is an everyday test, unless it is slow."""
+    """Of each test function the first case is an everyday test, unless it is slow.
+
+    Which case is the first is told by its parameters, not by what else was collected: with
+    `--last-failed` only a few cases are.
+    """
     if (part := config.getoption("--part")) is None:
         return
-    seen: set[tuple[str, str]] = set()
     chosen, left = [], []
     for item in items:
-        function = str(item.path), getattr(item, "originalname", None) or item.name
-        everyday = function not in seen and item.get_closest_marker("slow") is None
-        seen.add(function)
+        parameters = getattr(item, "callspec", None)
+        first = parameters is None or not any(parameters.indices.values())
+        everyday = first and item.get_closest_marker("slow") is None
         (chosen if everyday == (part == "everyday") else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = chosen

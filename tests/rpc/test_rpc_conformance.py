@@ -557,6 +557,14 @@ def test_stop_with_a_call_under_way(ends: Ends, grace: float | None) -> None:
 
 
 def test_stop_lets_a_call_end(ends: Ends) -> None:
+    """A stop with grace lets a running call end.
+
+    grpcio's server closes the connection with its last call. If the client is still answering to
+    a long reply then, the kernel resets the connection and drops the reply: one call in eight of
+    300 kB on a busy machine. So only our two ends, whose payload goes ahead, try a long one.
+    """
+    ours = ends.system.our_channel and ends.system.our_server
+    message = BIG if ours else BIG[:10_000]
     running, release = threading.Event(), threading.Event()
 
     def method(request: bytes, context: Any) -> bytes:
@@ -565,11 +573,11 @@ def test_stop_lets_a_call_end(ends: Ends) -> None:
         return request
 
     ends.methods = {"/t/m": UU(method)}
-    future = ends.serve().channel().unary_unary("/t/m").future(BIG)
+    future = ends.serve().channel().unary_unary("/t/m").future(message)
     assert running.wait(LONG_S)
     stopped = ends.server.stop(LONG_S)
     release.set()
-    assert future.result(timeout=LONG_S) == BIG
+    assert future.result(timeout=LONG_S) == message
     assert stopped.wait(LONG_S)
     assert not ends.server.wait_for_termination(timeout=1)
 
