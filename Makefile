@@ -65,7 +65,7 @@ test-needs: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench
 
 test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
 	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \
-	  $(addprefix tests/torch/test_,allocator.py gradient_slots.py pool.py gradients.py) $(ARGS)
+	  $(addprefix tests/torch/test_,allocator.py gradient_slots.py pool.py gradients.py) $(PARALLEL) $(ARGS)
 
 test-engines: build $(VENV)/.with-torch $(VENV)/.with-engines ## test jobs that Slurm, MPI, Ray and other engines start
 	@$(NEED) ?slurm ?openmpi ?mpich

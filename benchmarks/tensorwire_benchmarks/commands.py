@@ -34,6 +34,7 @@ from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
 from tensorwire_benchmarks.durable_cost import CostSettings
+from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
@@ -320,7 +321,7 @@ def parameters(
 @click.option(
     "--scenario",
     "scenarios",
-    type=click.Choice(fault_bench.SCENARIOS),
+    type=click.Choice(FAULT_SCENARIOS),
     multiple=True,
     help="Only this one; may be given several times.",
 )
@@ -332,9 +333,11 @@ def faults(
     """Does a job whose processes are killed compute the same, and what does that cost?
 
     Small jobs of two workers: BatchNorm, Dropout, a scheduler and accumulation; sparse tables; two
-    optimizers with an average of weights; Muon; two pipelines. Each runs undisturbed first, then
-    with servers, workers and the standby killed by SIGKILL at random moments, the next one after
-    the last repair, but sometimes two at once or the process in the place of the first.
+    optimizers with an average of weights; Muon; 50 MiB;
+    two pipelines; checkpoints. Each runs undisturbed first, then with servers, workers and the
+    standby killed by SIGKILL at random moments, the next one after the last repair, but sometimes
+    two at once or the process in the place of the first. The last one loses the launcher, and is
+    started again.
     A judge that knows nothing of tensorwire compares the final values to the bit, and looks
     whether each slice of each step was made once and each sample used once. The exit code is 1 if
     anything differs, or a job fails or hangs. Besides, what durability costs while nobody dies: the
@@ -356,7 +359,7 @@ def faults(
         raise click.UsageError("--cost kills nothing: leave out --scenario and --kills")
     if beside and not cost:
         raise click.UsageError("--beside needs --cost")
-    chosen_ones = () if cost else tuple(dict.fromkeys(scenarios)) or fault_bench.SCENARIOS
+    chosen_ones = () if cost else tuple(dict.fromkeys(scenarios)) or FAULT_SCENARIOS
     costs = CostSettings(beside=str(beside or ""))
     if quick:
         costs = dataclasses.replace(costs, turns=8, steps=10)

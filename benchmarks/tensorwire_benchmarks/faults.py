@@ -9,20 +9,20 @@ well; and some jobs lose a process before their first step, while stores are ope
 kill until the step of worker 0 that ends its longest pause after it. It is warm where a standby
 waited that had imported everything, else cold. A worker is started again and its script runs from
 the beginning, which lasts as long as its imports; that is told apart. Only kills of one process
-between two steps are timed.
+between two steps are timed. Beside them stands how long the script needs until its first epoch in a
+process alone: a worker that takes another one's place needs that too. The scenario `launcher` loses
+`tensorwire run`, which coordinates: that ends the job, no process may be left, and the same command
+goes on from the last checkpoint, with the same bits.
 
 Not measured here: what durability costs while nobody dies (`durable_cost.py`); machines that die.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,24 +43,23 @@ from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 from tensorwire_benchmarks.durable_cost import CostSettings, print_costs
 from tensorwire_benchmarks.durable_cost import judge as judge_cost
 from tensorwire_benchmarks.durable_cost import measure as measure_cost
+from tensorwire_benchmarks.faults_kills import (
+    LAUNCHER,
+    SCENARIOS,
+    STEPS_AFTER,
+    WORKERS,
+    WORKERS_STAY,
+    DisturbedJob,
+    JobFailed,
+    Kill,
+)
 
-SERVERS = {"batchnorm": 1, "tables": 2, "two optimizers": 1, "whole": 2, "pipeline": 1}
-"""Of each scenario."""
-SCENARIOS = tuple(SERVERS)
-WORKERS = {"pipeline": 4}
-"""Of each scenario, where it is not 2; a pipeline has two replicas of two processes."""
-WORKERS_STAY = {"pipeline": "workers are not killed: those of a split model cannot be replaced"}
-"""Scenarios that lose only servers and standbys, and why."""
-SAMPLES = {"batchnorm": 2560}
-_SAMPLES, _WORKERS = 1280, 2
+_SAMPLES = {"batchnorm": 2560, "large": 640, LAUNCHER: 2560}
+"""Of each scenario, where it is not 1280."""
 _HERE = Path(__file__).parent
-_HANG_S = 60.0
-_WARM_WAIT_S = 12.0
-_STEPS_AFTER = 2
-_EARLY, _TWO, _AGAIN = 1 / 4, 1 / 8, 1 / 8
-_SUCCESSOR_WAIT_S = 5.0
+_EARLY = 1 / 4
 RECOVERY_BAR_S = 2.0
-_REPLACED = re.compile(r"(?:server|worker) \d+ \(pid (\d+)\) takes its place")
+REJOIN_BAR_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,7 @@ class FaultRow(Row):
     Attributes:
         scenario: its name, as `case`.
         kills, standby_kills, worker_kills: of all processes, and of these standbys and workers.
+        launcher_kills: of `tensorwire run`, which was started again.
         opening_kills: before the first step.
         double_kills: at the same moment as another one, or of the process in its place.
         parameters_equal: the final values of all workers, and all losses, to the bit.
@@ -99,6 +99,7 @@ class FaultRow(Row):
         steps_once: each slice of each step was made once.
         recovery_s_median, recovery_s_p99: of killed servers; warm_… and cold_…: see the module.
         rejoin_s_median, rejoin_s_p99: of killed workers.
+        script_s: how long a process alone needs to run the script until its first epoch.
         failures: what went wrong, in sentences.
     """
 
@@ -106,6 +107,7 @@ class FaultRow(Row):
     kills: int = 0
     standby_kills: int = 0
     worker_kills: int = 0
+    launcher_kills: int = 0
     opening_kills: int = 0
     double_kills: int = 0
     parameters_equal: bool = False
@@ -121,28 +123,8 @@ class FaultRow(Row):
     cold_s_p99: float | None = None
     rejoin_s_median: float | None = None
     rejoin_s_p99: float | None = None
+    script_s: float | None = None
     failures: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Kill:
-    """One kill.
-
-    Attributes:
-        at: when, of the monotonic clock.
-        who: "server", "worker" or "standby".
-        warm: whether a standby was ready.
-        opening: no step had been made.
-        double: it was not the first at that moment, or the process in the place of the first.
-        timed: what follows until the next one is its repair alone.
-    """
-
-    at: float
-    who: str
-    warm: bool = False
-    opening: bool = False
-    double: bool = False
-    timed: bool = True
 
 
 @dataclass(slots=True)
@@ -157,10 +139,7 @@ class _Found:
     failures: list[str] = field(default_factory=list)
     judged: int = 0
     bytes: int = 0
-
-
-class _JobFailed(Exception):
-    """A job has failed or hangs; the text has its output."""
+    script_s: float | None = None
 
 
 def recovery_s(kill: float, times: Sequence[float]) -> float | None:
@@ -194,7 +173,7 @@ def run(settings: FaultSettings, tell: Callable[[float, float, str], None]) -> R
                         found,
                         partial(_tell_more, tell, done, settings.kills, name),
                     )
-                except _JobFailed as error:
+                except JobFailed as error:
                     found.failures.append(str(error))
             done += len(found.kills)
             report.rows.append(_row(name, found))
@@ -222,12 +201,20 @@ def judge(report: Report) -> list[Verdict]:
     warm = [row.warm_s_median for row in rows if row.warm_s_median is not None]
     worst = max(warm, default=None)
     count = sum(row.warm_kills for row in rows)
+    rejoined = [
+        row.rejoin_s_median - row.script_s
+        for row in rows
+        if row.rejoin_s_median is not None and row.script_s is not None
+    ]
     return [
         Verdict.of("jobs like undisturbed ones", ">=", 100.0, "%", share,
                    detail=f"{killed} kills" if equal else "no job has ended"),
         Verdict.of("median recovery with a warm standby, of the worst scenario", "<=",
                    RECOVERY_BAR_S, "s", worst,
                    detail=f"{count} kills" if warm else "no standby was ready at a kill"),
+        Verdict.of("median rejoining of a worker beyond its script, of the worst scenario", "<=",
+                   REJOIN_BAR_S, "s", max(rejoined, default=None),
+                   detail=f"{len(rejoined)} scenarios" if rejoined else "no worker was timed"),
     ]  # fmt: skip
 
 
@@ -258,7 +245,7 @@ def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
     table = new_table(
         "jobs whose processes are killed: how often, before the first step, two at once; equal?",
         "scenario", ">kills", "parameters", "samples", "steps", ">recovery", ">warm (kills)",
-        ">cold (kills)", ">worker (kills)",
+        ">cold (kills)", ">worker (kills)", ">its script",
     )  # fmt: skip
     cells: list[list[str | Text]] = []
     for row in rows:
@@ -274,6 +261,7 @@ def _print_kills(rows: Sequence[FaultRow], console: Console) -> None:
             f"{format_seconds(row.warm_s_median)} ({row.warm_kills})",
             f"{format_seconds(row.cold_s_median)} ({row.cold_kills})",
             f"{format_seconds(row.rejoin_s_median)} ({row.worker_kills})",
+            format_seconds(row.script_s),
         ])  # fmt: skip
     add_groups(table, cells)
     console.print(table)
@@ -298,12 +286,14 @@ def _row(name: str, found: _Found) -> FaultRow:
         scenario=name, kills=len(found.kills),
         standby_kills=sum(kill.who == "standby" for kill in found.kills),
         worker_kills=sum(kill.who == "worker" for kill in found.kills),
+        launcher_kills=sum(kill.who == "launcher" for kill in found.kills),
         opening_kills=sum(kill.opening for kill in found.kills),
         double_kills=sum(kill.double for kill in found.kills),
         parameters_equal=ended and not found.wrong.get("parameters"),
         samples_once=ended and not found.wrong.get("samples"),
         steps_once=ended and not found.wrong.get("steps"),
         warm_kills=len(found.warm), cold_kills=len(found.cold),
+        script_s=found.script_s,
         failures=(*found.failures, *(text for each in found.wrong.values() for text in each)),
         **figures("seconds", both), **figures("recovery_s", both),
         **figures("warm_s", found.warm), **figures("cold_s", found.cold),
@@ -317,28 +307,23 @@ def _run_scenario(
 ) -> None:  # fmt: skip
     tell(0)
     whole = folder / "undisturbed"
-    with _Job(name, whole, settings.pace_s, settings.epochs) as job:
+    with DisturbedJob(name, whole, settings.pace_s, settings.epochs) as job:
         job.finish()
     head = json.loads((whole / "final-0").read_bytes().partition(b"\n")[0])
     models = ("/model", "/body", "/head")
     found.bytes = sum(size for path, _, _, size in head if path.startswith(models))
+    if name not in WORKERS_STAY:
+        found.script_s = median([_script_s(name, folder) for _ in range(3)])
     while len(found.kills) < kills:
         disturbed = folder / f"disturbed-{found.judged}"
         before = len(found.kills)
-        with _Job(name, disturbed, settings.disturbed_pace_s, settings.epochs) as job:
-            early = [job.kill_early(chance)] if chance.random() < _EARLY else []
-            found.kills += (kill for kill in early if kill is not None)
-            while len(found.kills) < kills and (together := job.kill(chance)):
-                found.kills += together
-                tell(len(found.kills))
-                if not job.await_steps(_STEPS_AFTER):
-                    break
-            job.finish()
+        disturb = _kill_launchers if name == LAUNCHER else _kill_members
+        disturb(name, disturbed, kills, settings, chance, found, tell)
         _note_recoveries(disturbed, found.kills[before:], found)
-        samples = str(SAMPLES.get(name, _SAMPLES))
+        samples = str(_SAMPLES.get(name, 1280))
         command = [sys.executable, str(_HERE / "faults_judge.py"), str(whole), str(disturbed)]
         judged = subprocess.run(
-            [*command, str(WORKERS.get(name, _WORKERS)), samples],
+            [*command, str(WORKERS.get(name, 2)), samples],
             stdout=subprocess.PIPE,
             check=False,
         )
@@ -346,7 +331,54 @@ def _run_scenario(
             found.wrong.setdefault(kind, []).extend(texts)
         found.judged += 1
         if len(found.kills) == before:
-            raise _JobFailed("the job ended before anything could be killed")
+            raise JobFailed("the job ended before anything could be killed")
+
+
+def _kill_members(
+    name: str, folder: Path, kills: int, settings: FaultSettings, chance: random.Random,
+    found: _Found, tell: Callable[[int], None],
+) -> None:  # fmt: skip
+    """One job whose servers, workers and standbys are killed until it ends."""
+    with DisturbedJob(name, folder, settings.disturbed_pace_s, settings.epochs) as job:
+        early = [job.kill_early(chance)] if chance.random() < _EARLY else []
+        found.kills += (kill for kill in early if kill is not None)
+        while len(found.kills) < kills and (together := job.kill(chance)):
+            found.kills += together
+            tell(len(found.kills))
+            if not job.await_steps(STEPS_AFTER):
+                break
+        job.finish()
+
+
+def _kill_launchers(
+    name: str, folder: Path, kills: int, settings: FaultSettings, chance: random.Random,
+    found: _Found, tell: Callable[[int], None],
+) -> None:  # fmt: skip
+    """One job whose launcher is killed, and which is started again until it ends."""
+    killed = True
+    while killed:
+        with DisturbedJob(name, folder, settings.disturbed_pace_s, settings.epochs) as job:
+            killed = len(found.kills) < kills and job.kill_launcher(chance)
+            if killed:
+                found.kills.append(Kill(time.monotonic(), "launcher", timed=False))
+                tell(len(found.kills))
+            else:
+                job.finish()
+
+
+def _script_s(name: str, folder: Path) -> float:
+    """How long a process that is alone needs until its first epoch: it has none, and ends there."""
+    alone = Path(tempfile.mkdtemp(dir=folder))
+    script = [str(_HERE / "faults_job.py"), name, str(alone), "0", "0"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        output = done.stdout[-4000:].decode(errors="replace")
+        raise JobFailed(f"the script alone has exit code {done.returncode}:\n{output}")
+    return time.monotonic() - began
 
 
 def _note_recoveries(folder: Path, kills: list[Kill], found: _Found) -> None:
@@ -357,195 +389,8 @@ def _note_recoveries(folder: Path, kills: list[Kill], found: _Found) -> None:
         if not kill.timed or not after:
             continue
         # Later pauses have other causes: one of these steps needed the repair.
-        near = [event["at"] for event in after if event["step"] < after[0]["step"] + _STEPS_AFTER]
+        near = [event["at"] for event in after if event["step"] < after[0]["step"] + STEPS_AFTER]
         taken = recovery_s(kill.at, near)
         if kill.who != "standby" and taken is not None:
             servers = found.warm if kill.warm else found.cold
             (servers if kill.who == "server" else found.rejoin).append(taken)
-
-
-class _Job:
-    """One job as a context; leaving it ends the job, should it still run."""
-
-    def __init__(self, name: str, folder: Path, pace_s: float, epochs: int) -> None:
-        folder.mkdir()
-        self._name, self._folder = name, folder
-        self._output = folder / "output"
-        script = [str(_HERE / "faults_job.py"), name, str(folder), str(pace_s), str(epochs)]
-        command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
-        self._workers = WORKERS.get(name, _WORKERS)
-        command += ["--workers", str(self._workers), "--servers", str(SERVERS[name]), *script]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        self._moved = time.monotonic()
-        self._last = 0
-
-    def __enter__(self) -> _Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(15)
-            self._process.kill()
-            self._process.wait()
-
-    def steps(self) -> int:
-        """That worker 0 has made. Raises _JobFailed if there was none for a long time."""
-        with contextlib.suppress(OSError, ValueError):
-            now = int((self._folder / "progress").read_text())
-            if now > self._last:
-                self._last, self._moved = now, time.monotonic()
-        if time.monotonic() - self._moved > _HANG_S:
-            raise _JobFailed(f"no step for {_HANG_S:g} s, after step {self._last}:\n{self._tail()}")
-        return self._last
-
-    def await_steps(self, count: int) -> bool:
-        """Waits until worker 0 has made so many more steps; False if the job ends before."""
-        mark = self.steps()
-        while self.steps() < mark + count:
-            if self._process.poll() is not None:
-                return False
-            time.sleep(0.002)
-        return True
-
-    def kill_early(self, chance: random.Random) -> Kill | None:
-        """Kills a process when all workers have joined, before the first step if it can."""
-        joined = [self._folder / f"joined-{rank}" for rank in range(self._workers)]
-        while not all(path.exists() for path in joined):
-            self.steps()
-            if self._process.poll() is not None:
-                return None
-            time.sleep(0.002)
-        time.sleep(chance.random() * 0.05)
-        who = "server" if self._name in WORKERS_STAY or chance.random() < 1 / 2 else "worker"
-        victim = chance.choice(self._processes()[who])
-        opening = self.steps() == 0
-        kill = self._end(victim, Kill(time.monotonic(), who, opening=opening, timed=False))
-        self.await_steps(_STEPS_AFTER)
-        return kill
-
-    def kill(self, chance: random.Random) -> list[Kill]:
-        """Kills a process at some moment; every other time it waits for a standby before.
-
-        Sometimes another one at the same moment, or the one that takes its place.
-        """
-        if not self.await_steps(1):
-            return []
-        wait_warm, delay_s = chance.random() < 0.5, chance.random() * 0.5
-        until = time.monotonic() + _WARM_WAIT_S
-        while (
-            wait_warm and time.monotonic() < until and not self._ready(self._processes()["standby"])
-        ):
-            self.steps()
-            if self._process.poll() is not None:
-                return []
-        time.sleep(delay_s)
-        found, draw = self._processes(), chance.random()
-        # A standby one time in six: its death is no repair that somebody waits for.
-        who = "standby" if found["standby"] and draw < 1 / 6 else "server"
-        if draw > 1 / 2 and self._name not in WORKERS_STAY:
-            who = "worker"
-        if not found[who] or self._process.poll() is not None:
-            return []
-        victim, more = chance.choice(found[who]), chance.random()
-        others = [
-            (pid, kind)
-            for kind, pids in found.items()
-            for pid in pids
-            if pid != victim and not (kind == "worker" and self._name in WORKERS_STAY)
-        ]
-        warm = self._ready(found["standby"])
-        self.steps()
-        # Only workers that still train can show what a repair takes.
-        if self._ended() or self._process.poll() is not None:
-            return []
-        two, again = more < _TWO and bool(others), _TWO <= more < _TWO + _AGAIN
-        replaced = len(self._replaced())
-        first = Kill(time.monotonic(), who, warm, timed=not (two or again))
-        kills = [self._end(victim, first)]
-        if two:
-            second, kind = chance.choice(others)
-            kills.append(self._end(second, Kill(first.at, kind, double=True, timed=False)))
-        elif again and who != "standby" and (after := self._successor(replaced, chance)):
-            then = Kill(time.monotonic(), who, double=True, timed=False)
-            kills.append(self._end(after, then))
-        return [kill for kill in kills if kill is not None]
-
-    def _end(self, pid: int, kill: Kill) -> Kill | None:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return None
-        return kill
-
-    def _successor(self, before: int, chance: random.Random) -> int | None:
-        """Waits for the next process that takes another one's place, after so many; its number."""
-        until = time.monotonic() + _SUCCESSOR_WAIT_S
-        while len(found := self._replaced()) == before:
-            if time.monotonic() > until or self._process.poll() is not None:
-                return None
-            time.sleep(0.005)
-        time.sleep(chance.random() * 0.5)
-        return None if self._ended() else found[-1]
-
-    def _replaced(self) -> list[int]:
-        """The processes that have got another one's place."""
-        return [int(pid) for pid in _REPLACED.findall(self._output.read_text(errors="replace"))]
-
-    def finish(self) -> None:
-        """Waits for the end. Raises _JobFailed if it is not a good one."""
-        while self._process.poll() is None:
-            self.steps()
-            time.sleep(0.02)
-        if self._process.returncode:
-            raise _JobFailed(f"exit code {self._process.returncode}:\n{self._tail()}")
-
-    def _ended(self) -> bool:
-        return any((self._folder / f"final-{rank}").exists() for rank in range(self._workers))
-
-    def _processes(self) -> dict[str, list[int]]:
-        """The servers, the workers, and standbys that nobody has told to take a place."""
-        replaced = self._replaced()
-        found: dict[str, list[int]] = {"server": [], "worker": [], "standby": []}
-        pid = self._process.pid
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return found
-        for child in map(int, children):
-            try:
-                words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"tensorwire.torch.server" in words:
-                waits = b"--standby" in words and child not in replaced
-                found["standby" if waits else "server"].append(child)
-            elif any(word.endswith(b"faults_job.py") for word in words):
-                found["worker"].append(child)
-        return found
-
-    def _ready(self, standbys: list[int]) -> bool:
-        """Whether a standby has imported everything: it sleeps and takes no processor time."""
-        before = [_used(pid) for pid in standbys]
-        time.sleep(0.3)
-        return any(
-            used is not None and used == _used(pid) and used > 50
-            for pid, used in zip(standbys, before, strict=True)
-        )
-
-    def _tail(self) -> str:
-        return self._output.read_text(errors="replace")[-4000:]
-
-
-def _used(pid: int) -> int | None:
-    """Ticks of processor time of a process that sleeps; None of others."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[11]) + int(fields[12]) if fields[0] == "S" else None

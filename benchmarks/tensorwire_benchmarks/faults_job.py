@@ -4,9 +4,10 @@
 
 Each worker appends a line to FOLDER/events-RANK for every slice of every step, with one write, so
 that it survives a kill; at the end it writes FOLDER/final-RANK. FOLDER/joined-RANK is there once it
-has joined the job. Worker 0 writes to FOLDER/progress how many steps it has made. PACE is the
-seconds that it sleeps per batch, which changes no bit. What is in the files is judged by
-faults_judge.py; nothing here knows that processes are killed.
+has joined the job. A job that saves goes on from its last checkpoint, and forgets what it has
+logged of later steps. Worker 0 writes to FOLDER/progress how many steps it has made. PACE is the
+seconds that it sleeps per batch, which changes no bit. faults_judge.py judges the files;
+nothing here knows that processes are killed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Scenario:
         samples, batch_size, accumulate: of the loader; no sample is left over.
         init: options of `tw.init`.
         tables: whether inputs are indexes of rows.
+        save_every: steps between two checkpoints, of which the job loads the last; 0: none.
     """
 
     make: Callable[[], Training]
@@ -70,6 +72,7 @@ class Scenario:
     accumulate: int = 1
     init: Mapping[str, Any] = field(default_factory=dict)
     tables: bool = False
+    save_every: int = 0
 
 
 def _batchnorm() -> Training:
@@ -121,6 +124,17 @@ def _whole() -> Training:
     )
 
 
+def _large() -> Training:
+    """50 MiB of parameters."""
+    model = nn.Sequential(
+        nn.Linear(_FEATURES, 3590), nn.ReLU(), nn.Linear(3590, 3590), nn.ReLU(),
+        nn.Linear(3590, _CLASSES),
+    )  # fmt: skip
+    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    opt = tw.DistributedOptimizer(opt, model)
+    return Training({"model": model}, {"SGD": opt}, lambda x, y: F.cross_entropy(model(x), y))
+
+
 def _pipeline() -> Training:
     model = nn.Sequential(
         nn.Linear(_FEATURES, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(),
@@ -140,6 +154,8 @@ SCENARIOS = {
     "tables": Scenario(_tables, tables=True),
     "two optimizers": Scenario(_two_optimizers),
     "whole": Scenario(_whole),
+    "large": Scenario(_large, samples=640),
+    "launcher": Scenario(_batchnorm, samples=2560, accumulate=2, init={"slices": 4}, save_every=3),
     "pipeline": Scenario(_pipeline, init={"slices": 2, "pipeline": 2}),
 }
 
@@ -157,11 +173,15 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     names = {
         name: f"{name} of stage {job.stage}" if split else name for name in training.optimizers
     }
-    log = os.open(folder / f"events-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(folder / f"events-{job.rank}", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT, 0o600)
     optimizers = training.optimizers
     kept: dict[str, Any] = {"step": 0, "total": 0.0, "means": []}
     job.keep(kept=kept, **training.schedulers)
+    checkpoints = folder / "checkpoints"
+    if scenario.save_every and checkpoints.exists():
+        job.load(checkpoints)
+        _forget(log, kept["step"])
     group = scenario.accumulate * len(job.my_slices)
     for epoch in job.epochs(epochs):
         samples: list[int] = []
@@ -199,6 +219,8 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
                 training.after()
                 if job.rank == 0:
                     os.pwrite(progress, b"%10d" % kept["step"], 0)
+                if scenario.save_every and job.rank == 0:
+                    job.save(checkpoints, every=scenario.save_every, keep=2, wait=False)
         total, kept["total"] = kept["total"], 0.0
         kept["means"].append(job.mean(None if split and total != total else total))
     state: dict[str, Any] = {"means": kept["means"]}
@@ -208,6 +230,15 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
         state["average"] = optimizers["Adam"].ema_state_dict()
     write_final(folder / f"final-{job.rank}", state)
     job.barrier()
+
+
+def _forget(log: int, steps: int) -> None:
+    """Of what was logged, only the steps of the checkpoint that was loaded are left."""
+    size = os.fstat(log).st_size
+    lines = os.pread(log, size, 0).splitlines(keepends=True)
+    kept = b"".join(line for line in lines if json.loads(line)["step"] < steps)
+    os.ftruncate(log, 0)
+    os.write(log, kept)
 
 
 def _data(scenario: Scenario) -> TensorDataset:

@@ -172,7 +172,19 @@ def test_what_is_unequal_fails() -> None:
     assert not faults.fails(report)
     report.rows.append(faults.FaultRow("faults", "y", "tensorwire", 1))
     assert faults.fails(report)
-    assert [verdict.met for verdict in faults.judge(report)] == [False, None]
+    assert [verdict.met for verdict in faults.judge(report)] == [False, None, None]
+
+
+def test_a_worker_may_need_its_script_and_two_seconds() -> None:
+    rows = [
+        faults.FaultRow("faults", name, "tensorwire", 1, rejoin_s_median=rejoin, script_s=script)
+        for name, rejoin, script in (("x", 3.9, 2.0), ("y", 9.0, None), ("z", None, 1.0))
+    ]
+    met = faults.judge(faults.Report("faults", {}, rows[1:]))[2].met
+    assert met is None
+    assert faults.judge(faults.Report("faults", {}, rows))[2].met
+    slower = dataclasses.replace(rows[0], rejoin_s_median=4.1)
+    assert faults.judge(faults.Report("faults", {}, [slower, *rows]))[2].met is False
 
 
 def test_the_bars_of_the_cost() -> None:
@@ -227,12 +239,13 @@ def test_the_cost_is_measured() -> None:
 @pytest.mark.timeout(240)
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
-    options = ["--kills", "2", "--scenario", "batchnorm", "--json", str(path)]
+    options = ["--kills", "2", "--scenario", "tables", "--json", str(path)]
     result = CliRunner().invoke(main, ["bench", "faults", *options])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["rows"]
-    assert (row["bench"], row["case"], row["system"]) == ("faults", "batchnorm", "tensorwire")
+    assert (row["bench"], row["case"], row["system"]) == ("faults", "tables", "tensorwire")
     assert row["kills"] >= 2
     assert all(row[key] for key in ("parameters_equal", "samples_once", "steps_once"))
-    assert row["bytes"] > 4 * 200 * 200
+    assert row["bytes"] > 4 * 400 * 16
+    assert row["script_s"] > 0
     assert row["ratio_to_limit"] is None
