@@ -266,7 +266,7 @@ def test_payload_goes_ahead_and_comes_back(options: dict[str, Any]) -> None:
             )
             assert [rpc.array(each)[0] for each in answers] == [2 * n for n in range(50)]
             assert channel.payload == options["transports"][0]
-            ends = [channel.session, *server.sessions]
+            ends = [channel.attachment, *server.attachments]
             del answer, answers
             for _ in range(400):
                 await asyncio.sleep(0.02)
@@ -313,7 +313,7 @@ def test_behind_a_load_balancer() -> None:
                 keeper.disconnected()
                 await channel.unary_unary("/t/m", *TYPES)(rpc.tensor(array))
             keeper.disconnected()
-            assert channel.session is not None
+            assert channel.attachment is not None
             served.clear()
             for turn in range(16):
                 keeper.disconnected()  # no pause: each one tries

@@ -53,11 +53,11 @@ def test_the_server_is_killed(start: Any, transport: str, arity: str) -> None:
         call = rpc_serving.start_call(channel, arity, rpc.tensor(np.ones(rpc_serving.SIZE)))
         got = rpc.array(next(call)) if arity[1] == "s" else None
         assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
-        session = channel.session
-        assert session.transport == transport
+        attachment = channel.attachment
+        assert attachment.transport == transport
         process.send_signal(signal.SIGKILL)
         assert call.code() is grpc.StatusCode.UNAVAILABLE
-        wait_for(lambda: session.lost)
+        wait_for(lambda: attachment.lost)
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -81,10 +81,10 @@ def test_the_client_is_killed(start: Any, transport: str, arity: str) -> None:
         assert line == f"got {float(rpc_serving.SIZE)}\n"
         line = process.stdout.readline()
     assert line == "calling\n"
-    (session,) = server.sessions
+    (attachment,) = server.attachments
     wait_for(lambda: tensors.held_tensors() > 0)
     process.send_signal(signal.SIGKILL)
-    wait_for(lambda: server.sessions == [] and session.lost)
+    wait_for(lambda: server.attachments == [] and attachment.lost)
     wait_for(lambda: tensors.held_tensors() == 0)
     with rpc.insecure_channel(f"127.0.0.1:{port}", transports=(transport,)) as channel:
         answer = channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(rpc_serving.SIZE)))
@@ -136,14 +136,14 @@ def test_it_exits_without_a_word(tmp_path: Path) -> None:
     assert outcome(tmp_path, "print(kept[0])\n") == (0, "2.0\n", "")
 
 
-def test_a_forked_child_has_no_session(tmp_path: Path) -> None:
+def test_a_forked_child_has_no_attachment(tmp_path: Path) -> None:
     program = """
-session = channel.session
+attachment = channel.attachment
 if os.fork() == 0:
-    say(session.lost, channel.session, server.sessions[0].lost)
+    say(attachment.lost, channel.attachment, server.attachments[0].lost)
     os._exit(0)
 os.wait()
-say(session.lost, kept[0])
+say(attachment.lost, kept[0])
 """
     code, printed, _ = outcome(tmp_path, program)
     assert (code, printed) == (0, "True None True\nFalse 2.0\n")

@@ -65,7 +65,7 @@ def moved(end: Any) -> int:
 
 
 def nothing_is_left(channel: Any, server: Any) -> bool:
-    ends = [channel.session, *server.sessions]
+    ends = [channel.attachment, *server.attachments]
     return (
         all(each.leases_there.used == each.leases_here.held == 0 for each in ends)
         and tensors.held_tensors() == tensors.lent_arrays() == 0
@@ -84,10 +84,10 @@ def test_large_payload_goes_ahead_both_ways(serve: Any, options: dict[str, Any])
     with connect(server, options) as channel:
         call = channel.unary_unary("/t/m")
         assert call(b"small") == b"small"
-        small = moved(channel.session)
+        small = moved(channel.attachment)
         assert call(BIG) == BIG
-        assert moved(channel.session) - small >= len(BIG)
-        assert moved(server.sessions[0]) >= len(BIG)
+        assert moved(channel.attachment) - small >= len(BIG)
+        assert moved(server.attachments[0]) >= len(BIG)
         assert channel.payload == options["transports"][0]
         assert lengths == [5, len(BIG)]
         wait_for(lambda: nothing_is_left(channel, server))
@@ -122,7 +122,7 @@ def test_arrays_are_messages(serve: Any, options: dict[str, Any]) -> None:
             np.testing.assert_array_equal(got, sent + sent)
             got[0] = 0  # it is ours
         assert tensors.lent_arrays() == 0
-        assert server.sessions[0].leases_here.held == 5
+        assert server.attachments[0].leases_here.held == 5
         del got, answer
         kept.clear()
         wait_for(lambda: nothing_is_left(channel, server))
@@ -179,7 +179,7 @@ def test_an_array_keeps_its_memory(serve: Any, options: dict[str, Any]) -> None:
     with connect(server, options) as channel:
         views = [rpc.array(tensor_call(channel)(rpc.Tensor()))[10:] for _ in range(3)]
         time.sleep(0.2)  # some turns of the janitor
-        assert channel.session.leases_here.held == 3
+        assert channel.attachment.leases_here.held == 3
         assert all((view == 7).all() for view in views)
     gc.collect()
     assert all((view == 7).all() for view in views)  # also when the channel is closed
@@ -271,7 +271,7 @@ def test_streams_of_arrays(serve: Any, options: dict[str, Any]) -> None:
         expected = sum(range(20)) * 5000
         before = moved_or_0(channel)
         assert rpc.array(channel.stream_unary("/t/su", *serializers)(requests())) == expected
-        assert moved(channel.session) - before >= 20 * 40_000
+        assert moved(channel.attachment) - before >= 20 * 40_000
         answers = channel.unary_stream("/t/us", *serializers)(rpc.tensor(np.array(20)))
         assert sum(rpc.array(each).sum() for each in answers) == expected
         answers = channel.stream_stream("/t/ss", *serializers)(requests())
@@ -280,7 +280,7 @@ def test_streams_of_arrays(serve: Any, options: dict[str, Any]) -> None:
 
 
 def moved_or_0(channel: Any) -> int:
-    return 0 if channel.session is None else moved(channel.session)
+    return 0 if channel.attachment is None else moved(channel.attachment)
 
 
 def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def test_a_slow_reader_bounds_memory(serve: Any, options: dict[str, Any]) -> Non
     with connect(server, options, pool_bytes=4 << 20) as channel:
         kept = []
         for answer in channel.unary_stream("/t/m")(b""):
-            assert server.sessions[0].leases_there.leased_bytes <= 4 << 20
+            assert server.attachments[0].leases_there.leased_bytes <= 4 << 20
             kept.append(answer[0])
             time.sleep(0.005)
         assert kept == list(range(40))
@@ -306,7 +306,7 @@ def test_without_credits_messages_travel_inside(serve: Any, options: dict[str, A
     with connect(server, options, pool_bytes=2 << 20) as channel:
         held = [rpc.array(tensor_call(channel)(rpc.Tensor())) for _ in range(5)]
         assert [each.sum() for each in held] == [100_000] * 5
-        assert server.sessions[0].leases_there.used == 2
+        assert server.attachments[0].leases_there.used == 2
 
 
 @pytest.mark.parametrize("how", ["refused", "cancelled", "deadline", "servicer fails"])
@@ -355,11 +355,11 @@ def test_many_calls_leave_nothing(serve: Any, options: dict[str, Any], request: 
             assert rpc.array(tensor(rpc.tensor(np.full(1000, number))))[-1] == number
             assert plain(message) == message
         wait_for(lambda: nothing_is_left(channel, server))
-        assert channel.session.leases_there.leased_bytes <= 64 * 65536
-        assert server.sessions[0].leases_there.leased_bytes <= 64 * 65536
+        assert channel.attachment.leases_there.leased_bytes <= 64 * 65536
+        assert server.attachments[0].leases_there.leased_bytes <= 64 * 65536
 
 
-# Sessions ---------------------------------------------------------------------
+# Attachments ---------------------------------------------------------------------
 
 
 def test_a_restarted_server_is_found_again(options: dict[str, Any]) -> None:
@@ -444,12 +444,12 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
         grpc.channel_ready_future(channel).result(timeout=20)
         call, array = channel.unary_unary("/t/m", *serializers), np.arange(5000)
         for turn in range(6):  # until the question has met a server of ours
-            if channel.session is None:
+            if channel.attachment is None:
                 channel._keeper.disconnected()
                 call(rpc.tensor(np.zeros(1)))
                 for _ in range(turn % 2):
                     channel.inner.unary_unary("/t/m")(b"")
-        assert channel.session is not None
+        assert channel.attachment is not None
         served.clear()
         for turn in range(24):
             channel._keeper.disconnected()  # no pause: each one tries
@@ -473,16 +473,16 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
 
 
 class Hostile:
-    """A client that has a session and says what it likes in it."""
+    """A client that has an attachment and says what it likes in it."""
 
     def __init__(self, server: Any, options: dict[str, Any]) -> None:
         self.channel = connect(server, options)
         self.channel.unary_unary("/t/m")(BIG)
-        self.session = self.channel.session
+        self.attachment = self.channel.attachment
         self.raw = self.channel.inner.unary_unary("/t/m")
-        self.lease = self.session.leases_there.take(70_000, (3, 1), 1, lambda: True)
+        self.lease = self.attachment.leases_there.take(70_000, (3, 1), 1, lambda: True)
         self.good = envelopes.Envelope(
-            self.session.id,
+            self.attachment.id,
             self.lease.slot,
             self.lease.serial,
             self.lease.turn,
@@ -492,7 +492,7 @@ class Hostile:
 
     def send(self, data: bytes, mark: bytes | None = None) -> Any:
         if mark is None:
-            mark = envelopes.mark(self.session.id, 3, 1)
+            mark = envelopes.mark(self.attachment.id, 3, 1)
         return self.raw(data, metadata=((MARK, mark),))
 
 
@@ -502,7 +502,7 @@ def forged(good: envelopes.Envelope) -> dict[str, bytes]:
 
     whole = envelopes.seal(good)
     return {
-        "session": but(session=bytes(16)),
+        "attachment": but(attachment=bytes(16)),
         "slot": but(slot=good.slot - 1, serial=good.serial + 1),
         "slot out of range": but(slot=(1 << 32) - 1),
         "serial": but(serial=good.serial + 5),
@@ -541,11 +541,11 @@ def test_forged_envelopes_are_refused(serve: Any, options: dict[str, Any]) -> No
         with pytest.raises(grpc.RpcError) as caught:  # replayed
             hostile.send(whole)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        # Of another session, though that is known to the server.
+        # Of another attachment, though that is known to the server.
         with pytest.raises(grpc.RpcError) as caught:
-            hostile.send(whole, envelopes.mark(honest.session.id, 3, 1))
+            hostile.send(whole, envelopes.mark(honest.attachment.id, 3, 1))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        for mark in (b"x" * 24, envelopes.mark(hostile.session.id, 1 << 31, 1)):
+        for mark in (b"x" * 24, envelopes.mark(hostile.attachment.id, 1 << 31, 1)):
             with pytest.raises(grpc.RpcError) as caught:
                 hostile.send(whole, mark)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -570,7 +570,7 @@ def test_a_ticket_from_outside_means_nothing(serve: Any, options: dict[str, Any]
 
 
 def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) -> None:
-    server = serve({"/t/m": UU(echo)}, max_sessions=2)
+    server = serve({"/t/m": UU(echo)}, max_attachments=2)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         for request in (b"", b"{", b"[]", b"null", b'{"versions": 3}', b"9" * 5000, b"\xff"):
             with pytest.raises(grpc.RpcError) as caught:
@@ -584,4 +584,4 @@ def test_strangers_at_the_reserved_methods(serve: Any, options: dict[str, Any]) 
     assert [each.payload.startswith("inside") for each in channels] == [False, False, True]
     for each in channels:
         each.close()
-    wait_for(lambda: server.sessions == [])
+    wait_for(lambda: server.attachments == [])

@@ -73,7 +73,7 @@ def test_four_arities(four: Any, message: bytes) -> None:
 
 def test_a_message_that_looks_like_ours(four: Any) -> None:
     message = b"\xff\xfftensorwire-rpc\x01\x01" + bytes(100)
-    four.unary_unary("/t/uu")(b"first")  # a session, if there is to be one
+    four.unary_unary("/t/uu")(b"first")  # an attachment, if there is to be one
     assert four.unary_unary("/t/uu")(message) == message
     assert four.unary_unary("/t/uu")(b"\xff\xfftensorwire-rpc") == b"\xff\xfftensorwire-rpc"
 

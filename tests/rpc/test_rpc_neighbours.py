@@ -113,13 +113,13 @@ def test_a_part_of_a_message_keeps_its_memory(generated: tuple[Any, Any], part: 
         for _ in range(3):
             stub.Predict(messages.Request())
             time.sleep(0.1)  # some looks
-        assert channel.session.leases_here.held == 1
+        assert channel.attachment.leases_here.held == 1
         found = kept["3"] if part == "all of them" else kept
         found = found.outputs["3"] if part == "the message" else found
         array = found if part == "an array" else rpc.array(found)
         assert array[-1] == 3
         del kept, found, array
-        wait_for(lambda: channel.session.leases_here.held == 0)
+        wait_for(lambda: channel.attachment.leases_here.held == 0)
     server.stop(0).wait()
 
 
@@ -192,9 +192,9 @@ def test_payload_leaves_encryption_where_it_may(
 
 def test_other_hosts_reach_what_is_not_loopback() -> None:
     """As a client of another host, to which only the boot id is different."""
+    from tensorwire.rpc.attachment import Limits
     from tensorwire.rpc.negotiation import DeclinedError, Registry, Terms
     from tensorwire.rpc.server import outside_host
-    from tensorwire.rpc.session import Limits
 
     hosts = {
         "[::]:50051": "::", "0.0.0.0:1": "0.0.0.0", "127.0.0.1:0": "", "localhost:1": "",

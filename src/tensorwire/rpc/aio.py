@@ -18,13 +18,13 @@ import grpc
 import grpc.aio
 
 from .aio_server import server
+from .attachment import RpcAttachment
 from .channel import call_is_confirmed, explain, is_refused
 from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
-from .negotiation import MARK, OPEN, SessionKeeper, Terms
+from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
 from .outgoing import PLAIN, CallLink, SentMessage, always
-from .session import RpcSession
 from .tensors import delivered
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
@@ -45,26 +45,26 @@ class _Client:
 
     def __init__(self, bare: grpc.aio.Channel, terms: Terms) -> None:
         self.bare = bare
-        self.keeper = SessionKeeper(terms, explain)
+        self.keeper = AttachmentKeeper(terms, explain)
 
     async def begin(self, details: Any) -> tuple[CallLink, Any]:
-        """The link of a new call, and its details with the mark of its session."""
-        session = self.keeper.ready
-        if session is None and not self.keeper.settled():
+        """The link of a new call, and its details with the mark of its attachment."""
+        attachment = self.keeper.ready
+        if attachment is None and not self.keeper.settled():
             wait_s = _NEGOTIATE_S
             if details.timeout is not None:
                 wait_s = min(wait_s, max(details.timeout / 2, 0.0))
             started = time.monotonic()
             ask = partial(self._ask, asyncio.get_running_loop(), started + wait_s)
-            session = await asyncio.to_thread(self.keeper.get, ask, wait_s)
+            attachment = await asyncio.to_thread(self.keeper.get, ask, wait_s)
             if details.timeout is not None:
                 left = details.timeout - (time.monotonic() - started)
                 details = details._replace(timeout=left)
-        call = None if session is None else session.begin_call()
-        if session is None or call is None:
+        call = None if attachment is None else attachment.begin_call()
+        if attachment is None or call is None:
             return PLAIN, details
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(session.id, *call)))
-        return CallLink(session, call, _at_once, always), details._replace(metadata=metadata)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), (MARK, mark(attachment.id, *call)))
+        return CallLink(attachment, call, _at_once, always), details._replace(metadata=metadata)
 
     def _ask(self, loop: asyncio.AbstractEventLoop, until: float, request: bytes) -> bytes:
         """In a thread, while the loop goes on."""
@@ -86,9 +86,9 @@ class _Client:
         if code is grpc.StatusCode.UNAVAILABLE:
             self.keeper.disconnected()
         ok = code is grpc.StatusCode.OK
-        if link.session is not None:
+        if link.attachment is not None:
             link.ended = True
-            link.session.end_call(link.call, link.leases, ok)
+            link.attachment.end_call(link.call, link.leases, ok)
 
     async def is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
         """Of a call that has ended: whether its payload went ahead to somebody else."""
@@ -106,10 +106,10 @@ class _Client:
         """The user's requests, each with its link."""
         link.must_confirm = link is not PLAIN
         async for each in _each(requests):
-            if link.must_confirm and not link.foreign and link.session is not None:
+            if link.must_confirm and not link.foreign and link.attachment is not None:
                 # What may be large waits until it is known who has the call.
-                patience_s = link.session.limits.patience_s
-                link.foreign = not await link.session.confirmed_later(link.call, patience_s)
+                patience_s = link.attachment.limits.patience_s
+                link.foreign = not await link.attachment.confirmed_later(link.call, patience_s)
                 link.must_confirm = False
             yield SentMessage(each, link, last=True)
 
@@ -227,11 +227,13 @@ class AioRpcChannel(grpc.aio.Channel):
     @property
     def payload(self) -> str:
         """As of `tensorwire.rpc.insecure_channel`."""
-        session = self.session
-        return f"inside: {self._client.keeper.reason}" if session is None else session.transport
+        attachment = self.attachment
+        return (
+            f"inside: {self._client.keeper.reason}" if attachment is None else attachment.transport
+        )
 
     @property
-    def session(self) -> RpcSession | None:
+    def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self._client.keeper.ready
 

@@ -17,13 +17,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
 from .negotiation import MARK, OPEN, DeclinedError, Registry, Terms, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage, always
 from .server import DRAIN_S, find_only, is_encrypted, outside_host, reader_of
-from .session import RpcSession
 
 
 def _at_once() -> float:
@@ -34,7 +34,7 @@ class AioServedCall(grpc.RpcMethodHandler):
     """The handler of one call, in the place of the user's, whose behaviours it keeps."""
 
     def __init__(
-        self, handler: Any, reader: Reader, session: RpcSession | None, call: tuple[int, int]
+        self, handler: Any, reader: Reader, attachment: RpcAttachment | None, call: tuple[int, int]
     ) -> None:
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
@@ -46,18 +46,18 @@ class AioServedCall(grpc.RpcMethodHandler):
         self.response_serializer = self._send
         self._serializer = handler.response_serializer
         self._reader = reader
-        self._session = session
+        self._attachment = attachment
         self._call = call
-        self._link = PLAIN if session is None else CallLink(session, call, _at_once, always)
-        if session is not None and self.request_streaming:
-            session.confirm(call)
+        self._link = PLAIN if attachment is None else CallLink(attachment, call, _at_once, always)
+        if attachment is not None and self.request_streaming:
+            attachment.confirm(call)
 
     def _receive(self, data: bytes) -> Any:
         if not data.startswith(MAGIC):
             return self._reader.inside(data)
-        message = self._reader.read(data, partial(find_only, self._session))
-        if self._session is not None and not self.request_streaming:
-            self._session.confirm(self._call)
+        message = self._reader.read(data, partial(find_only, self._attachment))
+        if self._attachment is not None and not self.request_streaming:
+            self._attachment.confirm(self._call)
         return message
 
     def _send(self, message: Any) -> bytes:
@@ -82,17 +82,19 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
             if key == MARK:
                 found = read_mark(value)
         if found is None:
-            reader, session, call = reader_of(handler.request_deserializer), None, (0, 0)
-            wrapped = AioServedCall(handler, reader, session, call)
+            reader, attachment, call = reader_of(handler.request_deserializer), None, (0, 0)
+            wrapped = AioServedCall(handler, reader, attachment, call)
             wrapped.request_deserializer = reader.inside
             return wrapped
-        session = check_mark(self._registry, found)
-        return AioServedCall(handler, reader_of(handler.request_deserializer), session, found[1:])
+        attachment = check_mark(self._registry, found)
+        return AioServedCall(
+            handler, reader_of(handler.request_deserializer), attachment, found[1:]
+        )
 
     async def _open(self, request: bytes, context: Any) -> bytes:
-        open_session = partial(self._registry.open, encrypted=is_encrypted(context))
+        open_attachment = partial(self._registry.open, encrypted=is_encrypted(context))
         try:
-            return await asyncio.to_thread(open_session, request)
+            return await asyncio.to_thread(open_attachment, request)
         except DeclinedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ValueError as error:
@@ -109,9 +111,9 @@ class AioRpcServer(grpc.aio.Server):
         weakref.finalize(self, registry.close).atexit = False
 
     @property
-    def sessions(self) -> list[RpcSession]:
+    def attachments(self) -> list[RpcAttachment]:
         """The clients that payload is exchanged with."""
-        return self._registry.sessions
+        return self._registry.attachments
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
@@ -157,7 +159,7 @@ def server(
     transports: tuple[str, ...] = ("shm",),
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
-    max_sessions: int = 64,
+    max_attachments: int = 64,
 ) -> AioRpcServer:
     """As `grpc.aio.server`; further keywords as `tensorwire.rpc.server`.
 
@@ -167,7 +169,7 @@ def server(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     plaintext = as_transports(plaintext_transports)
     terms = Terms(limits, as_transports(transports), listen, plaintext)
-    registry = Registry(terms, max_sessions)
+    registry = Registry(terms, max_attachments)
     outermost = (AioInterceptor(registry), *(interceptors or ()))
     inner = grpc.aio.server(
         migration_thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression

@@ -17,12 +17,12 @@ import grpc
 
 from tensorwire.errors import TensorwireError
 
+from .attachment import RpcAttachment
 from .calls import ResentFuture, ResentStream
 from .envelope import mark
 from .incoming import Reader
-from .negotiation import MARK, OPEN, REFUSED, SessionKeeper, Terms
+from .negotiation import MARK, OPEN, REFUSED, AttachmentKeeper, Terms
 from .outgoing import PLAIN, CallLink, SentMessage, always, no_deadline
-from .session import RpcSession
 from .tensors import delivered
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -31,7 +31,7 @@ _NEGOTIATE_NOWAIT_S = 1.0
 
 
 def explain(error: BaseException) -> tuple[str, str]:
-    """What an error of a reserved method says of the server; for `SessionKeeper`."""
+    """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
     if not isinstance(error, grpc.Call):
         return "other", f"{type(error).__name__}: {error}"
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -58,18 +58,18 @@ class RpcChannel(grpc.Channel):
 
     def __init__(self, inner: grpc.Channel, terms: Terms) -> None:
         self.inner = inner
-        self._keeper = SessionKeeper(terms, explain)
+        self._keeper = AttachmentKeeper(terms, explain)
         self._reserved: dict[str, Any] = {}
         weakref.finalize(self, self._keeper.close).atexit = False
 
     @property
     def payload(self) -> str:
         """How payload travels now: "shm", "tcp", "rdma", or "inside: " and the reason."""
-        session = self._keeper.ready
-        return f"inside: {self._keeper.reason}" if session is None else session.transport
+        attachment = self._keeper.ready
+        return f"inside: {self._keeper.reason}" if attachment is None else attachment.transport
 
     @property
-    def session(self) -> RpcSession | None:
+    def attachment(self) -> RpcAttachment | None:
         """What joins this channel with its server, if anything does."""
         return self._keeper.ready
 
@@ -161,22 +161,22 @@ class _Method:
     def _begin(
         self, timeout: float | None, metadata: Any, wait_for_ready: Any, *, waits: bool
     ) -> tuple[CallLink, Any]:
-        """The link of a new call, and its metadata with the mark of its session."""
-        session = self._keeper.ready
-        if session is None:
+        """The link of a new call, and its metadata with the mark of its attachment."""
+        attachment = self._keeper.ready
+        if attachment is None:
             if self._keeper.settled():
                 return PLAIN, metadata
             wait_s = _NEGOTIATE_S if waits else _NEGOTIATE_NOWAIT_S
             if timeout is not None:
                 wait_s = min(wait_s, max(timeout / 2, 0.0))  # the rest is for the call itself
             ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready if waits else None)
-            session = self._keeper.get(ask, wait_s)
-        call = None if session is None else session.begin_call()
-        if session is None or call is None:
+            attachment = self._keeper.get(ask, wait_s)
+        call = None if attachment is None else attachment.begin_call()
+        if attachment is None or call is None:
             return PLAIN, metadata
-        marked = (MARK, mark(session.id, *call))
+        marked = (MARK, mark(attachment.id, *call))
         remaining = no_deadline if timeout is None else partial(_left, timeout, time.monotonic())
-        link = CallLink(session, call, remaining, always)
+        link = CallLink(attachment, call, remaining, always)
         return link, (*metadata, marked) if metadata else (marked,)
 
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
@@ -192,11 +192,11 @@ class _Method:
             self._keeper.disconnected()
         elif link.foreign:
             self._keeper.pause()
-        session = link.session
-        if session is None:
+        attachment = link.attachment
+        if attachment is None:
             return
         link.ended = True  # before the leases are looked at: see `SentMessage`
-        session.end_call(link.call, link.leases, ok)
+        attachment.end_call(link.call, link.leases, ok)
 
     def _is_to_be_sent_again(self, outgoing: SentMessage, call: Any) -> bool:
         """Whether the payload of a request went ahead to somebody who has not got the call.
@@ -274,7 +274,7 @@ class _UnaryRequest(_Method):
         except BaseException:
             self._end(link, False)
             raise
-        if link.session is None and not outgoing.tickets:
+        if link.attachment is None and not outgoing.tickets:
             return first
         self._when_ended(first, link, outgoing.tickets)
         if not outgoing.ahead:
@@ -299,10 +299,10 @@ class _UnaryRequest(_Method):
 
 
 def call_is_confirmed(link: CallLink) -> bool:
-    """Whether the server of the call's session has the call. True if nobody can know any more."""
-    session = link.session
+    """Whether the attachment's server has the call. True if nobody can know any more."""
+    attachment = link.attachment
     try:
-        return session is None or session.lost or session.confirmed(link.call)
+        return attachment is None or attachment.lost or attachment.confirmed(link.call)
     except TensorwireError:
         return True
 

@@ -29,7 +29,7 @@ class Envelope:
     """A parsed envelope; every number of it is the sender's word and not believed yet.
 
     Attributes:
-        session: 16 bytes, see `RpcSession`.
+        attachment: 16 bytes, see `RpcAttachment`.
         slot: the sender's number of the memory, which credits are counted by.
         serial: the memory is the region of this number, see `lease_name`.
         turn: how often the slot was used; each use has a higher one.
@@ -38,7 +38,7 @@ class Envelope:
         body: the message, unless a piece is it.
     """
 
-    session: bytes
+    attachment: bytes
     slot: int
     serial: int
     turn: int
@@ -58,7 +58,7 @@ def seal(envelope: Envelope) -> bytes:
         MAGIC,
         VERSION,
         len(envelope.pieces),
-        envelope.session,
+        envelope.attachment,
         envelope.slot,
         envelope.serial,
         envelope.turn,
@@ -66,9 +66,9 @@ def seal(envelope: Envelope) -> bytes:
     return b"".join([head, *pieces, envelope.body])
 
 
-def escape(session: bytes, message: bytes) -> bytes:
+def escape(attachment: bytes, message: bytes) -> bytes:
     """Encodes a message that looks like an envelope itself."""
-    return seal(Envelope(session, 0, 0, 0, (), message))
+    return seal(Envelope(attachment, 0, 0, 0, (), message))
 
 
 def unseal(data: bytes) -> Envelope:
@@ -79,7 +79,7 @@ def unseal(data: bytes) -> Envelope:
     """
     if len(data) < _HEAD.size:
         raise ValueError("an envelope that is shorter than its header")
-    _, version, count, session, slot, serial, turn = _HEAD.unpack_from(data)
+    _, version, count, attachment, slot, serial, turn = _HEAD.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"an envelope of version {version}, and this side knows {VERSION}")
     end = _HEAD.size + count * _PIECE.size
@@ -89,17 +89,17 @@ def unseal(data: bytes) -> Envelope:
     tickets = {ticket for ticket, _, _ in pieces}
     if len(tickets) != count or (BODY in tickets and end != len(data)):
         raise ValueError("an envelope that has a piece twice")
-    return Envelope(session, slot, serial, turn, pieces, data[end:])
+    return Envelope(attachment, slot, serial, turn, pieces, data[end:])
 
 
-def mark(session: bytes, slot: int, generation: int) -> bytes:
-    """What a call's metadata say of its session: which it is, and the call's number in it."""
-    return _MARK.pack(session, slot, generation)
+def mark(attachment: bytes, slot: int, generation: int) -> bytes:
+    """What a call's metadata say of its attachment: which it is, and the call's number in it."""
+    return _MARK.pack(attachment, slot, generation)
 
 
 def read_mark(data: object) -> tuple[bytes, int, int] | None:
     """Decodes a mark; None if it is none."""
     if not isinstance(data, bytes) or len(data) != _MARK.size:
         return None
-    session, slot, generation = _MARK.unpack(data)
-    return session, slot, generation
+    attachment, slot, generation = _MARK.unpack(data)
+    return attachment, slot, generation

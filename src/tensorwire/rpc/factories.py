@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 
+from .attachment import Limits
 from .channel import RpcChannel
 from .negotiation import Registry, Terms
 from .server import Interceptor, RpcServer
-from .session import Limits
 
 _DEFAULT = Limits()
 
@@ -85,7 +85,7 @@ def server(
     transports: tuple[str, ...] = ("shm", "tcp"),
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
-    max_sessions: int = 64,
+    max_attachments: int = 64,
 ) -> RpcServer:
     """As `grpc.server`.
 
@@ -105,11 +105,11 @@ def server(
             memory, unencrypted: ("tcp",). The client has to allow it too.
         listen: the host by which clients on other hosts reach this one. By default that of the
             first insecure port, if it is not loopback.
-        max_sessions: clients at a time whose payload goes ahead; those beyond get plain gRPC.
+        max_attachments: clients at a time whose payload goes ahead; those beyond get plain gRPC.
     """
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
-    registry = Registry(terms, max_sessions)
+    registry = Registry(terms, max_attachments)
     outermost = (Interceptor(registry), *(interceptors or ()))
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds

@@ -122,4 +122,4 @@ class Inbox:
                 self._credits.word(8 * (1 + slot)).set(turn)
                 self._count_word.set(self._count)
             except TensorwireError:
-                pass  # the session is over, and nobody waits
+                pass  # the attachment is over, and nobody waits

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, unseal
+from .fields import may_have_tensors, tensors
 from .inbox import Landed, RefusedError
-from .session import RpcSession
 from .tensors import Holding, new_ticket
-from .walk import may_have_tensors, tensors
 
 Deserializer = Callable[[bytes], Any] | None
 
@@ -51,7 +51,7 @@ class Reader:
     def read(
         self,
         data: bytes,
-        find: Callable[[bytes], RpcSession | None],
+        find: Callable[[bytes], RpcAttachment | None],
         holdings: list[Holding] | None = None,
         *,
         lenient: bool = False,
@@ -60,29 +60,29 @@ class Reader:
 
         Args:
             data: what grpcio has received.
-            find: the session of an id, if there is one that may send this.
+            find: the attachment of an id, if there is one that may send this.
             holdings: gets what keeps the memory of the message's Tensors.
-            lenient: what is no envelope of a known session is a message that looks like one.
+            lenient: what is no envelope of a known attachment is a message that looks like one.
 
         Raises:
-            RefusedError: what looks like an envelope is of an unknown session, or lies.
+            RefusedError: what looks like an envelope is of an unknown attachment, or lies.
             Exception: what the deserializer raises.
         """
         if not data.startswith(MAGIC):
             return self.inside(data)
         try:
             envelope = unseal(data)
-            session = find(envelope.session)
-            if session is None:
-                raise ValueError("an envelope of a session that is not known here")
+            attachment = find(envelope.attachment)
+            if attachment is None:
+                raise ValueError("an envelope of an attachment that is not known here")
         except ValueError as error:
             if lenient:
                 return self.inside(data)
             raise RefusedError(str(error)) from None
         if not envelope.pieces:
             return self.inside(envelope.body)
-        session.look_at_recent()
-        arrival = session.leases_here.arrive(envelope)
+        attachment.look_at_recent()
+        arrival = attachment.leases_here.arrive(envelope)
         holding = None
         try:
             body = envelope.body
@@ -91,7 +91,7 @@ class Reader:
             message = body if self._deserializer is None else self._deserializer(body)
             holding = _redeem(message, arrival)
             if holding is not None:
-                session.recent.append(holding)
+                attachment.recent.append(holding)
                 if holdings is not None:
                     holdings.append(holding)
             return message

@@ -51,7 +51,7 @@ class Lease:
 
 
 class LeasePool:
-    """All leases of one side of a session. Any thread may use it.
+    """All leases of one side of an attachment. Any thread may use it.
 
     Args:
         peer: the receiver.
@@ -99,7 +99,7 @@ class LeasePool:
 
         Args:
             size_bytes: at least so much.
-            call: the number of the call in its session.
+            call: the number of the call in its attachment.
             patience_s: how long to wait for credits.
             needed: asked while waiting; False ends it.
             answer_s: how long the receiver may take to allocate.
@@ -108,7 +108,7 @@ class LeasePool:
             None: there is none, so the message has to travel without.
 
         Raises:
-            PeerLostError, ClosedError: the session is over.
+            PeerLostError, ClosedError: the attachment is over.
         """
         until = time.monotonic() + patience_s
         size_bytes = _rounded(size_bytes)
@@ -228,7 +228,7 @@ def _free(lease: Lease) -> None:
     try:
         lease.memory.free(timeout_s=0.05)
     except TensorwireError:
-        pass  # it will do so when it can, or the session is over and the memory gone with it
+        pass  # it will do so when it can, or the attachment is over and the memory gone with it
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -19,14 +19,14 @@ from typing import Any
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Region
 
+from .attachment import CALLS, Limits, RpcAttachment, make_board
 from .envelope import VERSION
 from .janitor import JANITOR
-from .session import CALLS, Limits, RpcSession, make_board
 
-OPEN = "/tensorwire.rpc.Session/Open"
+OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
-MARK = "tensorwire-session-bin"
-"""Key of the metadata by which a call says which session it is of."""
+MARK = "tensorwire-attachment-bin"
+"""Key of the metadata by which a call says which attachment it is of."""
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
@@ -62,38 +62,38 @@ class Terms:
 
 
 class DeclinedError(Exception):
-    """The server has tensorwire and gives no session; it says why."""
+    """The server has tensorwire and gives no attachment; it says why."""
 
 
 class Registry:
-    """The sessions of a server. Any thread may use it.
+    """The attachments of a server. Any thread may use it.
 
     Args:
         terms: of the server.
-        most: sessions at a time; clients beyond get plain gRPC.
+        most: attachments at a time; clients beyond get plain gRPC.
     """
 
     def __init__(self, terms: Terms, most: int) -> None:
         self._terms = terms
         self._most = most
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, RpcSession] = {}
+        self._attachments: dict[bytes, RpcAttachment] = {}
         self._waiting: dict[bytes, Node] = {}
         self._closed = False
 
-    def find(self, id: bytes) -> RpcSession | None:
-        """The session of an id."""
-        return self._sessions.get(id)
+    def find(self, id: bytes) -> RpcAttachment | None:
+        """The attachment of an id."""
+        return self._attachments.get(id)
 
     @property
-    def sessions(self) -> list[RpcSession]:
+    def attachments(self) -> list[RpcAttachment]:
         """Those that have both ends."""
-        return list(self._sessions.values())
+        return list(self._attachments.values())
 
     @property
     def awaited(self) -> bool:
         """A client has not given back payload that it was sent: perhaps it has not come to it."""
-        return any(each.leases_there.used for each in self.sessions if not each.lost)
+        return any(each.leases_there.used for each in self.attachments if not each.lost)
 
     def listen(self, host: str) -> None:
         """Lets clients of other hosts reach this server by a host, unless terms name one."""
@@ -101,7 +101,7 @@ class Registry:
             self._terms = replace(self._terms, listen=host)
 
     def open(self, request: bytes, *, encrypted: bool) -> bytes:
-        """Makes this end of a session, for whoever connects to it with its secret.
+        """Makes this end of an attachment, for whoever connects to it with its secret.
 
         Args:
             request: of the client.
@@ -127,8 +127,8 @@ class Registry:
         if not transports or not listen:
             raise DeclinedError("there is no way for payload between these two ends")
         with self._lock:
-            if self._closed or len(self._sessions) + len(self._waiting) >= self._most:
-                raise DeclinedError(f"this server has {self._most} sessions")
+            if self._closed or len(self._attachments) + len(self._waiting) >= self._most:
+                raise DeclinedError(f"this server has {self._most} attachments")
             id, secret = secrets.token_bytes(16), secrets.token_bytes(32)
             node = Node(
                 id.hex(),
@@ -142,12 +142,12 @@ class Registry:
             self._waiting[id] = node
         threading.Thread(
             target=self._complete, args=(id, node, board, lent_bytes),
-            name="tensorwire-rpc-session", daemon=True,
+            name="tensorwire-rpc-attachment", daemon=True,
         ).start()  # fmt: skip
         JANITOR.watch(self)
         return _encode(
             version=VERSION,
-            session=id.hex(),
+            attachment=id.hex(),
             secret=secret.hex(),
             address=node.address,
             transports=transports,
@@ -157,7 +157,7 @@ class Registry:
     def _complete(self, id: bytes, node: Node, board: Region, lent_bytes: int) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
-            session = RpcSession(
+            attachment = RpcAttachment(
                 id,
                 node,
                 board,
@@ -169,7 +169,7 @@ class Registry:
             with self._lock:
                 self._waiting.pop(id, None)
                 if not self._closed:
-                    self._sessions[id] = session
+                    self._attachments[id] = attachment
                     node.allocate(8, name=_READY)
                     return
         except TensorwireError:
@@ -179,29 +179,31 @@ class Registry:
         node.close()
 
     def look(self) -> bool:
-        """For the janitor: forgets sessions whose client is gone."""
+        """For the janitor: forgets attachments whose client is gone."""
         with self._lock:
-            for id, session in list(self._sessions.items()):
-                if session.lost:
-                    del self._sessions[id]
-            return bool(self._sessions or self._waiting)
+            for id, attachment in list(self._attachments.items()):
+                if attachment.lost:
+                    del self._attachments[id]
+            return bool(self._attachments or self._waiting)
 
     def close(self) -> None:
-        """Ends all sessions; calling it again does nothing."""
+        """Ends all attachments; calling it again does nothing."""
         with self._lock:
             self._closed = True
             nodes = list(self._waiting.values())
-            sessions = list(self._sessions.values())
+            attachments = list(self._attachments.values())
             self._waiting.clear()
-            self._sessions.clear()
+            self._attachments.clear()
         for node in nodes:
             node.close()
-        for session in sessions:
-            session.close()
+        for attachment in attachments:
+            attachment.close()
 
 
-def connect(terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNECT_S) -> RpcSession:
-    """The client's end of a new session.
+def connect(
+    terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNECT_S
+) -> RpcAttachment:
+    """The client's end of a new attachment.
 
     Args:
         terms: of the client.
@@ -223,7 +225,7 @@ def connect(terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNE
             ),
         )
     )
-    id, secret = (bytes.fromhex(str(answer.get(name))) for name in ("session", "secret"))
+    id, secret = (bytes.fromhex(str(answer.get(name))) for name in ("attachment", "secret"))
     transports = [each for each in terms.transports if each in _list(answer.get("transports"))]
     if answer.get("version") != VERSION or len(id) != 16 or not transports:
         raise ValueError("the server's answer is of no version that is known here")
@@ -238,20 +240,20 @@ def connect(terms: Terms, ask: Callable[[bytes], bytes], least_s: float = _CONNE
         board = make_board(node)
         peer = node.connect(str(answer.get("address")), timeout_s=least_s)
         if peer.name != id.hex():
-            raise UnavailableError(f"{peer.address} is not the server's end of the session")
+            raise UnavailableError(f"{peer.address} is not the server's end of the attachment")
         lent_bytes = _number(answer, "pool_bytes")
-        session = RpcSession(
+        attachment = RpcAttachment(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
         peer.wait_region(_READY, timeout_s=least_s)
-        return session
+        return attachment
     except BaseException:
         node.close()
         raise
 
 
-class SessionKeeper:
-    """The session of a channel: made when it is needed, made again when it is lost.
+class AttachmentKeeper:
+    """The attachment of a channel: made when it is needed, made again when it is lost.
 
     Any thread may use it.
 
@@ -264,60 +266,60 @@ class SessionKeeper:
         self._terms = terms
         self._explain = explain
         self._lock = threading.Lock()
-        self._session: RpcSession | None = None
-        self._by_id: dict[bytes, RpcSession] = {}
+        self._attachment: RpcAttachment | None = None
+        self._by_id: dict[bytes, RpcAttachment] = {}
         self._pause_until = 0.0
         self._pause_s = 0.0
         self._closed = False
         self.reason = "no call was made yet"
 
     @property
-    def ready(self) -> RpcSession | None:
-        """The session, if there is one already that is to be used."""
-        session = self._session
-        if session is None or session.lost:
+    def ready(self) -> RpcAttachment | None:
+        """The attachment, if there is one already that is to be used."""
+        attachment = self._attachment
+        if attachment is None or attachment.lost:
             return None
         if self._pause_until and time.monotonic() < self._pause_until:
             return None
-        return session
+        return attachment
 
     def settled(self) -> bool:
         """Nothing is to be asked of the server at the moment."""
         if self._closed or time.monotonic() < self._pause_until:
             return True
-        return self._session is not None and not self._session.lost
+        return self._attachment is not None and not self._attachment.lost
 
-    def find(self, id: bytes) -> RpcSession | None:
-        """The session of an id, also one that was replaced but is still there."""
+    def find(self, id: bytes) -> RpcAttachment | None:
+        """The attachment of an id, also one that was replaced but is still there."""
         return self._by_id.get(id)
 
-    def get(self, ask: Callable[[bytes], bytes], wait_s: float) -> RpcSession | None:
-        """The session, for which the server is asked if need be.
+    def get(self, ask: Callable[[bytes], bytes], wait_s: float) -> RpcAttachment | None:
+        """The attachment, for which the server is asked if need be.
 
         Args:
             ask: calls the reserved method of the server.
             wait_s: how long to wait for another thread that asks.
         """
-        if (session := self.ready) is not None:
-            return session
+        if (attachment := self.ready) is not None:
+            return attachment
         if self.settled() or not self._lock.acquire(timeout=wait_s):
             return None
         try:
             if self.settled():
                 return self.ready
             try:
-                session = connect(self._terms, ask)
+                attachment = connect(self._terms, ask)
             except Exception as error:
                 self._failed(error)
                 return None
             if self._closed:
-                session.close()
+                attachment.close()
                 return None
             self._by_id = {key: each for key, each in self._by_id.items() if not each.lost}
-            self._by_id[session.id] = self._session = session
+            self._by_id[attachment.id] = self._attachment = attachment
             self._pause_s = 0.0
             self.reason = ""
-            return session
+            return attachment
         finally:
             self._lock.release()
 
@@ -338,16 +340,16 @@ class SessionKeeper:
         self._pause_until = 0.0
 
     def close(self) -> None:
-        """Ends the sessions; calling it again does nothing."""
+        """Ends the attachments; calling it again does nothing."""
         self._closed = True
         self.reason = "the channel is closed"
-        for session in list(self._by_id.values()):
-            session.close()
+        for attachment in list(self._by_id.values()):
+            attachment.close()
         self._by_id.clear()
 
 
-def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcSession | None:
-    """The session that a call names, if it is one of this server and its number can be one."""
+def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcAttachment | None:
+    """The attachment that a call names, if it is one of this server and its number can be one."""
     if mark is None or mark[1] >= CALLS or mark[2] >= 1 << 32:
         return None
     return registry.find(mark[0])

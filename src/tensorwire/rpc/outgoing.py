@@ -1,7 +1,7 @@
 """A message on its way out: what of it goes ahead, and the bytes that grpcio sends.
 
 The same for requests and responses. Whatever cannot go ahead travels inside, as without
-tensorwire: no session, no memory at the receiver, a payload that is too small to be worth it.
+tensorwire: no attachment, no memory at the receiver, a payload that is too small to be worth it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Transfer
 
+from .attachment import RpcAttachment
 from .envelope import BODY, MAGIC, MAX_PIECES, Envelope, escape, seal
+from .fields import may_have_tensors, tensors
 from .leases import Lease, place
-from .session import RpcSession
 from .tensors import delivered, source_of
-from .walk import may_have_tensors, tensors
 
 Serializer = Callable[[Any], bytes] | None
 
@@ -29,16 +29,16 @@ _ANSWER_S = 5.0
 
 
 class CallLink:
-    """One call as the end sees it that sends in it: its session and its number there.
+    """One call as the end sees it that sends in it: its attachment and its number there.
 
     Args:
-        session: of the call; None: everything travels inside.
+        attachment: of the call; None: everything travels inside.
         call: its number.
         remaining: seconds to its deadline, None if it has none.
         needed: whether the call goes on.
 
     Attributes:
-        session, call, needed: as given.
+        attachment, call, needed: as given.
         leases: what was sent in the call, as far as this end has to take it back.
         must_confirm: payload goes ahead only when the other end has confirmed the call.
         foreign: somebody else has the call, so everything travels inside.
@@ -47,23 +47,23 @@ class CallLink:
 
     __slots__ = (
         "_remaining",
+        "attachment",
         "call",
         "ended",
         "foreign",
         "leases",
         "must_confirm",
         "needed",
-        "session",
     )
 
     def __init__(
         self,
-        session: RpcSession | None,
+        attachment: RpcAttachment | None,
         call: tuple[int, int],
         remaining: Callable[[], float | None],
         needed: Callable[[], bool],
     ) -> None:
-        self.session = session
+        self.attachment = attachment
         self.call = call
         self.leases: list[Lease] = []
         self.must_confirm = False
@@ -88,7 +88,7 @@ def always() -> bool:
 
 
 PLAIN = CallLink(None, (0, 0), no_deadline, always)
-"""For calls without a session."""
+"""For calls without an attachment."""
 
 
 class SentMessage:
@@ -125,7 +125,7 @@ class SentMessage:
             Exception: what the serializer raises.
         """
         self._begun = True
-        session = None if self.link.foreign else self.link.session
+        attachment = None if self.link.foreign else self.link.attachment
         arrays: dict[int, NDArray[np.uint8]] = {}
         body = None
         if may_have_tensors(type(self.message)):
@@ -133,81 +133,83 @@ class SentMessage:
             self.tickets = list(arrays)
         if not arrays:
             body = self.message if serializer is None else serializer(self.message)
-            if session is None or not isinstance(body, bytes):
+            if attachment is None or not isinstance(body, bytes):
                 return body  # what is no message, grpcio says
-            if len(body) < session.threshold_bytes and not body.startswith(MAGIC):
+            if len(body) < attachment.threshold_bytes and not body.startswith(MAGIC):
                 return body
         data = None
-        if session is not None:
+        if attachment is not None:
             try:
-                data = self._ahead(session, arrays, body, serializer)
+                data = self._ahead(attachment, arrays, body, serializer)
             except TensorwireError:
-                pass  # the session is over; the call is not
+                pass  # the attachment is over; the call is not
         if data is None:
             data = _inside(self.message, arrays, serializer) if body is None else body
-            if session is not None and not self.link.foreign and data.startswith(MAGIC):
-                data = escape(session.id, data)
+            if attachment is not None and not self.link.foreign and data.startswith(MAGIC):
+                data = escape(attachment.id, data)
         if self.last and arrays:
             delivered(self.tickets)
         return data
 
     def _ahead(
         self,
-        session: RpcSession,
+        attachment: RpcAttachment,
         arrays: dict[int, NDArray[np.uint8]],
         body: bytes | None,
         serializer: Serializer,
     ) -> bytes | None:
         """An envelope, for what is worth it; None where it travels inside."""
-        threshold = session.threshold_bytes
+        threshold = attachment.threshold_bytes
         beside: dict[int, Any] = {}
         if body is None:
             size = sum(array.nbytes for array in arrays.values())
-            if size >= session.arrays_threshold_bytes:
+            if size >= attachment.arrays_threshold_bytes:
                 beside.update(arrays)
             if len(beside) >= MAX_PIECES:
                 return None
             body = _inside(self.message, {} if beside else arrays, serializer)
         if len(body) >= threshold:
             beside[BODY] = body
-        return self._place(session, beside, b"" if BODY in beside else body) if beside else None
+        return self._place(attachment, beside, b"" if BODY in beside else body) if beside else None
 
-    def _place(self, session: RpcSession, beside: dict[int, Any], body: bytes) -> bytes | None:
+    def _place(
+        self, attachment: RpcAttachment, beside: dict[int, Any], body: bytes
+    ) -> bytes | None:
         link = self.link
-        patience_s = session.limits.patience_s
+        patience_s = attachment.limits.patience_s
         if link.must_confirm:
-            if not self._confirmed(session, link.left_s(patience_s)):
+            if not self._confirmed(attachment, link.left_s(patience_s)):
                 link.foreign = True
                 return None
             link.must_confirm = False
         sources = list(beside.values())
         sizes = [each.nbytes if isinstance(each, np.ndarray) else len(each) for each in sources]
         offsets, size = place(sizes)
-        lease = session.leases_there.take(
+        lease = attachment.leases_there.take(
             size, link.call, link.left_s(patience_s), link.needed, link.left_s(_ANSWER_S)
         )
         if lease is None:
             return None
         leases = (each for each in link.leases if each is not lease)
-        pool = session.leases_there
+        pool = attachment.leases_there
         link.leases = [lease, *(each for each in leases if pool.has(each, link.call))]
         if link.ended:
             pool.retire([lease], link.call)
             return None
         memory = lease.memory
         targets = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
-        if not self._wait(session.peer.write(sources, targets)):
-            session.leases_there.retire([lease], link.call)
+        if not self._wait(attachment.peer.write(sources, targets)):
+            attachment.leases_there.retire([lease], link.call)
             return None
         self.ahead = True
         pieces = tuple(zip(beside, offsets, sizes, strict=True))
-        return seal(Envelope(session.id, lease.slot, lease.serial, lease.turn, pieces, body))
+        return seal(Envelope(attachment.id, lease.slot, lease.serial, lease.turn, pieces, body))
 
-    def _confirmed(self, session: RpcSession, patience_s: float) -> bool:
+    def _confirmed(self, attachment: RpcAttachment, patience_s: float) -> bool:
         until = time.monotonic() + patience_s
-        while not session.confirmed(self.link.call, min(patience_s, _SLICE_S)):
+        while not attachment.confirmed(self.link.call, min(patience_s, _SLICE_S)):
             if not self.link.needed() or time.monotonic() >= until:
-                return session.confirmed(self.link.call)
+                return attachment.confirmed(self.link.call)
         return True
 
     def _wait(self, transfer: Transfer) -> bool:

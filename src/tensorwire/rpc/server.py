@@ -17,12 +17,12 @@ from typing import Any
 
 import grpc
 
+from .attachment import RpcAttachment
 from .envelope import MAGIC, read_mark
 from .inbox import RefusedError
 from .incoming import Reader
 from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage
-from .session import RpcSession
 from .tensors import Holding
 
 DRAIN_S = 1.0
@@ -48,10 +48,10 @@ class Arrived:
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """Answers the reserved method, and wraps the handlers of calls of a session.
+    """Answers the reserved method, and wraps the handlers of calls of an attachment.
 
     Args:
-        registry: the server's sessions.
+        registry: the server's attachments.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -68,12 +68,12 @@ class Interceptor(grpc.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == MARK:
                 found = read_mark(value)
-        session = None if found is None else check_mark(self._registry, found)
+        attachment = None if found is None else check_mark(self._registry, found)
         try:
             reader = reader_of(handler.request_deserializer)
         except TypeError:  # a callable without a hash
             reader = Reader(handler.request_deserializer)
-        return ServedCall(handler, reader, session, found)
+        return ServedCall(handler, reader, attachment, found)
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         try:
@@ -97,7 +97,7 @@ class ServedCall(grpc.RpcMethodHandler):
     Args:
         handler: the user's.
         reader: of its requests.
-        session: of the call.
+        attachment: of the call.
         found: the mark of the call, None if it has none: then nothing in it can be an envelope.
     """
 
@@ -107,7 +107,7 @@ class ServedCall(grpc.RpcMethodHandler):
         self,
         handler: Any,
         reader: Reader,
-        session: RpcSession | None,
+        attachment: RpcAttachment | None,
         found: tuple[bytes, int, int] | None,
     ) -> None:
         self.request_streaming = handler.request_streaming
@@ -116,7 +116,7 @@ class ServedCall(grpc.RpcMethodHandler):
         self.response_serializer = self._send
         self._handler = handler
         self._reader = reader
-        self._session = session
+        self._attachment = attachment
         self._call = (0, 0) if found is None else found[1:]
         if self.request_streaming:
             if self.response_streaming:
@@ -155,8 +155,8 @@ class ServedCall(grpc.RpcMethodHandler):
         for holding in holdings:
             holding.look()  # the servicer has the message no longer, unless it keeps it
         link = PLAIN
-        if self._session is not None:
-            link = CallLink(self._session, self._call, context.time_remaining, context.is_active)
+        if self._attachment is not None:
+            link = CallLink(self._attachment, self._call, context.time_remaining, context.is_active)
         if self.response_streaming:
             return Leaving(responses, link)
         return SentMessage(responses, link, last=True)
@@ -172,7 +172,7 @@ class ServedCall(grpc.RpcMethodHandler):
             holdings: gets what keeps the memory of its Tensors.
         """
         try:
-            return self._reader.read(arrived.data, partial(find_only, self._session), holdings)
+            return self._reader.read(arrived.data, partial(find_only, self._attachment), holdings)
         except RefusedError as error:
             refuse(context, error)
         except Exception:
@@ -181,8 +181,8 @@ class ServedCall(grpc.RpcMethodHandler):
         raise AssertionError
 
     def _confirm(self) -> None:
-        if self._session is not None:
-            self._session.confirm(self._call)
+        if self._attachment is not None:
+            self._attachment.confirm(self._call)
 
 
 def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
@@ -193,9 +193,9 @@ def refuse(context: grpc.ServicerContext, error: RefusedError) -> None:
     )
 
 
-def find_only(session: RpcSession | None, id: bytes) -> RpcSession | None:
-    """Memory is of the session of the call, and of no other one that the client knows."""
-    return session if session is not None and session.id == id else None
+def find_only(attachment: RpcAttachment | None, id: bytes) -> RpcAttachment | None:
+    """Memory is of the attachment of the call, and of no other one that the client knows."""
+    return attachment if attachment is not None and attachment.id == id else None
 
 
 class Arriving:
@@ -237,7 +237,7 @@ class RpcServer(grpc.Server):
 
     Args:
         inner: of grpcio, with an Interceptor of the registry as its first one.
-        registry: the sessions.
+        registry: the attachments.
 
     Attributes:
         inner: of grpcio.
@@ -249,9 +249,9 @@ class RpcServer(grpc.Server):
         weakref.finalize(self, registry.close).atexit = False
 
     @property
-    def sessions(self) -> list[RpcSession]:
+    def attachments(self) -> list[RpcAttachment]:
         """The clients that payload is exchanged with."""
-        return self._registry.sessions
+        return self._registry.attachments
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         self.inner.add_generic_rpc_handlers(generic_rpc_handlers)

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Region
 
+from .fields import is_tensor_message
 from .inbox import Landed
 from .janitor import JANITOR
 from .tensor_pb2 import Tensor
-from .walk import is_tensor_message
 
 HOLD_S = 600.0
 """How long an array without an owner waits to be sent."""

@@ -1,6 +1,6 @@
 """What a client and a server share: a Node at each end, joined to each other alone.
 
-A session belongs to one channel and one server. The client asks for it over gRPC itself
+An attachment belongs to one channel and one server. The client asks for it over gRPC itself
 (`negotiation.py`) and gets a secret that nobody else has; both then know each other's memory. It
 ends with the peer.
 """
@@ -26,7 +26,7 @@ ARRAYS_THRESHOLD = 1 << 16
 """Of the arrays of a message, which otherwise pass through protobuf."""
 
 CALLS = 1024
-"""Calls of a session at a time that may have payload beside them."""
+"""Calls of an attachment at a time that may have payload beside them."""
 
 _GRACE_S = 2.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
@@ -40,7 +40,7 @@ class Limits:
     Attributes:
         threshold_bytes: from where payload travels beside the message; None: what pays on the way
             that it takes, see `THRESHOLDS`.
-        pool_bytes: memory of one session at one end, that the other writes into.
+        pool_bytes: memory of one attachment at one end, that the other writes into.
         patience_s: how long a message waits for memory before it travels without.
     """
 
@@ -54,7 +54,7 @@ def make_board(node: Node) -> Region:
     return node.allocate(_BOARD_BYTES, name=_BOARD)
 
 
-class RpcSession:
+class RpcAttachment:
     """One end of it. Any thread may use it.
 
     Attributes:
@@ -67,7 +67,7 @@ class RpcSession:
 
     Args:
         id: 16 random bytes that only the two ends know.
-        node: this end; closed with the session.
+        node: this end; closed with the attachment.
         board: of `make_board`.
         peer: the other end.
         limits: of this end.
@@ -163,14 +163,14 @@ class RpcSession:
         self._idle_calls.append(call[0])
 
     def confirm(self, call: tuple[int, int]) -> None:
-        """The server tells the client that the call is one of this session."""
+        """The server tells the client that the call is one of this attachment."""
         self._raise(call)
 
     def confirmed(self, call: tuple[int, int], timeout_s: float = 0) -> bool:
-        """At the client: whether the server that has the call is the one of this session.
+        """At the client: whether the server that has the call is the one of this attachment.
 
         Raises:
-            PeerLostError, ClosedError: the session is over.
+            PeerLostError, ClosedError: the attachment is over.
         """
         word = self._board.word(_place(call))
         if timeout_s == 0:
@@ -182,7 +182,7 @@ class RpcSession:
         return True
 
     async def confirmed_later(self, call: tuple[int, int], timeout_s: float) -> bool:
-        """As `confirmed`, without blocking the running event loop; False if the session is over."""
+        """As `confirmed`, without blocking the event loop; False if the attachment is over."""
         try:
             await self._board.word(_place(call)).reached(call[1], timeout_s, peer=self.peer)
         except TensorwireError:
