@@ -179,6 +179,8 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     kept: dict[str, Any] = {"step": 0, "total": 0.0, "means": []}
     job.keep(kept=kept, **training.schedulers)
     checkpoints = folder / "checkpoints"
+    if scenario.save_every:
+        job.keep(**training.models, **optimizers)
     if scenario.save_every and checkpoints.exists():
         job.load(checkpoints)
         _forget(log, kept["step"])

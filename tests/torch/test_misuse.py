@@ -349,6 +349,13 @@ def save_nothing(job: tw.Job) -> None:
     job.save("nowhere")
 
 
+@case("RuntimeError", "the file would have best without the parameters")
+def save_without_a_model(job: tw.Job) -> None:
+    ready(job)
+    job.keep(best={"accuracy": 0.5})
+    job.save("nowhere")
+
+
 @case("TypeError", "and is no dict and no list, which job.load could fill")
 def keep_anything(job: tw.Job) -> None:
     job.keep(best={}, number=3)

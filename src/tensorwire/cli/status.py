@@ -58,7 +58,7 @@ def status(address: str | None, as_json: bool) -> None:
         jobs = [_look(address, mine, logs)]
     else:
         jobs = [_look(server.address, server, logs) for server in known if server.index == 0]
-        jobs = [*(_of_log(log) for log in logs if not log.running), *jobs]
+        jobs += [_of_log(log) for log in logs if not log.running]
     if as_json:
         click.echo(json.dumps(jobs, indent=1))
     elif not jobs:

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -81,6 +82,7 @@ class Content:
     ) -> None:
         if not kept:
             raise RuntimeError("nothing to save; name it first: job.keep(model=…, optimizer=…)")
+        _check_trained_are_kept(kept, [each for each in trained if not each.closed])
         for replica in trained:
             if any(_is_model_of(thing, replica) for thing in kept.values()):
                 replica.check_unchanged()
@@ -133,6 +135,36 @@ def save(
 ) -> Path:
     """See `Job.save`."""
     return Content(kept, trained, done, seed, position).write(path, keep)
+
+
+def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica]) -> None:
+    """What is trained and not kept would begin anew where the job goes on from the file.
+
+    That is an error if no model is kept, since nobody can want it, else a warning.
+    """
+    models = [each for each in trained if any(_is_model_of(thing, each) for thing in kept.values())]
+    if trained and not models:
+        raise RuntimeError(
+            "no model that is trained was named to job.keep, so that the file would have "
+            f"{', '.join(kept)} without the parameters: job.keep(model=…, optimizer=…)"
+        )
+    for replica in trained:
+        name = type(replica.optimizer).__name__
+        missing = [
+            what
+            for what, is_kept in (
+                ("model", replica in models),
+                ("optimizer", any(thing is replica.optimizer for thing in kept.values())),
+            )
+            if not is_kept
+        ]
+        if missing:
+            warnings.warn(
+                f"job.keep was not given the {' and the '.join(missing)} of {name}: a job that goes "
+                "on from this file begins with what its script makes, and not with what was "
+                f"trained. If it is to go on: job.keep({'=…, '.join(missing)}=…)",
+                stacklevel=5,
+            )
 
 
 def is_at_servers(thing: Any, replica: Replica) -> bool:
