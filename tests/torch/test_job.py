@@ -198,24 +198,26 @@ def test_a_checkpoint_of_another_seed(team: Team, tmp_path: Path) -> None:
 
 
 def save_in_part(job: tw.Job, path: str) -> list[list[str]]:
-    one, other, told = net(), net(), []
-    opt = tw.DistributedOptimizer(sgd(one), one)
-    for kept in (
-        {"model": one},
-        {"optimizer": opt},
-        {"other": tw.DistributedOptimizer(sgd(other), other)},
-        {"second": other},
-    ):
+    told = []
+
+    def keep(**kept: Any) -> None:
         job.keep(**kept)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             job.save(path)
         told.append([str(each.message).split(":")[0] for each in found])
+
+    one, other = net(), net()
+    opt = tw.DistributedOptimizer(sgd(one), one)
+    keep(model=one)
+    keep(optimizer=opt)
+    keep(second=tw.DistributedOptimizer(sgd(other), other))
+    keep(other=other)
     return told
 
 
 def test_what_is_trained_and_not_kept_is_told(team: Team, tmp_path: Path) -> None:
-    """Named for a bug: such a file loaded without a word, and training went on from other values."""
+    """Named for a bug: such a file loaded without a word, and training went on from others."""
     assert team.alone(save_in_part, str(tmp_path / "checkpoint")) == [
         ["job.keep was not given the optimizer of SGD"],
         [],
