@@ -5,7 +5,7 @@ included: the *isolated* exchange, whole and by itself: all gradients were produ
 left when its clock starts, the slowest worker may read the updated parameters when it ends; the
 *exchange* of a step as it comes, from the last gradient that any worker produced, so without what a
 system did during backward; the whole *step*; of some benches what it is made of (`parts`). How
-systems take turns is in `stage`. On the wire `alone`: what a script costs that runs in one process.
+systems take turns is in `contest`. On the wire `alone`: what a script costs in one process.
 
 Not measured: real networks, accelerators, more workers than cores allow, accuracy. Images and
 sequences are small, so computation is a smaller part of a step than in practice. That the systems
@@ -20,12 +20,12 @@ from functools import partial
 from tensorwire.bench import machine
 from tensorwire.bench.rows import Report, Verdict
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
+from tensorwire_benchmarks.contest import WireContest
 from tensorwire_benchmarks.parts import rows_of
-from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.workloads.catalog import Workload
 
 Progress = Callable[[int, int, str], None]
-"""Called with the stages done, their number and a label, never while a turn runs."""
+"""Called with the contests done, their number and a label, never while a turn runs."""
 
 
 def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> Report:
@@ -36,7 +36,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
     """
     report = Report(bench.name, about := machine.describe(), settings=_describe(bench, settings))
     report.settings["warnings"] = machine.warnings_about(about)
-    stages = [
+    contests = [
         (model, wire)
         for model in settings.models
         for wire in settings.wires
@@ -45,19 +45,19 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
     tell = progress or (lambda done, total, label: None)
 
     def tell_more(done: int, label: str, what: str) -> None:
-        tell(done, len(stages), f"{label} {what}")
+        tell(done, len(contests), f"{label} {what}")
 
     others: list[Verdict] = []  # that rows and comparisons do not tell
     measured = set()
     try:
-        for done, (model, wire) in enumerate(stages):
+        for done, (model, wire) in enumerate(contests):
             label = bench.label(wire, model.name)
             if wire != ALONE:
-                stage = WireStage(bench, settings, model, wire)
-                stage.tell = partial(tell_more, done, label)
-                others += _measure(stage, report)
+                contest = WireContest(bench, settings, model, wire)
+                contest.tell = partial(tell_more, done, label)
+                others += _measure(contest, report)
                 continue
-            tell(done, len(stages), label)
+            tell(done, len(contests), label)
             rows, verdicts = bench.alone(bench, model, settings)
             report.rows += rows
             others += verdicts
@@ -70,7 +70,7 @@ def run(bench: Bench, settings: Settings, progress: Progress | None = None) -> R
     for model in settings.models:
         if model.name not in measured and _small(bench, model):
             report.verdicts += bench.unmeasured(bench.case(ALONE, model.name, "step"))
-    tell(len(stages), len(stages), "done")
+    tell(len(contests), len(contests), "done")
     return report
 
 
@@ -78,18 +78,18 @@ def _small(bench: Bench, model: Workload) -> bool:
     return bench.alone_most_bytes == float("inf") or model.size_bytes <= bench.alone_most_bytes
 
 
-def _measure(stage: WireStage, report: Report) -> list[Verdict]:
-    """The verdicts that the ends of a stage tell; the report gets the rest, whatever happens."""
+def _measure(contest: WireContest, report: Report) -> list[Verdict]:
+    """The verdicts that the ends of a contest tell; the report gets the rest, whatever happens."""
     try:
-        stage.measure()
+        contest.measure()
     finally:
-        stage.close()
-        report.rows += stage.rows()
-        if stage.bench.parts:
-            report.rows += rows_of(stage)
-        report.comparisons += stage.comparisons()
-        report.settings["warnings"] += stage.warnings
-    return stage.bench.judge_ends(stage.case("exchange"), stage.ends)
+        contest.close()
+        report.rows += contest.rows()
+        if contest.bench.parts:
+            report.rows += rows_of(contest)
+        report.comparisons += contest.comparisons()
+        report.settings["warnings"] += contest.warnings
+    return contest.bench.judge_ends(contest.case("exchange"), contest.ends)
 
 
 def _describe(bench: Bench, settings: Settings) -> dict[str, object]:

@@ -16,40 +16,40 @@ from collections.abc import Iterator
 
 from tensorwire.bench.harness import median
 from tensorwire.bench.rows import Row
+from tensorwire_benchmarks.contest import WireContest
 from tensorwire_benchmarks.figures import extra_seconds
-from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.systems import COMPUTATION
 
 PARTS = ("forward", "backward", "hidden", "exposed")
 
 
-def rows_of(stage: WireStage) -> Iterator[Row]:
-    """The rows of a stage's parts; of systems without figures none."""
-    computation = stage.turns[COMPUTATION.name] if COMPUTATION.name in stage.ends else None
+def rows_of(contest: WireContest) -> Iterator[Row]:
+    """The rows of a contest's parts; of systems without figures none."""
+    computation = contest.turns[COMPUTATION.name] if COMPUTATION.name in contest.ends else None
     if computation is not None:
         for part in ("forward", "backward"):
-            row = stage.empty(part, COMPUTATION.name)
+            row = contest.empty(part, COMPUTATION.name)
             yield row.timed(computation.all(part), note="of the slowest worker")
-    for name in stage.names:
-        if name == COMPUTATION.name or name not in stage.ends:
+    for name in contest.names:
+        if name == COMPUTATION.name or name not in contest.ends:
             continue
-        end = stage.ends[name]
+        end = contest.ends[name]
         note = "the mean of all steps that were not held, of the slowest worker, by what it tells"
         yield dataclasses.replace(
-            stage.empty("hidden", name),
+            contest.empty("hidden", name),
             seconds_median=end.hidden_s,
             operations=end.steps,
             note=note,
         )
         if computation is None:
             continue
-        own, alone = (turns.samples["step"] for turns in (stage.turns[name], computation))
+        own, alone = (turns.samples["step"] for turns in (contest.turns[name], computation))
         extra = extra_seconds(list(map(median, own)), list(map(median, alone)))
         note = "the median of the differences of turns"
         if extra.interval is not None:
             note += f"; 95 % interval {extra.interval[0]:.3g} to {extra.interval[1]:.3g} s"
         yield dataclasses.replace(
-            stage.empty("exposed", name),
+            contest.empty("exposed", name),
             seconds_median=extra.seconds,
             operations=sum(map(len, own)),
             note=note,

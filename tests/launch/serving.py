@@ -44,7 +44,7 @@ class Served:
     def start(self, rank: object, **environment: str) -> "subprocess.Popen[str]":
         """Starts a worker as its own torchrun would: alone in a world of one."""
         alone = dict(zip(WORKERS_OWN, ("0", "1", "0", "1"), strict=True))
-        own = {"TENSORWIRE_COORDINATOR": str(self.socket), "TENSORWIRE_RANK": str(rank)}
+        own = {"TENSORWIRE_SUPERVISOR": str(self.socket), "TENSORWIRE_RANK": str(rank)}
         worker = subprocess.Popen(
             [sys.executable, self._script],
             env=self._place.environment(**{**self._environment, **alone, **own, **environment}),

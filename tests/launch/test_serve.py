@@ -106,7 +106,7 @@ def test_a_rank_that_is_claimed_twice(place: Place) -> None:
         job.supervisor.wait_for("has come")
         second = output_of(job.start(0))
         assert f"RuntimeError: worker 0 of this job is process {first.pid} already" in second
-        assert "TENSORWIRE_RANK and TENSORWIRE_COORDINATOR say" in second
+        assert "TENSORWIRE_RANK and TENSORWIRE_SUPERVISOR say" in second
         assert first.poll() is None
         first.kill()
         first.wait()
@@ -198,7 +198,7 @@ def test_what_is_malformed_ends_the_job(place: Place) -> None:
 
 def test_workers_may_be_there_first(place: Place) -> None:
     with serve(place, "become()\nleave()", workers=1) as job:
-        job.supervisor.wait_for("a worker joins by TENSORWIRE_COORDINATOR=")
+        job.supervisor.wait_for("a worker joins by TENSORWIRE_SUPERVISOR=")
         job.supervisor.send(signal.SIGTERM)
         assert job.end()[0] == 143
         worker = job.start(0)
@@ -276,14 +276,14 @@ def test_what_cannot_be_served() -> None:
 
 
 def test_what_a_worker_is_told_where_nobody_listens(tmp_path: Path) -> None:
-    environ = {"TENSORWIRE_COORDINATOR": str(tmp_path / "job")}
+    environ = {"TENSORWIRE_SUPERVISOR": str(tmp_path / "job")}
     with pytest.raises(ValueError, match="TENSORWIRE_RANK is not: set it to the number"):
         enter_job(environ)
     environ["TENSORWIRE_RANK"] = "1"
     with pytest.raises(UnavailableError, match=r"there within 0\.1 s \(No such file .*: start"):
         enter_job(environ, 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
-        left.bind(environ["TENSORWIRE_COORDINATOR"])
+        left.bind(environ["TENSORWIRE_SUPERVISOR"])
     with pytest.raises(UnavailableError, match=r"0\.1 s \(Connection refused\).* it was killed"):
         enter_job(environ, 0.1)
 

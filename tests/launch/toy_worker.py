@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorwire.membership import COORDINATOR, Collective, WorkerMember, World, enter_job
+from tensorwire.membership import SUPERVISOR, Collective, WorkerMember, World, enter_job
 from tensorwire.parameters import (
     APPLY,
     PRODUCED,
@@ -40,7 +40,7 @@ FOLDER = os.environ.get("TOY_FOLDER", "")
 
 
 def main() -> None:
-    if COORDINATOR in os.environ:
+    if SUPERVISOR in os.environ:
         enter_job()
     world = World.from_environment()
     assert world is not None

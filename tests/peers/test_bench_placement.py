@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tensorwire.bench.processes import ProcessPair
 from tensorwire.bench.rows import Report
 from tensorwire.cli import main
-from tensorwire_benchmarks import link, stage
+from tensorwire_benchmarks import contest, link
 from tensorwire_benchmarks.bench import Bench, Settings
 from tensorwire_benchmarks.benches import PLACEMENT
 from tensorwire_benchmarks.engine import run
@@ -208,7 +208,7 @@ def namespaces() -> set[str]:
 @pytest.mark.slow
 @needs_grpc
 def test_without_memory_they_live_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage.machine, "memory_bytes", lambda key="MemTotal": 1 << 20)
+    monkeypatch.setattr(contest.machine, "memory_bytes", lambda key="MemTotal": 1 << 20)
     found = tiny("lstm")
     check(found, workload("lstm").reduced(), "shm", set(PLACEMENT.names))
     notes = {row.system: row.note for row in found.rows if row.case == "lstm/shm"}

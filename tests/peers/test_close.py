@@ -15,7 +15,7 @@ from actor import MIB, PATIENCE_S, background, memory_of
 
 from tensorwire import ClosedError, Node, PeerLostError, StaleHandleError
 from tensorwire.testing import node_pair, warm_up
-from tensorwire.testing.stage import pattern
+from tensorwire.testing.setup import pattern
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 

@@ -15,7 +15,7 @@ from network import digest, on, start_far
 from tensorwire import Node, Peer, PeerLostError, StaleHandleError, TimeoutError, wait_all
 from tensorwire.testing import PeerGroup
 from tensorwire.testing.faults import check_completed_once
-from tensorwire.testing.stage import pattern
+from tensorwire.testing.setup import pattern
 
 WHY_NOT = hosts.missing_shape()
 pytestmark = [

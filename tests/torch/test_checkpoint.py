@@ -260,6 +260,27 @@ def test_the_very_container_is_filled(tmp_path: Path, mapped: bool) -> None:
     assert counts == {"a": 1, "b": 2}
 
 
+def test_what_is_in_a_container_stays_the_same_object(tmp_path: Path) -> None:
+    """Named for a bug: the script's own name for it saw nothing of what was loaded."""
+    path = tmp_path / "checkpoint"
+    center, losses, grown = torch.ones(4), {"last": 0.5}, torch.ones(2)
+    checkpoint.save(
+        path, {"state": {"center": center, "losses": losses, "grown": grown, "all": [center]}},
+        [], 0, 7,
+    )  # fmt: skip
+    center, losses, other = torch.zeros(4, requires_grad=True), {"last": 0.0, "more": 1}, [3]
+    state = {"gone": 1, "center": center, "losses": losses, "grown": torch.ones(3), "all": other}
+    fill(path, state=state)
+    assert state["center"] is center
+    assert state["losses"] is losses
+    assert state["all"] is other
+    assert center.tolist() == [1.0] * 4
+    assert losses == {"last": 0.5}
+    assert state["grown"].shape == (2,)  # type: ignore[union-attr, attr-defined]
+    assert other[0].tolist() == [1.0] * 4  # type: ignore[attr-defined]
+    assert "gone" not in state
+
+
 def itself() -> list[Any]:
     made: list[Any] = []
     made.append({"more": made})

@@ -168,7 +168,7 @@ def test_averages_that_a_script_edits_count(tmp_path: Path) -> None:
 def test_where_workers_are_restarted_singly_all_are_durable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TENSORWIRE_COORDINATOR", "socket")
+    monkeypatch.setenv("TENSORWIRE_SUPERVISOR", "socket")
     place = World(0, 2, ("127.0.0.1:1",), durable=True)
     with pytest.raises(ValueError, match="'tensorwire serve' are replaced"):
         discovery.as_durable(place, False)

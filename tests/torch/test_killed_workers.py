@@ -473,7 +473,7 @@ def test_under_a_torchrun_each_only_what_died_is_started_again(
     script, checkpoint, path = (tmp_path / name for name in ("script.py", "checkpoint", "job"))
     script.write_text(SCRIPT)
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))  # as tensorwire run deals them
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "TENSORWIRE_COORDINATOR": str(path)}
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "TENSORWIRE_SUPERVISOR": str(path)}
 
     def start(fail: str, *command: str, **more: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(

@@ -10,6 +10,7 @@ from tensorwire.bench.harness import Ratio
 from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire_benchmarks.bench import Settings
 from tensorwire_benchmarks.benches import PLACEMENT
+from tensorwire_benchmarks.contest import WireContest
 from tensorwire_benchmarks.figures import (
     End,
     StepTimes,
@@ -17,7 +18,6 @@ from tensorwire_benchmarks.figures import (
     seconds_of,
 )
 from tensorwire_benchmarks.report import draw_placement, parts_of, print_placement
-from tensorwire_benchmarks.stage import WireStage
 from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, PLAN
 from tensorwire_benchmarks.verdicts import (
     judge_bits,
@@ -32,10 +32,10 @@ MIB = 1 << 20
 NETWORK = Workload("fcn5", "plain:Perceptron", "", 1, 1, arguments=(1 << 14, 1 << 14))  # 1 GiB
 
 
-def stage_of(*systems: str) -> WireStage:
+def contest_of(*systems: str) -> WireContest:
     pytest.importorskip("torch")
     settings = Settings((NETWORK,), ("tcp",), systems or PLACEMENT.names)
-    return WireStage(PLACEMENT, settings, NETWORK, "tcp")
+    return WireContest(PLACEMENT, settings, NETWORK, "tcp")
 
 
 # --- parts of a step ----------------------------------------------------------------------------
@@ -219,24 +219,24 @@ def test_planning_is_what_the_first_steps_take_longer_and_at_least_the_learning(
 
 
 def test_systems_live_together_where_memory_suffices() -> None:
-    stage = stage_of()
+    contest = contest_of()
     names = [PLAN.name, LIMIT, COPY.name, COMPUTATION.name, GRPC.name]
-    assert stage._groups(256 << 30) == [names]
-    assert stage._groups(None) == [names]
+    assert contest._groups(256 << 30) == [names]
+    assert contest._groups(None) == [names]
 
 
 def test_else_they_live_in_groups_in_the_order_of_turns() -> None:
-    stage = stage_of()
-    assert stage._groups(26 << 30) == [
+    contest = contest_of()
+    assert contest._groups(26 << 30) == [
         [PLAN.name, LIMIT], [COPY.name, COMPUTATION.name], [GRPC.name],
     ]  # fmt: skip
-    assert [len(group) for group in stage._groups(1 << 30)] == [1] * 5
+    assert [len(group) for group in contest._groups(1 << 30)] == [1] * 5
 
 
 def test_only_what_was_asked_for_runs() -> None:
-    stage = stage_of("grpc", "plan")
-    assert stage._groups(None) == [[PLAN.name, GRPC.name]]
-    assert [(row.case, row.system) for row in stage.rows()] == [
+    contest = contest_of("grpc", "plan")
+    assert contest._groups(None) == [[PLAN.name, GRPC.name]]
+    assert [(row.case, row.system) for row in contest.rows()] == [
         ("fcn5/tcp/step", "plan"), ("fcn5/tcp/step", "grpc"),
         ("fcn5/tcp", "plan"), ("fcn5/tcp", "grpc"),
         ("fcn5/tcp/isolated", "plan"), ("fcn5/tcp/isolated", "grpc"),

@@ -94,13 +94,13 @@ def serve(
     lives goes on with the bits of the undisturbed run, as under `tensorwire run --durable`.
 
     Workers find it by two variables, which count before RANK, WORLD_SIZE and those of any engine:
-    TENSORWIRE_COORDINATOR, the path that is printed or --socket, and TENSORWIRE_RANK, from 0. They
+    TENSORWIRE_SUPERVISOR, the path that is printed or --socket, and TENSORWIRE_RANK, from 0. They
     may be started before it.
 
     \b
     Two workers, each with a torchrun of its own that restarts it alone:
         tensorwire serve --workers 2 --socket /run/user/1000/train &
-        export TENSORWIRE_COORDINATOR=/run/user/1000/train OMP_NUM_THREADS=2
+        export TENSORWIRE_SUPERVISOR=/run/user/1000/train OMP_NUM_THREADS=2
         for rank in 0 1; do
             TENSORWIRE_RANK=$rank torchrun --standalone --max-restarts 3 train.py &
         done

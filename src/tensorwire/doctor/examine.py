@@ -185,7 +185,7 @@ class _Look:
                 probe.close()
         if found.link is not None:
             found.findings += about_link(found.link)
-            found.findings += _explain(found.rows)
+            found.findings += _notes_as_findings(found.rows)
         self.progress(1.0, "done")
 
     def _connect(self) -> None:
@@ -266,8 +266,8 @@ class _Look:
             probe.close()
 
 
-def _explain(rows: list[Row]) -> Iterator[Finding]:
-    """What is missing in the figures, each reason once."""
+def _notes_as_findings(rows: list[Row]) -> Iterator[Finding]:
+    """The reasons why rows have no figure, each once."""
     told = set()
     for row in rows:
         if row.system == PYTHON and row.note and row.note not in told:

@@ -1,4 +1,4 @@
-"""What one server has handed to the launcher: descriptors that outlive it, for its successor.
+"""What a server or worker has handed to the launcher: descriptors, for its successor.
 
 The messages, JSON on a SOCK_SEQPACKET socket with descriptors beside it, are in docs/launch.md.
 Knows no process and no policy: who is replaced, and when, is decided in restarts.py. Nothing here
@@ -151,7 +151,7 @@ class Keeper:
         """Reads what has come and does it; a part, if it is much.
 
         Raises:
-            KeeperError: it is nothing that a server says; the socket is closed.
+            KeeperError: it is nothing that a server or worker says; the socket is closed.
         """
         self._read(_AT_ONCE)
 

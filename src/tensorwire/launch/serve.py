@@ -17,7 +17,7 @@ from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.visitors import Claim, Door, Visitor
-from tensorwire.membership import COORDINATOR, JOB_LOG
+from tensorwire.membership import JOB_LOG, SUPERVISOR
 
 RETURN_S = 300.0
 """How long a worker that died may be away; Kubernetes waits so long at most between two starts."""
@@ -123,7 +123,7 @@ class ServeSupervisor(Supervisor):
         self._is_open = True
         count = self._job.workers
         who = "a worker joins" if count == 1 else f"{count} workers join"
-        self._say(f"{who} by {COORDINATOR}={self._door.path} and TENSORWIRE_RANK, from 0")
+        self._say(f"{who} by {SUPERVISOR}={self._door.path} and TENSORWIRE_RANK, from 0")
 
     def _watched(self) -> Iterable[Replaceable]:
         return [*self._running, *self._present.values()]

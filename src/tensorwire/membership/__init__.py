@@ -2,10 +2,10 @@
 
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer
-from .coordinator import COORDINATOR, PEER_CREDENTIALS, enter_job
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
+from .entry import PEER_CREDENTIALS, SUPERVISOR, enter_job
 from .history import History, NoteKind
 from .identity import (
     GOODBYE,
@@ -28,7 +28,6 @@ from .worker import WorkerMember
 from .world import RANK, SLICES, World
 
 __all__ = [
-    "COORDINATOR",
     "GOODBYE",
     "JOB_LOG",
     "LISTENER",
@@ -36,6 +35,7 @@ __all__ = [
     "PEER_CREDENTIALS",
     "RANK",
     "SLICES",
+    "SUPERVISOR",
     "Collective",
     "CollectiveServer",
     "DescriptorStore",

@@ -49,7 +49,7 @@ _SIGNS = (
 there are others, also where that is not enough to find them."""
 _CLUSTERS = ("Open MPI", "MPI", "Slurm", "PMIx")
 
-_PLACES = tuple(f"TENSORWIRE_{name}" for name in ("RANK", "WORKERS", "SERVERS", "COORDINATOR"))
+_PLACES = tuple(f"TENSORWIRE_{name}" for name in ("RANK", "WORKERS", "SERVERS", "SUPERVISOR"))
 _ALONE = "tw.init(rank=0, world_size=1) if this process is to train alone"
 
 

@@ -114,6 +114,6 @@ def _check_unsaid(environ: Mapping[str, str]) -> None:
         raise ValueError(
             f"{names} say that this is a worker of a job and {SERVERS} is not set, so that it "
             f"cannot join the others: unset {names}, or pass {SERVERS} on too, or "
-            "TENSORWIRE_COORDINATOR where 'tensorwire serve' runs; tw.init(rank=0, world_size=1) "
+            "TENSORWIRE_SUPERVISOR where 'tensorwire serve' runs; tw.init(rank=0, world_size=1) "
             "if this process is to train alone"
         )

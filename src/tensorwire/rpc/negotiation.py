@@ -112,7 +112,7 @@ class Registry:
             ValueError: the request says nothing that can be understood.
         """
         asked = _decode(request)
-        lent_bytes = _number(asked, "pool_bytes")
+        lent_bytes = _whole_number(asked, "pool_bytes")
         wanted = asked.get("transports")
         if VERSION not in _list(asked.get("versions")):
             raise DeclinedError(f"this server knows version {VERSION}")
@@ -241,7 +241,7 @@ def connect(
         peer = node.connect(str(answer.get("address")), timeout_s=least_s)
         if peer.name != id.hex():
             raise UnavailableError(f"{peer.address} is not the server's end of the attachment")
-        lent_bytes = _number(answer, "pool_bytes")
+        lent_bytes = _whole_number(answer, "pool_bytes")
         attachment = RpcAttachment(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
@@ -368,7 +368,8 @@ def _decode(data: bytes) -> dict[str, Any]:
     return values
 
 
-def _number(values: dict[str, Any], name: str) -> int:
+def _whole_number(values: dict[str, Any], name: str) -> int:
+    """A field of a message that is a number from 0 up; ValueError if it is none."""
     value = values.get(name)
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{name} is {value!r}")

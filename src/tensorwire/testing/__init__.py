@@ -9,7 +9,7 @@ from .faults import Exchange, FaultPlan, for_every_n, inject
 from .group import Channel, Member, MemberError, PeerGroup
 from .leaks import Footprint, assert_no_leak
 from .pair import Pair, node_pair
-from .stage import Elsewhere, warm_up
+from .setup import Elsewhere, warm_up
 
 __all__ = [
     "Channel",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .checks import data, grants, lifetime, words
 from .leaks import assert_no_leak
-from .stage import PLACES, CheckStage, Elsewhere, stage, warm_up
+from .setup import PLACES, CheckSetup, Elsewhere, setup, warm_up
 
-Check = Callable[[CheckStage], None]
+Check = Callable[[CheckSetup], None]
 
 _CHECKS: dict[str, Check] = {
     name: check
@@ -52,7 +52,7 @@ def run_check(name: str, transport: str, place: str | Elsewhere) -> None:
 
 def _run(name: str, transport: str, place: str | Elsewhere) -> None:
     # A function of its own: its names keep Nodes alive.
-    with stage(transport, place, **grants.OPTIONS.get(name, {})) as scene:
+    with setup(transport, place, **grants.OPTIONS.get(name, {})) as scene:
         _CHECKS[name](scene)
 
 

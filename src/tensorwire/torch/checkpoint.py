@@ -160,8 +160,8 @@ def _check_trained_are_kept(kept: Mapping[str, Any], trained: Sequence[Replica])
         ]
         if missing:
             warnings.warn(
-                f"job.keep was not given the {' and the '.join(missing)} of {name}: a job that goes "
-                "on from this file begins with what its script makes, and not with what was "
+                f"job.keep was not given the {' and the '.join(missing)} of {name}: a job that "
+                "goes on from this file begins with what its script makes, and not with what was "
                 f"trained. If it is to go on: job.keep({'=…, '.join(missing)}=…)",
                 stacklevel=5,
             )
@@ -178,12 +178,34 @@ def saved(thing: Any) -> Any:
 
 
 def fill(thing: Any, value: Any) -> None:
-    """Puts into an object what `saved` has returned."""
+    """Puts into an object what `saved` has returned.
+
+    Tensors, dicts and lists in a dict or list stay the same objects, since the script may have
+    other names for them: they are filled too. A tensor of another shape or type is replaced.
+    """
     if not _is_plain(thing):
         thing.load_state_dict(value)
-        return
-    thing.clear()
-    (thing.update if isinstance(thing, dict) else thing.extend)(value)
+    elif isinstance(thing, dict):
+        filled = {key: _filled(thing.get(key), item) for key, item in value.items()}
+        thing.clear()
+        thing.update(filled)
+    else:
+        former = [*thing, *[None] * len(value)]
+        thing[:] = [_filled(old, item) for old, item in zip(former, value, strict=False)]
+
+
+def _filled(old: Any, value: Any) -> Any:
+    """What stands for a value: the old object, with the value in it, if it can be filled."""
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+        if (old.shape, old.dtype, old.layout) == (value.shape, value.dtype, value.layout):
+            if not torch.equal(old, value):  # it may be a parameter, which has it already
+                with torch.no_grad():
+                    old.copy_(value)
+            return old
+    elif _is_plain(old) and isinstance(value, dict if isinstance(old, dict) else list):
+        fill(old, value)
+        return old
+    return value
 
 
 def _saved(name: str, thing: Any, snapshots: Sequence[ReplicaSnapshot]) -> Any:

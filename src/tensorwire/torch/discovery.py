@@ -17,9 +17,9 @@ from dataclasses import replace
 from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
-    COORDINATOR,
     RANK,
     SLICES,
+    SUPERVISOR,
     World,
     drop_claim,
     enter_job,
@@ -54,7 +54,7 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     global _by_engine
     _by_engine = False
     launcher = "tensorwire run"
-    if workers != 1 and os.environ.get(COORDINATOR):
+    if workers != 1 and os.environ.get(SUPERVISOR):
         launcher = "tensorwire serve"
         tracebacks.install(f"worker {os.environ.get(RANK, '')}")
         enter_job(timeout_s=rendezvous.join_timeout_s())
@@ -97,7 +97,7 @@ def as_durable(place: World, durable: bool | None) -> World:
         raise ValueError(
             f"tw.init(durable=True), and no process of this job that is killed is replaced: {why}"
         )
-    if place.durable and why and os.environ.get(COORDINATOR):
+    if place.durable and why and os.environ.get(SUPERVISOR):
         raise ValueError(
             f"workers of 'tensorwire serve' are replaced when they die, and cannot be here: {why}"
         )

@@ -67,7 +67,7 @@ class Opening:
         """
         member, servers = self.member, len(self.member.servers) + 1
         if not member.durable:
-            return _checked(_read_descriptions(member, number), servers)
+            return _parsed(_read_descriptions(member, number), servers)
         name = region_name(number, RegionKind.OPENING)
         region = member.allocate(_OPENING_BYTES, name=name, access="none")
         self._allocated.append(region)
@@ -84,7 +84,7 @@ class Opening:
             size[0] = len(told)
         found = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
         self.mapped = set(found["mapped"])
-        return _checked([text.encode() for text in found["texts"]], servers)
+        return _parsed([text.encode() for text in found["texts"]], servers)
 
     def allocate(
         self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
@@ -139,7 +139,8 @@ def _read_all(peer: Peer, name: str) -> bytes:
     return data.tobytes()
 
 
-def _checked(texts: Sequence[bytes], servers: int) -> dict[int, Description]:
+def _parsed(texts: Sequence[bytes], servers: int) -> dict[int, Description]:
+    """What each worker has described of a store; ValueError names the worker that sent no such."""
     found = {}
     for rank, text in enumerate(texts):
         try:

@@ -12,38 +12,38 @@ import numpy as np
 
 from tensorwire.memory import Transfer, wait_all
 
-from ..stage import WAIT_S, CheckStage, all_must_fail, finish, must_fail, pattern, run_threads
+from ..setup import WAIT_S, CheckSetup, all_must_fail, finish, must_fail, pattern, run_threads
 
 MIB = 1 << 20
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4096, MIB + 3, 16 * MIB)
 
 
-def write_sizes(stage: CheckStage) -> None:
+def write_sizes(setup: CheckSetup) -> None:
     """Writes of every size, at even and odd offsets, change exactly their bytes."""
     for number, size in enumerate(SIZES):
         for offset in (0, 64, 129):
             key = f"{size}-{offset}"
             total = size + offset + 100
-            remote = stage.remote(key, total)
+            remote = setup.remote(key, total)
             background = pattern(total, seed=1000 + number)
-            stage.target.fill(key, 0, background.tobytes())
+            setup.target.fill(key, 0, background.tobytes())
             data = pattern(size, seed=number)
             transfer = remote[offset:].write(data)
             finish(transfer)
             assert transfer.bytes == size
             expected = background.copy()
             expected[offset : offset + size] = data
-            assert stage.target.contents(key) == expected.tobytes(), f"{size} bytes at {offset}"
-            stage.target.free(key)
+            assert setup.target.contents(key) == expected.tobytes(), f"{size} bytes at {offset}"
+            setup.target.free(key)
 
 
-def read_sizes(stage: CheckStage) -> None:
+def read_sizes(setup: CheckSetup) -> None:
     """Reads of every size, at even and odd offsets, bring exactly their bytes."""
     total = SIZES[-1] + 200
-    remote = stage.remote("all", total)
+    remote = setup.remote("all", total)
     content = pattern(total)
     for start in range(0, total, MIB):
-        stage.target.fill("all", start, content[start : start + MIB].tobytes())
+        setup.target.fill("all", start, content[start : start + MIB].tobytes())
     for size in SIZES:
         for offset in (0, 64, 129):
             local = np.full(size + 2, 7, np.uint8)
@@ -52,11 +52,11 @@ def read_sizes(stage: CheckStage) -> None:
             assert local[0] == local[-1] == 7
 
 
-def local_kinds(stage: CheckStage) -> None:
+def local_kinds(setup: CheckSetup) -> None:
     """Everything with a buffer can be a source, and what is writable a destination."""
-    remote = stage.remote("r", 4096)
+    remote = setup.remote("r", 4096)
     data = pattern(1024)
-    region = stage.near.allocate(2048)
+    region = setup.near.allocate(2048)
     region.array()[512:1536] = data
     sources: dict[str, object] = {
         "bytes": data.tobytes(),
@@ -71,9 +71,9 @@ def local_kinds(stage: CheckStage) -> None:
         "dlpack": _DlpackOnly(data),
     }
     for name, source in sources.items():
-        stage.target.fill("r", 0, bytes(4096))
+        setup.target.fill("r", 0, bytes(4096))
         finish(remote[100:1124].write(source))
-        assert stage.target.contents("r", 100, 1124) == data.tobytes(), name
+        assert setup.target.contents("r", 100, 1124) == data.tobytes(), name
     region.array()[:] = 0
     target_array = np.zeros(1024, np.uint8)
     mutable = bytearray(1024)
@@ -85,11 +85,11 @@ def local_kinds(stage: CheckStage) -> None:
     assert not region.array()[1536:].any()
 
 
-def slices(stage: CheckStage) -> None:
+def slices(setup: CheckSetup) -> None:
     """A slice of a slice means the bytes that arithmetic says."""
-    remote = stage.remote("r", 1000)
+    remote = setup.remote("r", 1000)
     finish(remote[100:900][50:][:10].write(b"0123456789"))
-    assert stage.target.contents("r", 149, 161) == b"\x000123456789\x00"
+    assert setup.target.contents("r", 149, 161) == b"\x000123456789\x00"
     part = bytearray(4)
     finish(remote[150:160][3:7].read(part))
     assert part == b"3456"
@@ -98,12 +98,12 @@ def slices(stage: CheckStage) -> None:
         lambda: remote[0:10].write(bytes(11)),
         lambda: remote[0:10].read(bytearray(11)),
     )
-    assert stage.target.contents("r", 0, 149) == bytes(149)
+    assert setup.target.contents("r", 0, 149) == bytes(149)
 
 
-def batches(stage: CheckStage) -> None:
+def batches(setup: CheckSetup) -> None:
     """A batch is one transfer: pieces of several regions, neighbours, in any order."""
-    first, second = stage.remote("a", 10_000), stage.remote("b", 300_000)
+    first, second = setup.remote("a", 10_000), setup.remote("b", 300_000)
     pieces = [pattern(size, seed) for seed, size in enumerate((1, 64, 0, 999, 100_000, 8, 8, 8))]
     targets = [
         first[5:6],
@@ -115,7 +115,7 @@ def batches(stage: CheckStage) -> None:
         first[16:24],
         first[32:40],
     ]
-    transfer = stage.peer.write(pieces, targets)
+    transfer = setup.peer.write(pieces, targets)
     finish(transfer)
     assert transfer.bytes == sum(piece.nbytes for piece in pieces)
     expected = {"a": np.zeros(10_000, np.uint8), "b": np.zeros(300_000, np.uint8)}
@@ -123,61 +123,61 @@ def batches(stage: CheckStage) -> None:
     expected["b"][64:100_064] = pieces[4]
     expected["a"][24:32], expected["a"][16:24], expected["a"][32:40] = pieces[5:8]
     for key, content in expected.items():
-        assert stage.target.contents(key) == content.tobytes()
+        assert setup.target.contents(key) == content.tobytes()
     back = [np.zeros_like(piece) for piece in pieces]
-    finish(stage.peer.read(back, targets))
+    finish(setup.peer.read(back, targets))
     assert all((a == b).all() for a, b in zip(back, pieces, strict=True))
-    finish(stage.peer.write([], []))
-    finish(stage.peer.read([], []))
+    finish(setup.peer.write([], []))
+    finish(setup.peer.read([], []))
 
 
-def many_pieces(stage: CheckStage) -> None:
+def many_pieces(setup: CheckSetup) -> None:
     """A batch of thousands of small pieces, scattered, arrives whole."""
     count = 3000
-    remote = stage.remote("r", count * 16)
+    remote = setup.remote("r", count * 16)
     data = pattern(count * 8).reshape(count, 8)
     order = np.random.default_rng(5).permutation(count)
     finish(
-        stage.peer.write(
+        setup.peer.write(
             [data[i] for i in order], [remote[16 * i : 16 * i + 8] for i in order.tolist()]
         )
     )
-    found = np.frombuffer(stage.target.contents("r"), np.uint8).reshape(count, 16)
+    found = np.frombuffer(setup.target.contents("r"), np.uint8).reshape(count, 16)
     assert (found[:, :8] == data).all()
     assert not found[:, 8:].any()
 
 
-def prepared(stage: CheckStage) -> None:
+def prepared(setup: CheckSetup) -> None:
     """A prepared batch moves what its memory holds at each start; neighbours are merged."""
-    remote = stage.remote("r", 4096)
+    remote = setup.remote("r", 4096)
     local = np.zeros(4096, np.uint8)
     ranges = [(0, 512), (512, 1024), (2048, 2049), (1024, 1100)]
     pieces = [local[a:b] for a, b in ranges]
     targets = [remote[a:b] for a, b in ranges]
-    writing = stage.peer.prepare_write(pieces, targets)
+    writing = setup.peer.prepare_write(pieces, targets)
     assert (len(writing), writing.size_bytes) == (4, 512 + 512 + 1 + 76)
     assert writing.runs == 3, "the first two pieces are neighbours on both sides"
     for seed in range(3):
         local[:] = pattern(4096, seed)
         finish(writing.start())
-        found = stage.target.contents("r")
+        found = setup.target.contents("r")
         for a, b in ranges:
             assert found[a:b] == local[a:b].tobytes()
         assert found[1100:2048] == bytes(948)
     sent = local.copy()
     local[:] = 0
-    finish(stage.peer.prepare_read(pieces, targets).start())
+    finish(setup.peer.prepare_read(pieces, targets).start())
     for a, b in ranges:
         assert (local[a:b] == sent[a:b]).all()
     assert not local[1100:2048].any()
 
 
-def prepared_by_index(stage: CheckStage) -> None:
+def prepared_by_index(setup: CheckSetup) -> None:
     """Index vectors choose pieces: none, repeated, out of order, of any integer type."""
     count = 64
-    remote = stage.remote("r", count * 32)
+    remote = setup.remote("r", count * 32)
     local = pattern(count * 32).reshape(count, 32)
-    writing = stage.peer.prepare_write(
+    writing = setup.peer.prepare_write(
         list(local), [remote[32 * i : 32 * i + 32] for i in range(count)]
     )
     empty = writing.start([])
@@ -185,25 +185,25 @@ def prepared_by_index(stage: CheckStage) -> None:
     assert empty.bytes == 0
     chosen = [5, 4, 63, 5, 0, 62, 61]
     for indices in (chosen, np.array(chosen, np.int64), np.array(chosen, np.uint8)):
-        stage.target.fill("r", 0, bytes(count * 32))
+        setup.target.fill("r", 0, bytes(count * 32))
         transfer = writing.start(indices)
         finish(transfer)
         assert transfer.bytes == 32 * len(chosen)
-        found = np.frombuffer(stage.target.contents("r"), np.uint8).reshape(count, 32)
+        found = np.frombuffer(setup.target.contents("r"), np.uint8).reshape(count, 32)
         for i in range(count):
             assert (found[i] == (local[i] if i in chosen else 0)).all(), i
-    word = stage.remote("w", 8).word(0)
+    word = setup.remote("w", 8).word(0)
     finish(writing.start([1], signal=(word, 9)))
-    assert stage.target.value("w", 0) == 9
+    assert setup.target.value("w", 0) == 9
     for wrong in ([count], [-1], [0, 1 << 40]):
         must_fail(ValueError, writing.start, wrong)
-    reading = stage.peer.prepare_read([np.zeros(32, np.uint8)], [remote[:32]])
+    reading = setup.peer.prepare_read([np.zeros(32, np.uint8)], [remote[:32]])
     must_fail(ValueError, reading.start, signal=(word, 10))
 
 
-def source_dropped(stage: CheckStage) -> None:
+def source_dropped(setup: CheckSetup) -> None:
     """A source may lose its last name right after the call."""
-    remote = stage.remote("r", 64 * 100_000)
+    remote = setup.remote("r", 64 * 100_000)
     transfers = [
         remote[100_000 * i : 100_000 * (i + 1)].write(np.full(100_000, i, np.uint8))
         for i in range(64)
@@ -213,35 +213,35 @@ def source_dropped(stage: CheckStage) -> None:
     for transfer in transfers:
         finish(transfer)
     for i in range(64):
-        assert stage.target.is_filled("r", 100_000 * i, 100_000 * (i + 1), i)
+        assert setup.target.is_filled("r", 100_000 * i, 100_000 * (i + 1), i)
     del scratch
 
 
-def many_in_flight(stage: CheckStage) -> None:
+def many_in_flight(setup: CheckSetup) -> None:
     """Thousands of transfers that nobody waits for, then one wait."""
-    remote = stage.remote("r", 8 * 4000)
+    remote = setup.remote("r", 8 * 4000)
     data = pattern(8 * 4000)
     transfers = [remote[8 * i : 8 * i + 8].write(data[8 * i : 8 * i + 8]) for i in range(4000)]
     wait_all(transfers, WAIT_S)
-    assert stage.target.contents("r") == data.tobytes()
+    assert setup.target.contents("r") == data.tobytes()
 
 
-def transfer_dropped(stage: CheckStage) -> None:
+def transfer_dropped(setup: CheckSetup) -> None:
     """A transfer that nobody keeps is carried out all the same."""
-    remote = stage.remote("r", 8 + 50 * 100_000)
+    remote = setup.remote("r", 8 + 50 * 100_000)
     word = remote.word(0)
     for i in range(50):
         remote[8 + 100_000 * i :].write(np.full(100_000, i + 1, np.uint8), signal=(word, i + 1))
     gc.collect()
-    stage.target.wait_until("r", 0, 50, WAIT_S)
-    finish(stage.peer.signal(word, 51))
-    assert stage.target.is_filled("r", 8 + 49 * 100_000, 8 + 50 * 100_000, 50)
+    setup.target.wait_until("r", 0, 50, WAIT_S)
+    finish(setup.peer.signal(word, 51))
+    assert setup.target.is_filled("r", 8 + 49 * 100_000, 8 + 50 * 100_000, 50)
 
 
-def threads(stage: CheckStage) -> None:
+def threads(setup: CheckSetup) -> None:
     """Several threads share a Peer, each in its own part of a region."""
     part = 300_000
-    remote = stage.remote("r", 4 * part)
+    remote = setup.remote("r", 4 * part)
 
     def hammer(number: int) -> None:
         mine = remote[number * part : (number + 1) * part]
@@ -258,10 +258,10 @@ def threads(stage: CheckStage) -> None:
     run_threads(*(partial(hammer, number) for number in range(4)))
 
 
-def event_loop(stage: CheckStage) -> None:
+def event_loop(setup: CheckSetup) -> None:
     """Transfers and words can be awaited, many at once, also large ones."""
     size = 3 * MIB + 1
-    remote = stage.remote("r", 4 * size)
+    remote = setup.remote("r", 4 * size)
     data = [pattern(size, seed) for seed in range(4)]
     back = [np.zeros(size, np.uint8) for _ in range(4)]
 
@@ -280,21 +280,21 @@ def event_loop(stage: CheckStage) -> None:
 
     asyncio.run(main())
     assert all((a == b).all() for a, b in zip(data, back, strict=True))
-    assert stage.target.contents("r", 0, 1600) == bytes(i for i in range(200) for _ in range(8))
+    assert setup.target.contents("r", 0, 1600) == bytes(i for i in range(200) for _ in range(8))
 
 
-def handles_travel(stage: CheckStage) -> None:
+def handles_travel(setup: CheckSetup) -> None:
     """A handle works after pickling, as bytes, and from the remote side."""
-    handle = stage.target.allocate("r", 100)
+    handle = setup.target.allocate("r", 100)
     for copy in (
         pickle.loads(pickle.dumps(handle)),
         type(handle).from_bytes(handle.to_bytes()),
-        stage.peer.region(handle).handle(),
+        setup.peer.region(handle).handle(),
     ):
         assert copy == handle
-        finish(stage.peer.region(copy).write(b"x" * 100))
-        assert stage.target.contents("r") == b"x" * 100
-        stage.target.fill("r", 0, bytes(100))
+        finish(setup.peer.region(copy).write(b"x" * 100))
+        assert setup.target.contents("r") == b"x" * 100
+        setup.target.fill("r", 0, bytes(100))
 
 
 class _DlpackOnly:

@@ -12,9 +12,9 @@ import numpy as np
 from tensorwire.errors import BusyError, ClosedError, StaleHandleError, TimeoutError
 from tensorwire.memory import RemoteRegion
 
-from ..stage import (
+from ..setup import (
     WAIT_S,
-    CheckStage,
+    CheckSetup,
     all_must_fail,
     failure_of,
     finish,
@@ -24,17 +24,17 @@ from ..stage import (
 )
 
 
-def access(stage: CheckStage) -> None:
+def access(setup: CheckSetup) -> None:
     """What the owner does not allow is refused and leaves no trace."""
     for grant in ("rw", "r", "w", "none"):
-        remote = stage.remote(grant, 64, grant)
+        remote = setup.remote(grant, 64, grant)
         assert remote.access == grant
         content = pattern(64).tobytes()
-        stage.target.fill(grant, 0, content)
-        free = stage.remote("free " + grant, 64)
+        setup.target.fill(grant, 0, content)
+        free = setup.remote("free " + grant, 64)
         for write in _writes(remote, free):
             _allowed("w" in grant, write)
-        assert "w" in grant or stage.target.contents(grant) == content
+        assert "w" in grant or setup.target.contents(grant) == content
         for read in _reads(remote):
             _allowed("r" in grant, read)
 
@@ -66,28 +66,28 @@ def _reads(remote: RemoteRegion) -> list[Callable[[], Any]]:
     ]
 
 
-def fetch_add_needs_both(stage: CheckStage) -> None:
+def fetch_add_needs_both(setup: CheckSetup) -> None:
     """An addition tells the old value, so it needs both rights."""
     for grant, allowed in (("rw", True), ("r", False), ("w", False)):
-        word = stage.remote(grant, 8, grant).word(0)
+        word = setup.remote(grant, 8, grant).word(0)
         if allowed:
             assert word.fetch_add(1, WAIT_S) == 0
         else:
             must_fail(PermissionError, word.fetch_add, 1, WAIT_S)
-            assert stage.target.value(grant, 0) == 0
+            assert setup.target.value(grant, 0) == 0
 
 
-def out_of_range(stage: CheckStage) -> None:
+def out_of_range(setup: CheckSetup) -> None:
     """Nothing reaches past a region's end."""
-    remote, neighbour = stage.remote("r", 100), stage.remote("n", 100)
+    remote, neighbour = setup.remote("r", 100), setup.remote("n", 100)
     all_must_fail(
         ValueError,
         lambda: remote.write(bytes(101)),
         lambda: remote[50:].write(bytes(51)),
         lambda: remote.read(bytearray(101)),
-        lambda: stage.peer.write([b"a", bytes(101)], [neighbour, remote]),
-        lambda: stage.peer.read([bytearray(51)], [remote[50:]]),
-        lambda: stage.peer.prepare_write([bytes(51)], [remote[50:]]),
+        lambda: setup.peer.write([b"a", bytes(101)], [neighbour, remote]),
+        lambda: setup.peer.read([bytearray(51)], [remote[50:]]),
+        lambda: setup.peer.prepare_write([bytes(51)], [remote[50:]]),
         lambda: remote[0:101],
         lambda: remote[-1:],
         lambda: remote[20:10],
@@ -96,33 +96,33 @@ def out_of_range(stage: CheckStage) -> None:
         lambda: remote.word(4),
         lambda: remote[4:].word(0),
     )
-    assert stage.target.contents("r") == stage.target.contents("n") == bytes(100)
+    assert setup.target.contents("r") == setup.target.contents("n") == bytes(100)
     finish(remote[100:].write(b""))
 
 
-def stale_after_free(stage: CheckStage) -> None:
+def stale_after_free(setup: CheckSetup) -> None:
     """After free every use fails alike, also when the slot was given to another region."""
-    handle = stage.target.allocate("r", 4096)
-    remote = stage.peer.region(handle)
+    handle = setup.target.allocate("r", 4096)
+    remote = setup.peer.region(handle)
     word, operations = remote.word(0), operations_on(remote)
     assert [failure_of(start) for start in operations] == [None] * len(operations)
-    stage.target.free("r")
-    again = stage.remote("again", 4096)
+    setup.target.free("r")
+    again = setup.remote("again", 4096)
     all_must_fail(
         StaleHandleError,
         *operations,
         lambda: remote.write(bytes(4096)),
         lambda: again.write(b"x", signal=(word, 1)),
-        lambda: stage.peer.region(handle),
+        lambda: setup.peer.region(handle),
     )
-    assert stage.target.contents("again", 1) == bytes(4095)
+    assert setup.target.contents("again", 1) == bytes(4095)
     finish(again.write(b"fine"))
-    assert stage.target.contents("again", 0, 4) == b"fine"
+    assert setup.target.contents("again", 0, 4) == b"fine"
 
 
-def forged_handles(stage: CheckStage) -> None:
+def forged_handles(setup: CheckSetup) -> None:
     """A handle that is not exactly right gives nothing."""
-    handle = stage.target.allocate("r", 64)
+    handle = setup.target.allocate("r", 64)
     for wrong in (
         dataclasses.replace(handle, incarnation=handle.incarnation ^ 1),
         dataclasses.replace(handle, generation=handle.generation ^ 1),
@@ -130,53 +130,53 @@ def forged_handles(stage: CheckStage) -> None:
         dataclasses.replace(handle, id=handle.id + 1),
         dataclasses.replace(handle, id=2**32 - 1),
     ):
-        must_fail(StaleHandleError, stage.peer.region, wrong)
+        must_fail(StaleHandleError, setup.peer.region, wrong)
     larger = dataclasses.replace(handle, size_bytes=1 << 30, access="rw")
-    assert stage.peer.region(larger).size_bytes == 64, "the owner's word counts, not the handle's"
+    assert setup.peer.region(larger).size_bytes == 64, "the owner's word counts, not the handle's"
 
 
-def names(stage: CheckStage) -> None:
+def names(setup: CheckSetup) -> None:
     """Regions are found by name; names are unique and free again after free."""
-    stage.target.allocate("a", 100, "rw", "weights/ä")
-    remote = stage.peer.region("weights/ä")
+    setup.target.allocate("a", 100, "rw", "weights/ä")
+    remote = setup.peer.region("weights/ä")
     assert (remote.size_bytes, remote.name) == (100, "weights/ä")
     finish(remote.write(b"hello"))
-    assert stage.target.contents("a", 0, 5) == b"hello"
-    error = must_fail(LookupError, stage.peer.region, "weights/b")
+    assert setup.target.contents("a", 0, 5) == b"hello"
+    error = must_fail(LookupError, setup.peer.region, "weights/b")
     assert "weights/b" in str(error)
-    must_fail(LookupError, stage.near.region, "weights/ä")
-    must_fail(ValueError, stage.peer.allocate, 8, "weights/ä")
-    must_fail(ValueError, stage.peer.allocate, 8, "x" * 2000)
-    stage.target.free("a")
-    must_fail(LookupError, stage.peer.region, "weights/ä")
-    stage.target.allocate("b", 8, "rw", "weights/ä")
-    assert stage.peer.region("weights/ä").size_bytes == 8
+    must_fail(LookupError, setup.near.region, "weights/ä")
+    must_fail(ValueError, setup.peer.allocate, 8, "weights/ä")
+    must_fail(ValueError, setup.peer.allocate, 8, "x" * 2000)
+    setup.target.free("a")
+    must_fail(LookupError, setup.peer.region, "weights/ä")
+    setup.target.allocate("b", 8, "rw", "weights/ä")
+    assert setup.peer.region("weights/ä").size_bytes == 8
 
 
-def awaited_names(stage: CheckStage) -> None:
+def awaited_names(setup: CheckSetup) -> None:
     """A look-up can wait for a region, which several threads and a later one then have."""
-    must_fail(TimeoutError, stage.peer.wait_region, "soon", 0.05)
-    must_fail(LookupError, stage.peer.region, "soon")
+    must_fail(TimeoutError, setup.peer.wait_region, "soon", 0.05)
+    must_fail(LookupError, setup.peer.region, "soon")
     with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(stage.peer.wait_region, "soon", WAIT_S) for _ in range(2)]
-        other = pool.submit(stage.peer.wait_region, "other", WAIT_S)
-        stage.target.allocate("s", 100, "rw", "soon")
+        found = [pool.submit(setup.peer.wait_region, "soon", WAIT_S) for _ in range(2)]
+        other = pool.submit(setup.peer.wait_region, "other", WAIT_S)
+        setup.target.allocate("s", 100, "rw", "soon")
         for remote in [each.result(WAIT_S) for each in found]:
             assert (remote.size_bytes, remote.name) == (100, "soon")
             finish(remote.write(b"hello"))
         assert not other.done()
-        stage.target.allocate("o", 200, "r", "other")
+        setup.target.allocate("o", 200, "r", "other")
         assert other.result(WAIT_S).size_bytes == 200
-    assert stage.target.contents("s", 0, 5) == b"hello"
-    assert stage.peer.wait_region("soon", WAIT_S).size_bytes == 100
-    stage.target.free("s")
-    must_fail(TimeoutError, stage.peer.wait_region, "soon", 0.05)
-    stage.target.allocate("s", 300, "rw", "soon")
-    assert stage.peer.wait_region("soon", WAIT_S).size_bytes == 300
+    assert setup.target.contents("s", 0, 5) == b"hello"
+    assert setup.peer.wait_region("soon", WAIT_S).size_bytes == 100
+    setup.target.free("s")
+    must_fail(TimeoutError, setup.peer.wait_region, "soon", 0.05)
+    setup.target.allocate("s", 300, "rw", "soon")
+    assert setup.peer.wait_region("soon", WAIT_S).size_bytes == 300
     for name in range(1024):
-        must_fail(TimeoutError, stage.peer.wait_region, f"never {name}", 0)
-    must_fail(BusyError, stage.peer.wait_region, "one too many", WAIT_S)
-    with stage.third() as third:
+        must_fail(TimeoutError, setup.peer.wait_region, f"never {name}", 0)
+    must_fail(BusyError, setup.peer.wait_region, "one too many", WAIT_S)
+    with setup.third() as third:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(third.wait_region, "never", WAIT_S)
             assert not wait([waiting], 0.05).done
@@ -184,31 +184,31 @@ def awaited_names(stage: CheckStage) -> None:
             must_fail(ClosedError, waiting.result, WAIT_S)
 
 
-def remote_allocation(stage: CheckStage) -> None:
+def remote_allocation(setup: CheckSetup) -> None:
     """Memory can be allocated at the peer, found there by name, and given back."""
-    remote = stage.peer.allocate(100_000, "theirs")
+    remote = setup.peer.allocate(100_000, "theirs")
     back = np.ones(100_000, np.uint8)
     finish(remote.read(back))
     assert not back.any(), "new memory is zeroed"
     data = pattern(100_000)
     finish(remote.write(data))
-    assert stage.target.find("t", "theirs") == 100_000
-    assert stage.target.contents("t") == data.tobytes()
-    stage.target.fill("t", 0, b"from the owner")
+    assert setup.target.find("t", "theirs") == 100_000
+    assert setup.target.contents("t") == data.tobytes()
+    setup.target.fill("t", 0, b"from the owner")
     finish(remote.read(back))
     assert back[:14].tobytes() == b"from the owner"
     remote.free(WAIT_S)
     must_fail(StaleHandleError, remote.write, b"x")
     must_fail(StaleHandleError, remote.free, WAIT_S)
-    must_fail(LookupError, stage.peer.region, "theirs")
+    must_fail(LookupError, setup.peer.region, "theirs")
 
 
-def only_the_lessee_frees(stage: CheckStage) -> None:
+def only_the_lessee_frees(setup: CheckSetup) -> None:
     """A peer cannot free what it did not allocate."""
-    owned = stage.remote("owned", 64)
+    owned = setup.remote("owned", 64)
     must_fail(PermissionError, owned.free, WAIT_S)
-    leased = stage.peer.allocate(64, "leased")
-    with stage.third() as third:
+    leased = setup.peer.allocate(64, "leased")
+    with setup.third() as third:
         seen = third.region("leased")
         must_fail(PermissionError, seen.free, WAIT_S)
         finish(seen.write(b"shared"))
@@ -218,31 +218,31 @@ def only_the_lessee_frees(stage: CheckStage) -> None:
     finish(owned.write(b"still there"))
 
 
-def lease_ends_with_connection(stage: CheckStage) -> None:
+def lease_ends_with_connection(setup: CheckSetup) -> None:
     """What a peer allocated is given back when it goes away."""
-    with stage.third() as third:
+    with setup.third() as third:
         third.allocate(1 << 20, "borrowed")
-        assert stage.peer.region("borrowed").size_bytes == 1 << 20
+        assert setup.peer.region("borrowed").size_bytes == 1 << 20
     for _ in range(20_000):  # each a round trip to the peer
-        if isinstance(failure_of(stage.peer.region, "borrowed"), LookupError):
+        if isinstance(failure_of(setup.peer.region, "borrowed"), LookupError):
             return
     raise AssertionError("what was leased is still there")
 
 
-def quota(stage: CheckStage) -> None:
+def quota(setup: CheckSetup) -> None:
     """What peers allocate is bounded for all of them together, and free gives room back."""
     mib = 1 << 20
-    first = stage.peer.allocate(3 * mib)
-    error = must_fail(BusyError, stage.peer.allocate, 2 * mib)
+    first = setup.peer.allocate(3 * mib)
+    error = must_fail(BusyError, setup.peer.allocate, 2 * mib)
     assert "quota" in str(error)
-    must_fail(BusyError, stage.peer.allocate, 1 << 62)
-    with stage.third() as other:
+    must_fail(BusyError, setup.peer.allocate, 1 << 62)
+    with setup.third() as other:
         must_fail(BusyError, other.allocate, 2 * mib)
         second = other.allocate(mib)
         finish(second.write(b"fits"))
         first.free(WAIT_S)
         finish(other.allocate(3 * mib).write(b"fits too"))
-    stage.target.allocate("own", 64 * mib)  # the owner itself is not bound
+    setup.target.allocate("own", 64 * mib)  # the owner itself is not bound
 
 
 # Options of the Nodes for single checks.

@@ -226,7 +226,7 @@ class Replica:
         self._move(saved, plan)
 
     def _move(self, saved: dict[str, Any], plan: tuple[list[torch.Tensor], Arithmetic]) -> None:
-        """Private parameters into a new store."""
+        """Moves private parameters into a new store."""
         reducer, old = self.reducer, self.store
         reducer.close()
         self._open(plan)

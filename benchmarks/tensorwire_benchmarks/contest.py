@@ -34,7 +34,7 @@ _OF_MEMORY = 0.85  # the part of the free memory that teams may fill
 _PROCESS_BYTES = 256 << 20  # torch and the like, per process
 
 
-class WireStage:
+class WireContest:
     """Runs by `measure`; then `rows`, `comparisons` and what the attributes have.
 
     Attributes:
@@ -73,7 +73,7 @@ class WireStage:
         self.tell: Callable[[str], None] = lambda _: None
 
     def close(self) -> None:
-        """Ends all processes of the stage."""
+        """Ends all processes of the contest."""
         for running in self._running.values():
             running.close()
         self._running.clear()

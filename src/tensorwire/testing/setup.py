@@ -46,7 +46,7 @@ class Elsewhere:
 
 
 @dataclass
-class CheckStage:
+class CheckSetup:
     """What a check gets.
 
     Attributes:
@@ -100,8 +100,8 @@ def warm_up(transport: str) -> None:
 
 
 @contextlib.contextmanager
-def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[CheckStage]:
-    """Builds a CheckStage and takes it down, whatever the check has left of it."""
+def setup(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[CheckSetup]:
+    """Builds a CheckSetup and takes it down, whatever the check has left of it."""
     options = {"transports": [transport], **options}
     with contextlib.ExitStack() as stack:
         if isinstance(place, Elsewhere):
@@ -117,7 +117,7 @@ def stage(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[Ch
             target = target_elsewhere(member)
         near = stack.enter_context(Node("near", **options))
         peer = near.connect(target.address())
-        yield CheckStage(transport, place, near, peer, target, member, options)
+        yield CheckSetup(transport, place, near, peer, target, member, options)
 
 
 def pattern(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:

@@ -23,12 +23,12 @@ from .descriptor_store import STORE, TERM
 from .engines import MAX_WORKERS, number
 from .world import RANK
 
-COORDINATOR = "TENSORWIRE_COORDINATOR"
+SUPERVISOR = "TENSORWIRE_SUPERVISOR"
 """Environment variable: the path of the supervisor's socket."""
 PEER_CREDENTIALS = struct.Struct("3i")
 """Of SO_PEERCRED: process, user and group of the other end."""
 
-_TOLD_BY = f"{RANK} and {COORDINATOR}"
+_TOLD_BY = f"{RANK} and {SUPERVISOR}"
 _PAUSE_S = 0.05
 _ANSWER_S = 30.0  # of a program that does nothing but wait for such questions
 _MOST_BYTES = 1 << 16
@@ -38,7 +38,7 @@ _SECRETS = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
 
 
 def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float = 120.0) -> None:
-    """Gets this worker's place from the supervisor that COORDINATOR names, into `environ`.
+    """Gets this worker's place from the supervisor that SUPERVISOR names, into `environ`.
 
     Afterwards it is as if `tensorwire run` had started the process. What the supervisor says takes
     the place of what `environ` has under the same names.
@@ -53,7 +53,7 @@ def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float =
         UnavailableError: nobody listens there, or not one of this user.
         ValueError: the rank is missing or makes no sense.
     """
-    path, rank = environ[COORDINATOR], _rank(environ)
+    path, rank = environ[SUPERVISOR], _rank(environ)
     again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     channel = _connect(path, 0.0 if again else timeout_s)
     try:
@@ -76,7 +76,7 @@ def enter_job(environ: MutableMapping[str, str] = os.environ, timeout_s: float =
 def _rank(environ: MutableMapping[str, str]) -> int:
     if not (text := environ.get(RANK, "")):
         raise ValueError(
-            f"{COORDINATOR} is set and {RANK} is not: set it to the number of this worker, from 0; "
+            f"{SUPERVISOR} is set and {RANK} is not: set it to the number of this worker, from 0; "
             "RANK is that of another launcher, which may have started this worker alone"
         )
     return number(RANK, text, 0, MAX_WORKERS - 1)
@@ -97,7 +97,7 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
             if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
                 after = f" within {timeout_s:g} s" if timeout_s else ""
                 raise UnavailableError(
-                    f"{COORDINATOR} is {path}, and nobody could be reached there{after} "
+                    f"{SUPERVISOR} is {path}, and nobody could be reached there{after} "
                     f"({error.strerror or error}): start 'tensorwire serve' on this host, which "
                     "prints the path; if it was there, its job is over: its own messages tell why, "
                     "unless it was killed"
