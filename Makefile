@@ -69,10 +69,10 @@ test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place w
 
 test-engines: build $(VENV)/.with-torch $(VENV)/.with-engines ## test jobs that Slurm, MPI, Ray and other engines start
 	@$(NEED) ?slurm ?openmpi ?mpich
-	pytest tests/engines $(ARGS)
+	pytest -o cache_dir=.pytest_cache/engines tests/engines $(ARGS)
 
 test-integrations: build $(VENV)/.with-torch $(VENV)/.with-integrations ## test training through Lightning, Accelerate and transformers
-	pytest tests/integrations $(ARGS)
+	pytest -o cache_dir=.pytest_cache/integrations tests/integrations $(ARGS)
 
 test-rdma: build $(VENV)/.with-torch $(VENV)/.with-examples ## run the tests between two emulated machines with soft-RoCE
 	@$(NEED) rig

@@ -72,6 +72,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """With `--last-failed` nothing to do is well done, if nothing has failed."""
+    cache = session.config.cache
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf"):
+        if cache is not None and not cache.get("cache/lastfailed", {}):
+            session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The limit that ends the run must not come before a test's own."""
     last = float(item.config.getini("faulthandler_timeout"))
