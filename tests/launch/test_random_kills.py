@@ -53,7 +53,7 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path) -> None:
             found = place.processes().items()
             # A process that was only forked, and is not yet what it will be, is the launcher too.
             pids = [pid for pid, command in found if command.startswith(" ".join(SERVER))]
-            os.kill(chance.choice(sorted(pids)), signal.SIGKILL)
+            os.kill(chance.choice(sorted(pids)), chance.choice((signal.SIGKILL, signal.SIGTERM)))
             killed += 1
             assert eventually(lambda mark=mark: steps(other) >= mark), job.text
         assert not (other / "final-0").exists(), "it has ended before the last repair"

@@ -32,7 +32,7 @@ from tensorwire.launch.screen import Screen
 from tensorwire.launch.signals import StopSignals
 from tensorwire.launch.silence import Silence
 from tensorwire.launch.spec import JobSpec, Patience, reserve_port
-from tensorwire.membership import JOB_LOG, JobLog, shown_command
+from tensorwire.membership import JOB_LOG, JobLog, running_servers, shown_command
 
 # One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
 _SECOND_INTERRUPT_S = 0.2
@@ -127,6 +127,8 @@ class Supervisor:
                     process.collect()
                 raise
             self._restarts.close()
+            with contextlib.suppress(OSError, UnavailableError):
+                running_servers()  # removes what killed ones have left
             self._summarize()
             self._flush()
         if self._failure is not None:

@@ -61,7 +61,8 @@ def serve(
     failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    # A server that would be replaced ends by SIGTERM as by any other signal, and tells nobody.
+    signal.signal(signal.SIGTERM, _leave if store is None else signal.SIG_DFL)
     if options.parent:
         _end_with(options.parent)
     name = server_name(options.index)
