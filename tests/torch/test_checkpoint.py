@@ -51,6 +51,7 @@ def save(path: Path, value: float = 0.5, size: int = 300) -> None:
 
 def fill(path: Path, mapped: bool = False, **kept: Any) -> int:
     loaded = checkpoint.load(path, kept, [], contextlib.nullcontext, 7, mapped)
+    assert loaded is not None
     assert loaded.position is None
     return loaded.epochs
 
@@ -183,7 +184,8 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, write: Any, words: str) ->
 
 
 def test_a_folder_and_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a directory without checkpoints"):
+    (tmp_path / "other").touch()
+    with pytest.raises(ValueError, match="is a directory without checkpoints, and has other"):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="missing"):
         load(tmp_path / "missing")

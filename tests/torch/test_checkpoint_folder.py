@@ -1,6 +1,7 @@
 """A folder of checkpoints: each complete or not there, undamaged or an error; so many are kept."""
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -42,7 +43,9 @@ def load(path: Path, size: int = 300) -> float:
     """The value that was saved; all of it has it."""
     into, opt, best = model(0.0, size), Kept(), {}  # type: ignore[var-annotated]
     kept = {"model": into, "opt": opt, "best": best}
-    assert checkpoint.load(path, kept, [], contextlib.nullcontext, 7).epochs == 2
+    loaded = checkpoint.load(path, kept, [], contextlib.nullcontext, 7)
+    assert loaded is not None
+    assert loaded.epochs == 2
     value = float(best["value"])
     assert all(bool((p == value).all()) for p in into.parameters())
     assert opt.state["state"][1] == value
@@ -222,17 +225,54 @@ def test_an_older_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_paths(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"is a directory without checkpoints; job.save\(path, keep"
-    ):
-        load(tmp_path)
     file = tmp_path / "file"
     file.write_text("")
+    with pytest.raises(ValueError, match=r"is a directory without checkpoints, and has other th"):
+        load(tmp_path)
     with pytest.raises(OSError, match="cannot save the checkpoint") as caught:
         save(file)
     assert caught.value.filename == str(file)
-    with pytest.raises(FileNotFoundError, match="cannot save the checkpoint: No such file"):
-        save(tmp_path / "missing" / "checkpoints")
+    missing = tmp_path / "missing"
+    for keep in (None, 3):
+        with pytest.raises(FileNotFoundError, match=f"No such file or .*: {missing} is missing; "):
+            checkpoint.save(missing / "below" / "x", {"best": {}}, [], 0, 7, keep=keep)
+        with pytest.raises(NotADirectoryError, match=f"Not a directory: {file} is no folder; "):
+            checkpoint.save(file / "x", {"best": {}}, [], 0, 7, keep=keep)
+
+
+def load_if_there(job: tw.Job, folder: Path) -> tuple[list[int], str, bool]:
+    best = {"value": 1}
+    job.keep(best=best)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        if os.path.exists(folder):
+            job.load(folder)
+    return list(job.epochs(2)), said.getvalue(), best == {"value": 1}
+
+
+@pytest.mark.parametrize("left", ["", ".checkpoint-000001.0123456789abcdef.part"])
+def test_nothing_was_saved_so_far(team: Team, tmp_path: Path, left: str) -> None:
+    """A job that died in its first save, or a folder that was made for it: no worker loads."""
+    (tmp_path / "checkpoints" / left).mkdir(parents=True)
+    said = f"tensorwire: nothing was saved in {tmp_path}/checkpoints so far, and nothing is loaded"
+    told = team.run(load_if_there, tmp_path / "checkpoints")
+    assert told == [([0, 1], said + "\n", True), ([0, 1], "", True)]
+
+
+def test_a_kill_in_the_first_save(tmp_path: Path) -> None:
+    """What is left is no error of the next load, and the next save removes it."""
+    folder, context = tmp_path / "checkpoints", multiprocessing.get_context("fork")
+    process = context.Process(target=save, args=(folder, 0.5, 2, 400_000), daemon=True)
+    process.start()
+    while not folder.exists() or not os.listdir(folder):
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    assert not (folder / "checkpoint-000001").exists(), "the kill came too late"
+    assert checkpoint.load(folder, {"best": {}}, [], contextlib.nullcontext, 7) is None
+    save(folder)
+    assert [each.name for each in folder.iterdir()] == ["checkpoint-000001"]
+    assert load(folder) == 0.5
 
 
 @pytest.mark.parametrize("limited", [small_files, small_disk])
@@ -290,8 +330,9 @@ def test_saves_at_a_time_to_one_folder(tmp_path: Path) -> None:
     for process in both:
         process.start()
     while any(process.is_alive() for process in both):
-        with contextlib.suppress(ValueError, FileNotFoundError):  # none yet, or removed meanwhile
-            assert load(tmp_path) in (0.25, 0.75)
+        if any(each.name.startswith("checkpoint-") for each in tmp_path.iterdir()):
+            with contextlib.suppress(ValueError, FileNotFoundError):  # removed meanwhile
+                assert load(tmp_path) in (0.25, 0.75)
     assert [process.exitcode for process in both] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 3
     assert max(each.name for each in tmp_path.iterdir()) == "checkpoint-000030"

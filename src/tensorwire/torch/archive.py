@@ -70,9 +70,21 @@ def replace(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> 
             part.unlink(missing_ok=True)
         sync_folder(target.parent)
     except OSError as error:
-        reason = error.strerror or str(error)
-        text = f"cannot save the checkpoint: {reason}; an older file stays as it was"
+        text = (
+            f"cannot save the checkpoint: {reason_of(error, path)}; an older file stays as it was"
+        )
         raise OSError(error.errno or errno.EIO, text, name) from error
+
+
+def reason_of(error: OSError, path: str | os.PathLike[str]) -> str:
+    """Why a path cannot be written; of a missing folder, which one."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        for folder in reversed(Path(os.path.realpath(path)).parents):
+            if not folder.is_dir():
+                what = "no folder" if os.path.lexists(folder) else "missing"
+                return f"{reason}: {folder} is {what}"
+    return reason
 
 
 def _mode_of(target: Path) -> int | None:

@@ -288,11 +288,13 @@ def load(
     editing: Callable[[Any], AbstractContextManager[None]],
     seed: int,
     mapped: bool = False,
-) -> Loaded:
-    """See `Job.load`.
+) -> Loaded | None:
+    """See `Job.load`; None: nothing was saved in a folder so far, and nothing is loaded.
 
     With `mapped` only what is used of the file stays in memory.
     """
+    if checkpoint_folder.is_unused(path):
+        return None
     name, found = os.fspath(path), ""
 
     def read(there: str) -> dict[str, Any]:

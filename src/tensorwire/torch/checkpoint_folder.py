@@ -24,7 +24,7 @@ import torch
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import is_there, try_lock
 
-from .archive import sync_folder
+from .archive import reason_of, sync_folder
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{6,18})")
@@ -119,6 +119,17 @@ def load(
     return content, found.name
 
 
+def is_unused(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder in which `save` has completed nothing, and nobody else anything.
+
+    It is empty, or has only what processes have left that were killed in their first `save`.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or _NAME.fullmatch(folder.name):
+        return False
+    return all(map(_PART.fullmatch, os.listdir(folder)))
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.torch
@@ -133,7 +144,7 @@ def _safetensors() -> Any:
 
 
 def _error(folder: str | os.PathLike[str], error: OSError, what: str, rest: str) -> OSError:
-    text = f"{what}: {error.strerror or error}; {rest}"
+    text = f"{what}: {reason_of(error, folder)}; {rest}"
     return OSError(error.errno or errno.EIO, text, os.fspath(folder))
 
 
@@ -288,8 +299,8 @@ def _find(path: Path) -> Path:
     numbers = _numbers(path)
     if not numbers:
         raise ValueError(
-            f"{path} is a directory without checkpoints; job.save(path, keep=3) writes such ones, "
-            "and job.save(path) a file"
+            f"{path} is a directory without checkpoints, and has other things in it; "
+            "job.save(path, keep=3) writes such ones, and job.save(path) a file"
         )
     return _directory(path, max(numbers))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import math
 import multiprocessing.util
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from tensorwire.membership import SLICES, World, note_in_job_log
+from tensorwire.membership import SLICES, World
 from tensorwire.parameters import Result
 
 from . import checkpoint, discovery
@@ -481,7 +480,9 @@ class Job:
         the batches of an epoch, `epochs` begins with that epoch, and its loaders go on behind the
         last step that the file has; worker 0 says so.
 
-        The checksums of the whole file are compared before anything of it is used.
+        The checksums of the whole file are compared before anything of it is used. A folder in
+        which nothing was saved so far, empty or left by a job that died in its first save, is no
+        error: worker 0 says so, and nothing is loaded.
 
         Args:
             path: of a file, of a checkpoint's directory, or of a folder of such: the last one.
@@ -492,21 +493,8 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
-        note_in_job_log("loaded", path=os.path.abspath(path))
-        rejoin, several = self.session.rejoin, self.pipeline > 1
-        if rejoin is not None and not rejoin.begin_load():
-            return  # what a former process goes on from is noted
-        self._saving.finish()
-        self.session.barrier()  # others' too
-        loaded = checkpoint.load(
-            path, self._kept, self.local_replicas, self.editing, self.seed, several
-        )
-        told = self.session.gather(hashlib.sha256(repr(loaded).encode()).digest())
-        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
-            raise RuntimeError(
-                f"worker {others[0]} has loaded another checkpoint than worker 0: {path} was "
-                "written while it was read. Call job.barrier() between save and load"
-            )
+        if (loaded := self._saving.load(path, self.editing)) is None:
+            return
         self.session.done = loaded.epochs
         self.session.position.load(loaded.position)
         self._first_epoch = self.session.epoch = self.session.done

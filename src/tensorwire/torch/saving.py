@@ -1,17 +1,20 @@
-"""What `job.save` does: which calls write, and what is written while the script goes on."""
+"""What `job.save` and `job.load` do: which calls write, and what a thread writes meanwhile."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from tensorwire.membership import note_in_job_log
 
-from . import checkpoint
+from . import checkpoint, checkpoint_folder
 from .ending import tell_of_failed_write
 from .replica.replica import Replica
 from .session import Session
@@ -115,6 +118,31 @@ class Saving:
             return write()
         self.writes.start(where, write)
         return None
+
+    def load(
+        self, path: str | os.PathLike[str], editing: Callable[[Any], AbstractContextManager[None]]
+    ) -> checkpoint.Loaded | None:
+        """See `Job.load`; None: there is nothing to load, or the job goes on later."""
+        session = self._session
+        if not checkpoint_folder.is_unused(path):
+            note_in_job_log("loaded", path=os.path.abspath(path))
+        if session.rejoin is not None and not session.rejoin.begin_load():
+            return None  # what a former process goes on from is noted
+        self.finish()
+        session.barrier()  # others' too
+        loaded = checkpoint.load(
+            path, self._kept, self._replicas, editing, session.seed, session.pipeline > 1
+        )
+        told = session.gather(hashlib.sha256(repr(loaded).encode()).digest())
+        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
+            raise RuntimeError(
+                f"worker {others[0]} has loaded another checkpoint than worker 0: {path} was "
+                "written while it was read. Call job.barrier() between save and load"
+            )
+        if loaded is None and session.rank == 0:
+            text = f"nothing was saved in {os.fspath(path)} so far, and nothing is loaded"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+        return loaded
 
     def finish(self) -> None:
         """Returns when nothing is being written; raises what could not be."""
