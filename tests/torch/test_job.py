@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from twins import batch, loss, net, sgd
 
 import tensorwire.torch as tw
 from tensorwire.torch.console import ProgressLine
+from tensorwire.torch.statistics import Statistics
 
 
 def together(job: tw.Job) -> None:
@@ -73,11 +75,29 @@ def test_a_forgotten_step_is_told(team: Team) -> None:
 
 def test_an_epoch_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
     line = ProgressLine(2)
-    line.end(0, {})
-    line.end(1, {"loss": 0.5})
+    line.end(0, {}, 0.5)
+    line.end(1, {"loss": 0.5}, 61.0)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("epoch 1/2 (0.")
-    assert second.startswith("epoch 2/2: loss 0.5 (0.")
+    assert first.startswith("epoch 1/2 (0.5 s)")
+    assert second.startswith("epoch 2/2: loss 0.5 (61.0 s)")
+
+
+def test_figures_go_on_in_another_process() -> None:
+    """An epoch counts its seconds from where it began, and each return of a worker is one more."""
+    first, second, third = Statistics(), Statistics(), Statistics()
+    first.versions = 7
+    first._epoch_at -= 100
+    noted = pickle.loads(pickle.dumps(first.noted()))
+    noted["_noted_at"] -= 5
+    second.begin_epoch()
+    second.go_on(noted)
+    assert second.versions == 7
+    assert 100 <= second.epoch_s < 160
+    third.go_on(second.noted())
+    assert third.returns_s == [second.returns_s[0], pytest.approx(0, abs=60)]
+    assert 5 <= third.returns_s[0] < 65
+    assert 100 <= third.epoch_s < 160
+    assert first.returns_s == []
 
 
 def saving(job: tw.Job, path: str, resume: bool) -> tuple[str, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -26,7 +25,6 @@ class ProgressLine:
 
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
-        self._started = time.perf_counter()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stderr.isatty():
@@ -43,7 +41,6 @@ class ProgressLine:
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
-        self._started = time.perf_counter()
         if self._bar:
             text = f"epoch {epoch + 1}/{self._epochs}"
             self._task = self._bar.add_task(text, total=None, values="")
@@ -63,9 +60,8 @@ class ProgressLine:
         if self._bar and self._task is not None:
             self._bar.update(self._task, values=_text(values))
 
-    def end(self, epoch: int, values: Mapping[str, float]) -> None:
-        """An epoch has ended: its line stays, its bar goes."""
-        seconds = time.perf_counter() - self._started
+    def end(self, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+        """An epoch has ended, which took so long: its line stays, its bar goes."""
         figures = f": {_text(values)}" if values else ""
         line = f"epoch {epoch + 1}/{self._epochs}{figures} ({seconds:.1f} s)"
         if self._bar is None:

@@ -370,6 +370,7 @@ class Job:
                 session.epoch = epoch
                 session.position.begin_epoch(epoch)
                 self.session.done = epoch + 1
+                self.statistics.begin_epoch()
                 if rejoin is not None and (where := rejoin.begin_epoch()) is not None:
                     session.position.load(where)
                 if progress:
@@ -377,7 +378,7 @@ class Job:
                 yield epoch
                 self.statistics.end_epoch(epoch)
                 if progress:
-                    progress.end(epoch, self.statistics.values)
+                    progress.end(epoch, self.statistics.values, self.statistics.epoch_s)
         finally:
             if self._epochs is loop:
                 self.session.position.leave_epochs()

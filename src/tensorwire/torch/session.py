@@ -206,7 +206,8 @@ class Session:
             "batch_samples": self.batch_samples,
             "position": self.position.now(),
             "made_steps": self.position.made_steps,
-            "statistics": vars(self.statistics),
+            "statistics": self.statistics.noted(),
+            "server_takeovers_s": [] if self.member is None else list(self.member.takeovers_s),
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
         }
@@ -216,8 +217,9 @@ class Session:
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
         self.position.made_steps = saved["made_steps"]
-        vars(self.statistics).update(saved["statistics"])
-        self.statistics.begin_pass()
+        self.statistics.go_on(saved["statistics"])
+        if self.member is not None:
+            self.member.takeovers_s[:0] = saved["server_takeovers_s"]
         if self._collective is not None:
             self._collective.go_on(saved["sums"])
         for store, version in zip(self._stores, saved["versions"], strict=True):

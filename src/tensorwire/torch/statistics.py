@@ -23,6 +23,8 @@ class Statistics:
         bytes_produced: of gradients that backward wrote where the servers read them.
         bytes_copied: of copies that this worker made of gradients.
         values: figures of now, by the names under which the script logs them.
+        returns_s: for each process that took the place of this worker, how long it took from the
+            last position that was noted until it was there.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,30 @@ class Statistics:
         self.server_notes_s = 0.0
         self.values: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
+        self.returns_s: list[float] = []
+        # By the clock of the host, which is also that of a process in the place of this one.
+        self._epoch_at = self._noted_at = time.monotonic()
         self._last: float | None = None
+
+    def noted(self) -> dict[str, Any]:
+        """All of it, for a process in the place of this one."""
+        self._noted_at = time.monotonic()
+        return vars(self)
+
+    def go_on(self, noted: Mapping[str, Any]) -> None:
+        """This process has come to where a former one noted this."""
+        vars(self).update(noted)
+        self.returns_s = [*self.returns_s, time.monotonic() - self._noted_at]
+        self.begin_pass()
+
+    def begin_epoch(self) -> None:
+        """An epoch is given out."""
+        self._epoch_at = time.monotonic()
+
+    @property
+    def epoch_s(self) -> float:
+        """How long the present epoch has taken so far, also in former processes."""
+        return time.monotonic() - self._epoch_at
 
     def begin_pass(self) -> None:
         """The time from here to the first step counts."""
@@ -74,6 +99,7 @@ class Statistics:
         whole = self.train_s / steps
         result = {
             **worker,
+            "worker_returns_s": self.returns_s,
             "steps": self.steps,
             "seconds_per_step": whole,
             "computation_s": max(whole - exposed, 0.0),
