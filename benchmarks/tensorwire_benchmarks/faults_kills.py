@@ -36,7 +36,7 @@ STEPS_AFTER = 2
 _TWO, _AGAIN = 1 / 8, 1 / 8
 _SUCCESSOR_WAIT_S = 5.0
 _LATER_S, _GONE_WITHIN_S = 2.0, 10.0
-_REPLACED = re.compile(r"(?:server|worker) \d+ \(pid (\d+)\) takes its place")
+_REPLACED = re.compile(r"(?:\d \(pid (?=\d+\) takes its place)|is started again as pid )(\d+)")
 
 
 @dataclass(slots=True)

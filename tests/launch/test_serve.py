@@ -83,7 +83,7 @@ def test_a_worker_that_is_killed_comes_back_to_what_it_kept(place: Place) -> Non
     assert code == 0, told
     assert texts[0] == "term 0 of 0 with 2\ncounted 1\n"
     assert texts[1] == "".join(f"term {n} of 1 with 2\ncounted {n + 1}\n" for n in range(3))
-    places = re.findall(r"worker 1 \(pid \d+\) takes its place \(restart (\d)\)", said(told))
+    places = re.findall(r"worker 1 \(pid \d+\) has come again \(restart (\d)\)", said(told))
     assert places == ["1", "2"]
     assert said(told).count("ended without a goodbye; it may come back within 30 s") == 2
     assert int(told.partition("descriptors: ")[2].split()[0]) < 10

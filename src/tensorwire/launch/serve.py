@@ -201,7 +201,7 @@ class ServeSupervisor(Supervisor):
         del self._awaited[visitor.index]
         if not term:
             self._note_member(visitor)
-        place = f"takes its place (restart {term})" if term else "has come"
+        place = f"has come again (restart {term})" if term else "has come"
         self._say(f"{_called(visitor)} {place}")
         for rank, until in self._awaited.items():
             if until is None:  # those who are there wait for it

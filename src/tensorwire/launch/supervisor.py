@@ -435,11 +435,13 @@ class Supervisor:
         try:
             if self._restarts.count(process):
                 successor, term = self._restarts.replace(process)
+                # Whether a worker's script can go on, the new process finds out.
+                place = f"{process.name} is started again as pid {successor.pid}"
                 if process.kind == "server":
                     successor.rename("server", process.index)
                     self._screen.name_lines(successor)
-                place = f"{_named(successor)} takes its place (restart {term})"
-                self._say(f"{how}; {place}")
+                    place = f"{_named(successor)} takes its place"
+                self._say(f"{how}; {place} (restart {term})")
                 return
             text = f"{how} {self._restarts.history(process)}"
             text += f" ({process.hint()})" if process.hint() else ""
