@@ -176,10 +176,40 @@ def _shorten(shown: traceback.TracebackException, seen: set[int]) -> int:
             kept.append(frame)
     if any(frame.filename != _FOLD for frame in kept):
         shown.stack = kept
+        for name in ("__cause__", "__context__"):
+            other = getattr(shown, name)
+            if other is not None and (frames := _frames_of_ours(other)):
+                setattr(shown, name, None)
+                hidden += frames
     else:
         hidden = 0  # all of it is a library's: there is nothing to shorten to
     others = [shown.__cause__, shown.__context__, *(shown.exceptions or ())]
     return hidden + sum(_shorten(other, seen) for other in others if other is not None)
+
+
+def _frames_of_ours(shown: traceback.TracebackException) -> int:
+    """The frames of an exception that tensorwire itself has caught and told in its own words.
+
+    0: it is another one, or something of the user's is in it, or in what it came from.
+    """
+    files = [frame.filename for frame in shown.stack]
+    if not files or _library(files[0]) != "tensorwire" or shown.exceptions:
+        return 0
+    if not all(map(_is_known, files)):
+        return 0
+    count = len(files)
+    other = shown.__cause__ or shown.__context__
+    if other is not None:
+        below = _frames_of_ours(other)
+        return count + below if below else 0
+    return count
+
+
+def _is_known(filename: str) -> bool:
+    """Whether a file is of a library, or of Python's own."""
+    folder = os.path.dirname(os.__file__) + os.sep
+    own = filename.startswith(folder) and "-packages" + os.sep not in filename
+    return own or bool(_library(filename))
 
 
 def _library(filename: str) -> str:

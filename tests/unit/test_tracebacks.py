@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import tensorwire
 from tensorwire import tracebacks
 from tensorwire.errors import PeerLostError, consequence
 from tensorwire.tracebacks import Failure, failure_of, is_consequence
@@ -70,6 +71,27 @@ def test_a_cause_is_shortened_too(library: ModuleType) -> None:
     assert found.hidden == 3
     assert "nowhere" not in found.text
     assert found.text.count("Traceback") == 2
+
+
+def test_a_cause_that_is_told_in_other_words_is_left_out() -> None:
+    """Of tensorwire's own frames and Python's; what else it calls stays."""
+    ours: dict[str, object] = {}
+    source = """
+import pathlib
+def save(make):
+    try: make()
+    except OSError as error: raise OSError('cannot save: it is full') from error
+def own(): pathlib.Path('/proc/x/y').mkdir()
+"""
+    exec(compile(source, f"{tensorwire.__path__[0]}/made.py", "exec"), ours)
+    found = failure("save(own)", **ours)
+    assert found.text.count("Traceback") == 1
+    assert found.text.endswith("OSError: cannot save: it is full\n")
+    assert "train.py" in found.text
+    assert found.hidden == 4
+    found = failure("def mine(): raise OSError('mine')\nsave(mine)", **ours)
+    assert found.text.count("Traceback") == 2
+    assert "OSError: mine" in found.text
 
 
 def chain(raised: BaseException, during: BaseException) -> BaseException:
