@@ -153,8 +153,8 @@ def test_without_a_folder_the_job_goes_on(place: Place) -> None:
         ),
         (
             "note_in_job_log('saved', path=__file__)",
-            "resume from SCRIPT: COMMAND (in which the script has to call job.load; so far it did "
-            "not)",
+            "resume from SCRIPT: COMMAND (the script has to load what it finds there, by job.load, "
+            "if it does not yet)",
         ),
         (
             "note_in_job_log('loaded', path='a')\nnote_in_job_log('saved', path=__file__)",
@@ -182,6 +182,18 @@ def test_the_last_line_tells_how_to_go_on(
 
 
 def test_an_error_of_the_script_is_not_answered_by_running_it_again(place: Place) -> None:
+def test_a_signal_to_the_launcher_is_answered_by_the_last_checkpoint(place: Place) -> None:
+    for saved in (True, False):
+        text = "note_in_job_log('saved', path=__file__)" if saved else ""
+        with start(place, f"{SAVE}{text}\nprint('ready', flush=True)\nwait()") as job:
+            job.wait_for("ready")
+            job.send(signal.SIGINT)
+            assert job.end() == 130, job.text
+        _, ended, *rest = summary(job.text)
+        assert ended == "ended by SIGINT"
+        assert any(each.startswith("resume from ") for each in rest) == saved, job.text
+
+
     done = run(place, "raise ValueError('so')")
     assert done.returncode == 1
     assert "checkpoint" not in "".join(summary(done.stderr))

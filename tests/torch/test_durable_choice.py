@@ -54,7 +54,8 @@ def test_a_script_may_decline(tmp_path: Path) -> None:
     last = said.splitlines()[-1]
     assert re.fullmatch(
         r"tensorwire run: resume from checkpoints/checkpoint-\d+: \S+ -m tensorwire run -w 2 "
-        r"--durable train.py \(in which the script has to call job.load; so far it did not\)",
+        r"--durable train.py \(the script has to load what it finds there, by job.load, if it does "
+        r"not yet\)",
         last,
     ), said
 

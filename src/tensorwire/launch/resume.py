@@ -1,4 +1,4 @@
-"""The last line of a job that cannot go on: how another one goes on from its last checkpoint.
+"""The last line of a job that did not come to its end: how another one goes on from its checkpoint.
 
 Pure, but for a look at whether that is still there.
 """
@@ -11,13 +11,13 @@ from tensorwire.membership import LoggedJob
 
 
 def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
-    """What to do after a failure, as a line; "" if there is nothing to say.
+    """What to do after a failure or a signal, as a line; "" if there is nothing to say.
 
     Args:
         log: of the job; None if it has none.
         command: that started the job.
         died: the job ended because a process died, and not by an error of the script, which would
-            come again.
+            come again, nor by a signal to the launcher.
     """
     if log is None:
         text = "it has no log: if the script has saved a checkpoint, job.load goes on from it"
@@ -25,7 +25,7 @@ def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
     if log.saved and os.path.exists(log.saved):
         text = f"resume from {_shown(log.saved)}: {command}"
         if not log.loaded:
-            text += " (in which the script has to call job.load; so far it did not)"
+            text += " (the script has to load what it finds there, by job.load, if it does not yet)"
         return text
     if log.loaded:
         text = f"nothing was saved; resume from {_shown(log.loaded)}, as this job did: {command}"

@@ -541,11 +541,10 @@ class Supervisor:
             ]
             if others:
                 self._say(f"after that {', '.join(others)}")
-            log = self._log.read() if self._log.path else None
-            if advice := resume_line(log, self._command, self._died):
-                self._say(advice)
+            self._advise()
         elif self._stop is not None:
             self._say(f"ended by {signal_name(self._stop)}")
+            self._advise()
         else:
             for process in self._ended:
                 if process.told_to_end:
@@ -561,6 +560,12 @@ class Supervisor:
             self._say("--full-tracebacks shows where each of these workers was")
         if self._screen.loss:
             self._say(f"some output was lost: {self._screen.loss}")
+
+    def _advise(self) -> None:
+        """Says how another job goes on, if it can."""
+        log = self._log.read() if self._log.path else None
+        if advice := resume_line(log, self._command, self._died):
+            self._say(advice)
 
     def _flush(self) -> None:
         """Writes what waits. A reader may take its time, but after a signal not for ever."""
