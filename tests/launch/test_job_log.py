@@ -98,10 +98,11 @@ def test_a_failed_job_is_shown_until_others_have_failed(
     assert log.failure.endswith("exited with code 5")
     (shown,) = json.loads(status(place, "--json"))
     assert shown["failed"] == log.failure
-    assert [member["term"] for member in shown["members"]] == [1, 0]
+    assert [member["restarts"] for member in shown["members"]] == [1, 0]
     text = status(place)
-    assert log.failure in text
-    assert "was killed by SIGKILL" in text
+    assert [log.failure in text, log.path in text, "job that failed" in text] == [True] * 3
+    assert "was killed by SIGKILL" not in text
+    assert "was killed by SIGKILL" in status(place, "--failed")
     for _ in range(10):
         JobLog("others", True, pytest.fail).close(keep=True)
     assert len(found := logs(place, monkeypatch)) == 8
@@ -181,7 +182,6 @@ def test_the_last_line_tells_how_to_go_on(
     assert last.endswith(f"{script}{command}")
 
 
-def test_an_error_of_the_script_is_not_answered_by_running_it_again(place: Place) -> None:
 def test_a_signal_to_the_launcher_is_answered_by_the_last_checkpoint(place: Place) -> None:
     for saved in (True, False):
         text = "note_in_job_log('saved', path=__file__)" if saved else ""
@@ -194,6 +194,7 @@ def test_a_signal_to_the_launcher_is_answered_by_the_last_checkpoint(place: Plac
         assert any(each.startswith("resume from ") for each in rest) == saved, job.text
 
 
+def test_an_error_of_the_script_is_not_answered_by_running_it_again(place: Place) -> None:
     done = run(place, "raise ValueError('so')")
     assert done.returncode == 1
     assert "checkpoint" not in "".join(summary(done.stderr))

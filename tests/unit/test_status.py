@@ -199,5 +199,5 @@ def test_a_successor_tells_how_often_it_was_replaced() -> None:
             with contextlib.suppress(TimeoutError):
                 member._admit(there.accept(0.1))
         member.tell_readers()
-        assert read_status(peer, here.name)["replaced"] == 2
+        assert read_status(peer, here.name)["restarts"] == 2
     mine.close()

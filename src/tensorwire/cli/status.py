@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tensorwire.command import Command, terminal
 from tensorwire.errors import TensorwireError
+from tensorwire.launch import is_stopped
 from tensorwire.membership import (
     LoggedJob,
     RunningServer,
@@ -26,14 +27,18 @@ from tensorwire.membership import (
 )
 from tensorwire.memory import Node
 
-_COLOURS = {"connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow"}
+_COLOURS = {
+    "connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow",
+    "stopped": "yellow",
+}  # fmt: skip
 _CONNECT_S = 5.0
 
 
 @click.command(cls=Command, short_help="Show the workers, servers and versions of running jobs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--failed", is_flag=True, help="Show the members of jobs that have failed, too.")
 @click.argument("address", required=False)
-def status(address: str | None, as_json: bool) -> None:
+def status(address: str | None, as_json: bool, failed: bool) -> None:
     """Show running jobs: their workers, servers, stores, versions and bytes.
 
     Without ADDRESS all jobs of this user that have a server on this host, however they were
@@ -55,39 +60,64 @@ def status(address: str | None, as_json: bool) -> None:
     logs = logged_jobs()
     if address is not None:
         mine = next((server for server in known if server.address == address), None)
-        jobs = [_look(address, mine, logs)]
+        jobs = [_look(address, mine, known, logs)]
     else:
-        jobs = [_look(server.address, server, logs) for server in known if server.index == 0]
+        jobs = [_look(each.address, each, known, logs) for each in known if each.index == 0]
+        asked = {job["address"] for job in jobs}
+        jobs += [
+            _without_servers(log)
+            for log in logs
+            if log.running and log.addresses and log.addresses[0] not in asked
+        ]
         jobs += [_of_log(log) for log in logs if not log.running]
     if as_json:
         click.echo(json.dumps(jobs, indent=1))
     elif not jobs:
         click.echo("no job of this user has its first server on this host")
     for job in () if as_json else jobs:
-        _show(job, terminal(120))
+        _show(job, terminal(120), failed)
     if address is not None and "error" in jobs[0]:
         raise click.exceptions.Exit(1)
 
 
-def _look(address: str, known: RunningServer | None, logs: Sequence[LoggedJob]) -> dict[str, Any]:
-    """What all servers of a job say, from the one at an address on; or the error."""
+def _look(
+    address: str,
+    known: RunningServer | None,
+    neighbours: Sequence[RunningServer],
+    logs: Sequence[LoggedJob],
+) -> dict[str, Any]:
+    """What all servers of a job say, from the one at an address on; or the error.
+
+    Args:
+        address: of the server that is asked first.
+        known: that server, if it is of this host and user.
+        neighbours: all servers of this host and user.
+        logs: of jobs on this host.
+    """
     job: dict[str, Any] = {"address": address}
     if known is not None:
         job |= {"command": known.command, "started": known.started}
+    job |= _told_of(address, logs)
+    here = {each.address: each for each in neighbours}
     try:
+        if known is not None and is_stopped(known.pid):
+            return {**job, "error": _stopped(f"server {known.index}", known.pid)}
         with Node(reader_name(), secret=_secret_of(known)) as node:
             first = _ask(node, address)
-            others = [each for each in first["servers"] if each != first["address"]]
-            servers = [first, *(_ask(node, each) for each in others)]
+            servers = [first]
+            for each in first["servers"]:
+                if each in here and is_stopped(here[each].pid):
+                    silent = {"index": here[each].index, "address": each, "pid": here[each].pid}
+                    servers.append({**silent, "stores": [], "restarts": None})
+                elif each != first["address"]:
+                    servers.append(_ask(node, each))
     except (TensorwireError, ValueError, OSError) as error:
         return {**job, "error": str(error)}
-    for log in logs:
-        if log.running and first["address"] in log.addresses:
-            job |= _told(log)
-    job["workers"] = first["workers"]
+    job |= _told_of(first["address"], logs)
+    job["workers"] = [_seen(worker, known is not None) for worker in first["workers"]]
     job["servers"] = sorted(
         (
-            {k: each[k] for k in ("index", "address", "pid", "stores", "replaced")}
+            {k: each[k] for k in ("index", "address", "pid", "stores", "restarts")}
             for each in servers
         ),
         key=lambda each: int(each["index"]),
@@ -95,21 +125,61 @@ def _look(address: str, known: RunningServer | None, logs: Sequence[LoggedJob]) 
     return job
 
 
+def _told_of(address: str, logs: Sequence[LoggedJob]) -> dict[str, Any]:
+    """What the log of a running job says, by the address of one of its servers; or nothing."""
+    for log in logs:
+        if log.running and address in log.addresses:
+            # A server that was replaced is younger than its job.
+            return {"command": log.command, "started": log.started, **_told(log)}
+    return {}
+
+
 def _told(log: LoggedJob) -> dict[str, Any]:
     """What only the launcher knows."""
+    members = []
+    for each in log.members:
+        about = asdict(each)
+        member = {"kind": each.kind, "index": each.index, "pid": each.pid, "restarts": each.term}
+        if log.running:
+            member["state"] = _state(each.pid)
+        members.append({**member, "last_death": about["last_death"]})
     return {
         "durable": log.durable,
-        "members": [asdict(member) for member in log.members],
+        "members": members,
         "standby": log.standby,
         "saved": log.saved or None,
         "log": log.path,
     }
 
 
+def _without_servers(log: LoggedJob) -> dict[str, Any]:
+    """A job that runs, and of which no process is server 0 at this moment."""
+    about = {"address": log.addresses[0], "command": log.command, "started": log.started}
+    error = "its server 0 is being replaced, or the job is about to end"
+    return {**about, **_told(log), "error": error}
+
+
 def _of_log(log: LoggedJob) -> dict[str, Any]:
     """A job that is over, and did not end well."""
     failure = log.failure or f"its launcher (pid {log.launcher}) was killed"
     return {"failed": failure, "command": log.command, "started": log.started, **_told(log)}
+
+
+def _state(pid: int) -> str:
+    """That of a process of this host."""
+    if is_stopped(pid):
+        return "stopped"
+    return "running" if os.path.exists(f"/proc/{pid}") else "ended"
+
+
+def _stopped(name: str, pid: int) -> str:
+    return f"{name} (pid {pid}) is stopped; kill -CONT {pid} lets it go on"
+
+
+def _seen(worker: dict[str, Any], here: bool) -> dict[str, Any]:
+    """A worker as its server says, and whether its process is stopped, if it is on this host."""
+    near = here and worker.get("transport") == "shm" and worker["state"] == "connected"
+    return {**worker, "state": "stopped"} if near and is_stopped(worker["pid"]) else worker
 
 
 def _ask(node: Node, address: str) -> dict[str, Any]:
@@ -130,22 +200,30 @@ def _secret_of(known: RunningServer | None) -> bytes | None:
     return os.fsencode(known.secret) if known.secret else None
 
 
-def _show(job: dict[str, Any], console: Console) -> None:
+def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
     if "failed" in job:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["started"]))
         text = f"job that failed, started {started}: {job['command']}"
         console.print(text, markup=False, highlight=False)
         console.print(f"  {job['failed']}", style="red", markup=False, highlight=False)
-        _show_members(job, console)
+        if failed:
+            _show_members(job, console)
+        _show_files(job, console)
         return
     since = f", for {time.time() - job['started']:.0f} s" if "started" in job else ""
     command = f": {job['command']}" if job.get("command") else ""
     console.print(f"job at {job['address']}{since}{command}", markup=False, highlight=False)
     if "error" in job:
-        console.print(f"  cannot be asked: {job['error']}", style="red", markup=False)
-        return
-    if job.get("durable"):
+        text = f"  cannot be asked: {job['error']}"
+        console.print(text, style="red", markup=False, highlight=False)
+    for name, pid in _stopped_of(job).items():
+        if (text := _stopped(name, pid)) != job.get("error"):
+            console.print(f"  {text}", style="yellow", markup=False, highlight=False)
+    if job.get("durable") or ("error" in job and job.get("members")):
         _show_members(job, console)
+        _show_files(job, console)
+    if "error" in job:
+        return
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left")
     for name in ("rank", "state", "pid", "address", "transport"):
         table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
@@ -154,10 +232,10 @@ def _show(job: dict[str, Any], console: Console) -> None:
         table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
-    durable = any(server["replaced"] is not None for server in job["servers"])
-    about = ("server", "pid", "address", *(["replaced"] if durable else []))
+    durable = any(server["restarts"] is not None for server in job["servers"])
+    about = ("server", "pid", "address", *(["restarts"] if durable else []))
     for name in (*about, "store", "optimizer", "tensors", "bytes", "version"):
-        right = name in ("server", "pid", "replaced", "store", "tensors", "bytes", "version")
+        right = name in ("server", "pid", "restarts", "store", "tensors", "bytes", "version")
         table.add_column(name, justify="right" if right else "left")
     for server in job["servers"]:
         head = [str(server[name]) for name in ("index", *about[1:])]
@@ -169,8 +247,9 @@ def _show(job: dict[str, Any], console: Console) -> None:
 
 def _show_members(job: dict[str, Any], console: Console) -> None:
     """Whom the launcher has replaced, and why; what it would go on with."""
+    running = "failed" not in job
     table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
-    for name in ("member", "pid", "restarts", "last death"):
+    for name in ("member", "pid", *(["state"] if running else []), "restarts", "last death"):
         table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
     for member in job["members"]:
         death, text = member["last_death"], ""
@@ -178,13 +257,32 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
             at = time.strftime("%H:%M:%S", time.localtime(death["time"]))
             text = f"{at}, pid {death['pid']} {death['evidence']}"
         name = f"{member['kind']} {member['index']}"
-        table.add_row(name, str(member["pid"]), str(member["term"]), text)
+        state = [member["state"]] if running else []
+        style = _COLOURS.get(state[0], "") if state else ""
+        table.add_row(name, str(member["pid"]), *state, str(member["restarts"]), text, style=style)
     if job["standby"]:
-        table.add_row("standby", str(job["standby"]), "", "")
+        state = [_state(job["standby"])] if running else []
+        table.add_row("standby", str(job["standby"]), *state)
     console.print(table)
+
+
+def _show_files(job: dict[str, Any], console: Console) -> None:
     if job["saved"]:
         console.print(f"  last checkpoint: {job['saved']}", markup=False, highlight=False)
     console.print(f"  log: {job['log']}", markup=False, highlight=False)
+
+
+def _stopped_of(job: dict[str, Any]) -> dict[str, int]:
+    """The processes of a running job that are stopped, as far as they are of this host."""
+    found = {
+        f"{each['kind']} {each['index']}": each["pid"]
+        for each in job.get("members", ())
+        if each["state"] == "stopped"
+    }
+    for worker in job.get("workers", ()):
+        if worker["state"] == "stopped":
+            found[f"worker {worker['rank']}"] = worker["pid"]
+    return found
 
 
 def _rows(stores: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -7,6 +7,7 @@ process reads when it joins the job.
 
 from tensorwire.launch.launcher import run
 from tensorwire.launch.serve import RETURN_S, ServeSupervisor, serve_spec
+from tensorwire.launch.silence import is_stopped
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 
@@ -16,6 +17,7 @@ __all__ = [
     "Patience",
     "ServeSupervisor",
     "Supervisor",
+    "is_stopped",
     "run",
     "serve_spec",
 ]

@@ -266,7 +266,7 @@ class ServerMember:
                 "index": self.index,
                 "address": self.node.address,
                 "pid": os.getpid(),
-                "replaced": self._term if self.durable else None,
+                "restarts": self._term if self.durable else None,
                 "servers": [servers[index] for index in sorted(servers)],
                 "workers": workers,
                 "stores": list(stores),
