@@ -150,7 +150,7 @@ def test_a_worker_that_never_comes_ends_the_job(place: Place) -> None:
 
 def test_deaths_without_progress_end_the_job(place: Place) -> None:
     text = "become()\nprint('log', os.environ['TENSORWIRE_JOB_LOG'], flush=True)\ndie()"
-    with serve(place, text, workers=1, restarts=2) as job:
+    with serve(place, text, workers=1, restarts=2, options=["-w", "1"]) as job:
         workers = [job.start(0)]
         for _ in range(2):
             workers[-1].wait()
@@ -160,6 +160,7 @@ def test_deaths_without_progress_end_the_job(place: Place) -> None:
     assert code == 1
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     grants = [(e["term"], e["dead"], e["pid"]) for e in lines if e["what"] == "grant"]
+    assert lines[0]["command"] == "-m tensorwire serve -w 1"
     pids = [worker.pid for worker in workers]
     assert grants == [(1, pids[0], pids[1]), (2, pids[1], pids[2])]
     assert "after it had been replaced 2 times without getting any further" in said(told)

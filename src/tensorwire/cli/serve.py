@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -114,7 +115,10 @@ def serve(
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
     try:
-        job = serve_spec(workers, servers, slices, names, imports, restarts, silence_s)
+        options = sys.argv[2:]  # of this process: `serve` is its first argument
+        job = serve_spec(
+            workers, servers, slices, names, imports, restarts, silence_s, options=options
+        )
         supervisor = ServeSupervisor(
             job,
             socket=socket,

@@ -35,8 +35,11 @@ def serve_spec(
     restarts: int = 3,
     silence_s: float = 10.0,
     server_command: Sequence[str] | None = None,
+    options: Sequence[str] = (),
 ) -> JobSpec:
     """What such a job is made of; see `tensorwire.launch.run` for the arguments.
+
+    By `options`, those that were typed, people know the job; nothing else is made of them.
 
     Raises:
         ValueError: an argument cannot be right.
@@ -49,7 +52,7 @@ def serve_spec(
             "is in shared memory outlives a process"
         )
     job = JobSpec(
-        ("-m", "tensorwire", "serve"),  # the workers' own nobody knows
+        ("-m", "tensorwire", "serve", *options),  # the workers' own nobody knows
         workers,
         servers,
         slices,
