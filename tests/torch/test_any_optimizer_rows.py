@@ -1,5 +1,7 @@
 """Tables with sparse gradients under Adagrad and SparseAdam: to the bit as torch's own classes."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,20 @@ class Tables(nn.Module):
         self.places = nn.Embedding(PLACES, 16, sparse=True)
         self.more = nn.Embedding(40, 16, sparse=True)
         self.last = nn.Parameter(torch.randn(300, 1000)) if dense else None
+
+
+def test_servers_do_not_warn_of_sparse_gradients() -> None:
+    text = """
+import torch
+from tensorwire.torch import server
+server.serve = lambda *given: 0
+server.main()
+table = torch.nn.Parameter(torch.zeros(4, 2))
+table.grad = torch.sparse_coo_tensor([[1]], [[1.0, 2.0]], (4, 2))
+torch.optim.Adagrad([table]).step()
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def set_gradients(model: Tables, step: int, rank: int) -> None:

@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Serves one job; the exit code is 0 when all workers have left in good order."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    # torch warns of steps with sparse gradients until somebody has said which it is.
+    torch.sparse.check_sparse_tensor_invariants.disable()
     return serve(arguments, "tensorwire.torch.server", _make_kernels)
 
 
