@@ -82,7 +82,7 @@ class WorkerState:
         text = f"worker {session.rank}, in a new process, goes on in epoch {session.epoch + 1}"
         slices = session.my_slices
         if any(replica.store.is_committed(i) for replica in self._replicas for i in slices):
-            text += "; the loss of its first batch is not the undisturbed one, the training is"
+            text += "; the loss that is computed for its first batch differs, the training does not"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
 
     def is_between_steps(self) -> bool:
