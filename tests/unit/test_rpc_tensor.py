@@ -16,8 +16,8 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from tensorwire import Node, rpc
 from tensorwire.rpc import tensors
 from tensorwire.rpc.envelope import MAGIC, Envelope, escape, seal, unseal
-from tensorwire.rpc.walk import may_have_tensors
-from tensorwire.rpc.walk import tensors as walk
+from tensorwire.rpc.fields import may_have_tensors
+from tensorwire.rpc.fields import tensors as walk
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 
