@@ -29,7 +29,7 @@ x = torch.randn(320, 20, generator=generator)
 loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
 values = []
 for epoch in job.epochs(3):
-    for number, (a, b) in enumerate(loader):
+    for number, (a, b) in enumerate(loader, loader.first_batch):
         F.cross_entropy(model(a), b).backward()
         F.cross_entropy(other(a), b).backward()
         if number % 3 == 0:
