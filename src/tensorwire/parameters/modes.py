@@ -1,0 +1,116 @@
+"""How the steps of workers follow each other, and what a server tells a worker of it; pure.
+
+In "sync" a version is made of the commits of all slices. In "async" and "bounded" each commit makes
+a version: each worker goes at its own pace, in "bounded" at most so many steps ahead of the
+slowest. docs/modes.md tells what that means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+NAMES = ("sync", "async", "bounded")
+
+
+class Mode(NamedTuple):
+    """As `tw.init` was told.
+
+    Attributes:
+        name: one of NAMES.
+        staleness: where bounded, how many steps a worker may be ahead; else None.
+    """
+
+    name: str = "sync"
+    staleness: int | None = None
+
+    @property
+    def is_sync(self) -> bool:
+        """A version is made of the commits of all slices."""
+        return self.name == "sync"
+
+    def __str__(self) -> str:
+        bound = "" if self.staleness is None else f", staleness={self.staleness}"
+        return f'mode="{self.name}"{bound}'
+
+
+SYNC = Mode()
+
+
+def checked_mode(name: Any, staleness: Any) -> Mode:
+    """A mode that there is; ValueError says what is wrong."""
+    if name not in NAMES:
+        raise ValueError(f"mode is {', '.join(map(repr, NAMES))}, not {name!r}")
+    if name != "bounded":
+        if staleness is not None:
+            raise ValueError(f'staleness= is for mode="bounded", and mode is {name!r}')
+        return Mode(name)
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+        raise ValueError(
+            'mode="bounded" needs staleness=, the number of steps from 0 up that a worker may be '
+            f"ahead of the slowest, not {staleness!r}"
+        )
+    return Mode(name, staleness)
+
+
+class Pace(NamedTuple):
+    """Where a worker is when it gets a version.
+
+    Attributes:
+        version: that it gets, the same number at all servers.
+        clock: steps that it has made.
+        behind: so many of the last steps of its own are lacking of the slowest slice in this
+            version: the staleness of the version. Slices that wait for others do not count.
+        delay: commits of others between the version with which it computed, and its own commit.
+    """
+
+    version: int
+    clock: int
+    behind: int
+    delay: int
+
+    def to_text(self) -> str:
+        """As it travels."""
+        return json.dumps(list(self))
+
+    @staticmethod
+    def from_text(text: str) -> Pace:
+        """What `to_text` has made."""
+        return Pace(*map(int, json.loads(text)))
+
+
+class Paces:
+    """What was told of versions that were adopted, by one worker or all.
+
+    Attributes:
+        behind, delays: how often each number was there.
+        last: that was told.
+    """
+
+    def __init__(self) -> None:
+        self.behind: Counter[int] = Counter()
+        self.delays: Counter[int] = Counter()
+        self.last: Pace | None = None
+
+    def add(self, pace: Pace) -> None:
+        """A version was adopted."""
+        self.last = pace
+        self.behind[pace.behind] += 1
+        self.delays[pace.delay] += 1
+
+    def joined(self, other: Paces) -> Paces:
+        """Those of both."""
+        both = Paces()
+        both.behind, both.delays = self.behind + other.behind, self.delays + other.delays
+        return both
+
+    def described(self) -> dict[str, Any]:
+        """For a report and `tensorwire status`."""
+        behind, delays = self.behind.copy(), self.delays.copy()
+        return {
+            "staleness_max": max(behind, default=0),
+            "staleness": {str(each): behind[each] for each in sorted(behind)},
+            "delay_max": max(delays, default=0),
+            "delays": {str(each): delays[each] for each in sorted(delays)},
+        }
