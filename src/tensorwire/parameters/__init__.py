@@ -33,7 +33,7 @@ from .messages import (
     Hyper,
     Result,
 )
-from .modes import Mode, Pace, Paces, checked_mode
+from .modes import SYNC, Mode, Pace, Paces, checked_mode
 from .regions import AVERAGE
 from .server.process import serve
 from .server.server import Server, most_threads
@@ -56,6 +56,7 @@ __all__ = [
     "PUSHED",
     "REDUCE",
     "REDUCED",
+    "SYNC",
     "WANT_NORM",
     "WITH_GRADIENT",
     "Bytes",

@@ -11,7 +11,7 @@ from .gather import Calls, EverySlice, Gatherer
 from .opening import Opening
 
 
-class Inbox(Gatherer):
+class SliceInbox(Gatherer):
     """See `Gatherer`; here a commit is read when it is there, whichever came before.
 
     The number of a commit is its worker's own count.

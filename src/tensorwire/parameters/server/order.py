@@ -28,7 +28,7 @@ from ..modes import Mode, Pace, Paces
 from ..regions import RegionKind, order_places
 from .clocks import Clocks
 from .gather import Calls
-from .inbox import Inbox
+from .inbox import SliceInbox
 from .opening import Opening
 
 _EVENT = struct.Struct("<qq")
@@ -62,7 +62,7 @@ class Event(NamedTuple):
         return Event(EventKind(kind), index)
 
 
-class Order(Protocol):
+class Sequencer(Protocol):
     """Gives the events of a store at one server."""
 
     def next(self, version: int) -> Event:
@@ -79,7 +79,7 @@ class Order(Protocol):
 
 
 class Follower:
-    """See `Order`: that of a server which does as server 0 says."""
+    """See `Sequencer`: that of a server which does as server 0 says."""
 
     def __init__(self, opening: Opening) -> None:
         places = order_places(opening.spec)
@@ -87,25 +87,25 @@ class Follower:
         self._first, self._opening, self._number = opening.member.servers[0], opening, 0
 
     def next(self, version: int) -> Event:
-        """See `Order`."""
+        """See `Sequencer`."""
         self._number += 1
         data = wait(self._opening, self._mailbox, self._number, self._first)
         return Event.from_bytes(data)
 
     def pace(self, rank: int) -> Pace | None:
-        """See `Order`."""
+        """See `Sequencer`."""
         return None
 
     def described(self) -> Mapping[str, object]:
-        """See `Order`."""
+        """See `Sequencer`."""
         return {}
 
     def close(self) -> None:
-        """See `Order`."""
+        """See `Sequencer`."""
 
 
 class Leader:
-    """See `Order`: server 0's. A thread for each slice waits for its commits.
+    """See `Sequencer`: server 0's. A thread for each slice waits for its commits.
 
     Args:
         opening: of the store.
@@ -114,7 +114,7 @@ class Leader:
         calls: where workers wait.
     """
 
-    def __init__(self, opening: Opening, mode: Mode, inbox: Inbox, calls: Calls) -> None:
+    def __init__(self, opening: Opening, mode: Mode, inbox: SliceInbox, calls: Calls) -> None:
         self._opening, self._member, self._calls = opening, opening.member, calls
         self._inbox, self._bounded = inbox, mode.staleness is not None
         committers = opening.committers
@@ -159,7 +159,7 @@ class Leader:
             self._come.put(error)
 
     def next(self, version: int) -> Event:
-        """See `Order`."""
+        """See `Sequencer`."""
         event = self._find(version)
         self._number += 1
         data = event.to_bytes()
@@ -229,7 +229,7 @@ class Leader:
         self._paces.add(self._pace)
 
     def pace(self, rank: int) -> Pace | None:
-        """See `Order`."""
+        """See `Sequencer`."""
         return self._pace
 
     def _check_stopped(self) -> None:
@@ -253,11 +253,11 @@ class Leader:
             )
 
     def described(self) -> Mapping[str, object]:
-        """See `Order`."""
+        """See `Sequencer`."""
         return {"clocks": list(self._clocks.now), **self._paces.described()}
 
     def close(self) -> None:
-        """See `Order`."""
+        """See `Sequencer`."""
         self._closing = True
 
 

@@ -22,9 +22,9 @@ from ..messages import APPLY, GO_ON, PUBLISH, RELEASE, Bytes, Commit, Disagreeme
 from ..regions import RegionKind
 from .arrivals import ArrivingUnits
 from .gather import Calls, Gatherer
-from .inbox import Inbox
+from .inbox import SliceInbox
 from .opening import Opening
-from .order import EventKind, Follower, Leader, Order, check_open
+from .order import EventKind, Follower, Leader, Sequencer, check_open
 from .publish import Results
 from .versions import Versions
 
@@ -71,7 +71,7 @@ class Round:
 class OwnPace(Versions):
     """See `Versions`; a version that `advance` makes is that of one commit, or of all together."""
 
-    _inbox: Inbox  # made by what is above
+    _inbox: SliceInbox  # made by what is above
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class OwnPace(Versions):
         follower = None if first else Follower(opening)  # others look for its memory
         super().__init__(opening, make_kernel, threads, calls, results, fail)
         self._opening = opening
-        self._order: Order = follower or Leader(opening, opening.mode, self._inbox, calls)
+        self._order: Sequencer = follower or Leader(opening, opening.mode, self._inbox, calls)
         self._deliveries = Deliveries(opening, self._publication.master)
         self._rounds = {rank: Round() for rank in opening.committers}
         self._sent: dict[int, list[Transfer]] = {}
@@ -94,7 +94,7 @@ class OwnPace(Versions):
         self._idle = replace(Commit.empty(0, APPLY, opening.spec), weight=0.0)
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
-        self._inbox = Inbox(opening, self._shard, calls)
+        self._inbox = SliceInbox(opening, self._shard, calls)
         return self._inbox
 
     def described(self) -> Mapping[str, object]:

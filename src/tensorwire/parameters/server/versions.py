@@ -85,7 +85,9 @@ class Versions:
         if spec.ema:
             average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
             averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
-        kept = opening.allocate(RegionKind.KEPT).array()[:size] if opening.durable else None
+        # Slot 0 would do, but for a successor, and where slice 0 is computed meanwhile.
+        apart = opening.durable or not opening.mode.is_sync
+        kept = opening.allocate(RegionKind.KEPT).array()[:size] if apart else None
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
             average, averaged, kept,
