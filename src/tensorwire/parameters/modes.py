@@ -84,33 +84,51 @@ class Paces:
     """What was told of versions that were adopted, by one worker or all.
 
     Attributes:
-        behind, delays: how often each number was there.
+        behind, delays: how often each number was there; from 16 up how often one from it to its
+            double was, so that there are few.
+        most_behind, most_delay: the largest numbers.
         last: that was told.
     """
 
     def __init__(self) -> None:
         self.behind: Counter[int] = Counter()
         self.delays: Counter[int] = Counter()
+        self.most_behind = self.most_delay = 0
         self.last: Pace | None = None
 
     def add(self, pace: Pace) -> None:
         """A version was adopted."""
         self.last = pace
-        self.behind[pace.behind] += 1
-        self.delays[pace.delay] += 1
+        self.behind[_bin_of(pace.behind)] += 1
+        self.delays[_bin_of(pace.delay)] += 1
+        self.most_behind = max(self.most_behind, pace.behind)
+        self.most_delay = max(self.most_delay, pace.delay)
 
     def joined(self, other: Paces) -> Paces:
         """Those of both."""
         both = Paces()
         both.behind, both.delays = self.behind + other.behind, self.delays + other.delays
+        both.most_behind = max(self.most_behind, other.most_behind)
+        both.most_delay = max(self.most_delay, other.most_delay)
         return both
 
     def described(self) -> dict[str, Any]:
         """For a report and `tensorwire status`."""
-        behind, delays = self.behind.copy(), self.delays.copy()
         return {
-            "staleness_max": max(behind, default=0),
-            "staleness": {str(each): behind[each] for each in sorted(behind)},
-            "delay_max": max(delays, default=0),
-            "delays": {str(each): delays[each] for each in sorted(delays)},
+            "staleness_max": self.most_behind,
+            "staleness": _named(self.behind.copy()),
+            "delay_max": self.most_delay,
+            "delays": _named(self.delays.copy()),
         }
+
+
+_EXACT = 16
+
+
+def _bin_of(number: int) -> int:
+    return number if number < _EXACT else 1 << number.bit_length() - 1
+
+
+def _named(counts: Counter[int]) -> dict[str, int]:
+    names = {n: str(n) if n < _EXACT else f"{n}-{2 * n - 1}" for n in sorted(counts)}
+    return {name: counts[number] for number, name in names.items()}
