@@ -139,7 +139,7 @@ def uneven(job: tw.Job, last: bool) -> int:
 
 def test_who_waits_for_all_holds_nobody_back(team: Team) -> None:
     for value in team.run(uneven, False, mode="bounded", staleness=1):
-        assert digits(value, 2)[0] >= 16
+        assert digits(value, 2)[0] >= 15  # worker 1 came back where worker 0 was, at 12
     assert digits(team.run(uneven, True, mode="bounded", staleness=1)[0], 2) == [17, 3]
 
 
