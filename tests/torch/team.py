@@ -48,9 +48,10 @@ class Team:
         """What `case(job, *args)` returns in each worker of a job that ends in good order.
 
         Options: workers (2; 0: one process without a server), servers (1), slices, transports
-        (or by rank), pipeline (1), network (True: servers are reached by tcp, and workers may share
-        memory with each other), hosts (of `hosts.two_hosts()`: servers and workers take turns on
-        them), imports (modules that servers may import; or by rank what each worker was told).
+        (or by rank), pipeline (1), mode and staleness, network (True: servers are reached by tcp,
+        and workers may share memory with each other), hosts (of `hosts.two_hosts()`: servers and
+        workers take turns on them), imports (modules that servers may import; or by rank what each
+        worker was told).
         """
         outcomes, codes = self._run(case, args, **options)
         for outcome in outcomes:
@@ -128,12 +129,15 @@ class Team:
         slices: int | None = None,
         transports: Sequence[str] | dict[int, Sequence[str]] | None = None,
         pipeline: int = 1,
+        mode: str = "sync",
+        staleness: int | None = None,
         network: bool = False,
         hosts: Sequence[Host] = (),
         imports: str | dict[int, str] = "",
     ) -> tuple[list[Any], list[int]]:
         with self._afresh_after_silence():
-            options = {"slices": slices, "pipeline": pipeline}
+            options: dict[str, Any] = {"slices": slices, "pipeline": pipeline}
+            options |= {"mode": mode, "staleness": staleness}
             self._start_workers(workers or 1)
             environment = {}
             if workers:

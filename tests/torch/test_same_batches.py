@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire.torch as tw
+from tensorwire.parameters import SYNC
 from tensorwire.torch.replica.same_batches import STEPS, SameBatches
 
 POINTS = torch.arange(80.0).view(40, 2).sin()
@@ -88,7 +89,7 @@ def test_one_worker_compares_nothing(team: Team) -> None:
 
 def test_a_pipeline_compares_nothing() -> None:
     def looks(replicas: int, pipeline: int) -> bool:
-        job: Any = SimpleNamespace(replicas=replicas, pipeline=pipeline, batches=0)
+        job: Any = SimpleNamespace(replicas=replicas, pipeline=pipeline, batches=0, mode=SYNC)
         return SameBatches(job).looks
 
     assert looks(2, 1)

@@ -243,6 +243,19 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
             table.add_row(*head, *row)
             head = [""] * len(about)
     console.print(table)
+    for store in job["servers"][0]["stores"]:
+        if "clocks" in store:
+            console.print(f"  {_pace(store)}", markup=False, highlight=False)
+
+
+def _pace(store: dict[str, Any]) -> str:
+    """Where the slices of a store are, each of which goes at its own pace."""
+    clocks = ", ".join(map(str, store["clocks"]))
+    found = ", ".join(f"{count} x {behind}" for behind, count in store["staleness"].items())
+    return (
+        f"store {store['number']}: slices have made {clocks} steps; staleness of versions at most "
+        f"{store['staleness_max']}" + (f" ({found})" if found else "")
+    )
 
 
 def _show_members(job: dict[str, Any], console: Console) -> None:

@@ -33,11 +33,13 @@ from .messages import (
     Hyper,
     Result,
 )
+from .modes import SYNC, Mode, Pace, Paces, checked_mode
 from .regions import AVERAGE
 from .server.process import serve
 from .server.server import Server, most_threads
 from .shard import threads_for
 from .worker.local import LocalStore
+from .worker.own_pace import OwnPaceStore
 from .worker.snapshot import PresentVersion, Readable, RemoteSnapshot, Snapshot
 from .worker.store import Part, Place, RemoteStore, Store
 
@@ -54,6 +56,7 @@ __all__ = [
     "PUSHED",
     "REDUCE",
     "REDUCED",
+    "SYNC",
     "WANT_NORM",
     "WITH_GRADIENT",
     "Bytes",
@@ -65,6 +68,10 @@ __all__ = [
     "Lent",
     "LocalStore",
     "Lookup",
+    "Mode",
+    "OwnPaceStore",
+    "Pace",
+    "Paces",
     "Part",
     "Place",
     "PresentVersion",
@@ -84,6 +91,7 @@ __all__ = [
     "TensorSpec",
     "Tile",
     "Weight",
+    "checked_mode",
     "most_threads",
     "padded",
     "serve",

@@ -91,7 +91,8 @@ class Contributions:
         self._all_alike = all(
             each == commit.present for each, commit in zip(alike, commits, strict=True)
         )
-        self.all_present = all(b"\0" not in commit.present for commit in commits)
+        # One without weight takes no part: it has no gradient, and none is missed.
+        self.all_present = all(b"\0" not in each.present for each in commits if each.weight)
         applied = [counts[tensor] for tensor in here]
         same = not applied or min(applied) == max(applied)
         self._first_scalars: Scalars = ()

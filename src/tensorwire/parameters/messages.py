@@ -9,6 +9,7 @@ the message. docs/parameters.md has the tables.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .layout import MALFORMED, Spec, checked_wants
+from .modes import SYNC, Mode, checked_mode
 
 Bytes = NDArray[np.uint8]
 Hyper = tuple[float, ...]
@@ -26,6 +28,10 @@ Hyper = tuple[float, ...]
 APPLY, REDUCE, PUBLISH, RELEASE = 1, 2, 3, 4
 """Operations: reduce and apply; reduce only, the result is kept; slot 0's values become the
 parameters; the store is not needed any more."""
+
+PAUSE, GO_ON = 5, 6
+"""Operations of one slice, where each worker goes at its own pace: no version is made until it says
+that it goes on."""
 
 REDUCED = 1
 """Flag of APPLY and REDUCE: the reduced gradient is kept already."""
@@ -39,6 +45,8 @@ OPERATION_NAMES = {
     REDUCE: "synchronize() or clip_grad_norm_()",
     PUBLISH: "DistributedOptimizer(), edit() or load()",
     RELEASE: "close(), add_param_group() or edit()",
+    PAUSE: "save() or state_dict()",
+    GO_ON: "save() or state_dict()",
 }
 
 # numpy's structured arrays say the same and take ten times as long for a few numbers.
@@ -69,7 +77,8 @@ class DisagreementError(ValueError):
 class Description(NamedTuple):
     """A store as one worker wants it; docs/parameters.md tells of home, view and wants.
 
-    `durable`: it is to outlive the servers, where their memory does.
+    `durable`: it is to outlive the servers, where their memory does. `mode`: how the steps of
+    workers follow each other.
     """
 
     home: int
@@ -77,11 +86,18 @@ class Description(NamedTuple):
     wants: Sequence[int] | None
     spec: Spec
     durable: bool = False
+    mode: Mode = SYNC
 
     def to_json(self) -> bytes:
         """As it travels."""
         wants = None if self.wants is None else list(self.wants)
-        raw = {"home": self.home, "view": self.view, "wants": wants, "durable": self.durable}
+        raw: dict[str, object] = {
+            "home": self.home,
+            "view": self.view,
+            "wants": wants,
+            "durable": self.durable,
+        }
+        raw |= {"mode": self.mode.name, "staleness": self.mode.staleness}
         return json.dumps({**raw, "spec": self.spec.to_json().decode()}).encode()
 
     @staticmethod
@@ -94,7 +110,8 @@ class Description(NamedTuple):
                 raise ValueError(f"there is no server {home}")
             spec = Spec.from_json(raw["spec"].encode())
             wants = checked_wants(raw["wants"], spec)
-            return Description(home, int(raw["view"]), wants, spec, raw["durable"] is True)
+            mode = checked_mode(raw["mode"], raw["staleness"])
+            return Description(home, int(raw["view"]), wants, spec, raw["durable"] is True, mode)
         except MALFORMED as error:
             raise ValueError(str(error)) from error
 
@@ -137,6 +154,13 @@ class Commit:
     def _packed_hyper(self) -> bytes:
         numbers = [number for group in self.hyper for number in group]
         return struct.pack(f"<{len(numbers)}d", *numbers)
+
+    @staticmethod
+    def empty(version: int, operation: int, spec: Spec) -> Commit:
+        """One without gradients and hyper-parameters."""
+        hyper = ((0.0,) * len(spec.hyper),) * spec.groups
+        present = bytes(len(spec.tensors))
+        return Commit(version, operation, 0, 1.0, math.inf, 1.0, hyper, present)
 
     @staticmethod
     def size_bytes(groups: int, names: int, tensors: int) -> int:

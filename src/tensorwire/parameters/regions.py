@@ -16,7 +16,7 @@ from tensorwire.membership import ServerMember, WorkerMember
 from tensorwire.memory import Region, mailbox_bytes
 
 from .journal import PROGRESS_AT
-from .layout import Share, padded
+from .layout import Share, Spec, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
 from .snapshot import REPLY_BYTES
@@ -33,6 +33,8 @@ class RegionKind(StrEnum):
     COMMIT, ARRIVED, STATE = "commit", "arrived", "state"
     COUNTS, SCALARS, AVERAGED = "counts", "scalars", "averaged"
     NORMS, MASTER = "norms", "master"
+    # At all servers but the first, where each worker goes at its own pace.
+    ORDER = "order"
     # Of snapshots of versions: what is asked for, who holds which, each of them, at a server; what
     # is answered, at a worker.
     ASKS, HOLDERS, SNAPSHOT, REPLY = "asks", "holders", "snapshot", "reply"
@@ -50,6 +52,7 @@ UNIT_BYTES = 1 << 20
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _REPLY_BLOCK_BYTES = mailbox_bytes(REPLY_BYTES)
 _STAMP_BYTES = 8
+_ORDER_BYTES = 16
 # What peers may; else all.
 _UNSEEN = (
     RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO,
@@ -75,6 +78,11 @@ def allocate_at_worker(
     if access == "r" and member.memory.durable:
         access = "rw"
     return member.memory.allocate(size_bytes, name=name, access=access)
+
+
+def order_places(spec: Spec) -> int:
+    """How many events of ORDER can be under way: for each slice its commit, an answer and more."""
+    return 3 * spec.slices + 4
 
 
 def result_block(server: int) -> slice:
@@ -131,7 +139,8 @@ class ServerRegions:
         stamps = _STAMP_BYTES * len(self.units)
         self.unit_words = range(0, stamps, _STAMP_BYTES)
         self._stamps = slice(commit, commit + stamps)
-        norms = padded(mailbox_bytes(8 * max(len(each.cells) for each in shares)))
+        # In two places, for those who are a version apart.
+        norms = padded(mailbox_bytes(8 * max(len(each.cells) for each in shares), 2))
         self._norms_bytes = norms
         self._sizes = {
             RegionKind.VIEW: share.layout.size_bytes,
@@ -143,8 +152,10 @@ class ServerRegions:
             RegionKind.COMMIT: mailbox_bytes(commit + stamps),
             RegionKind.ARRIVED: stamps,
             RegionKind.NORMS: norms * len(shares),
+            RegionKind.ORDER: mailbox_bytes(_ORDER_BYTES, order_places(spec)),
         }  # of all others: the share's
-        self._access = {RegionKind.COMMIT: "w", RegionKind.ARRIVED: "w", RegionKind.NORMS: "w"}
+        written = RegionKind.COMMIT, RegionKind.ARRIVED, RegionKind.NORMS, RegionKind.ORDER
+        self._access = dict.fromkeys(written, "w")
         # Who has a part of the model reads the rest there.
         self._access[RegionKind.MASTER] = "none" if spec.pipeline == 1 else "r"
 

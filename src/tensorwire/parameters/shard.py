@@ -418,7 +418,8 @@ class Shard:
     def _copy_buffers(
         self, commits: Sequence[Commit], publisher: Publisher | None, arrivals: Arrivals | None
     ) -> None:
-        for index in self._copied:
+        # Alone, another slice than the first does not say what buffers are.
+        for index in self._copied if commits[0].weight else ():
             if arrivals:
                 arrivals.wait(index)
             cell, tile = self.share.cells[index], self._tiles[index]

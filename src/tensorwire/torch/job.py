@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from tensorwire.membership import SLICES, World
-from tensorwire.parameters import Result
+from tensorwire.parameters import Mode, Result, checked_mode
 
 from . import checkpoint, discovery
 from .console import ProgressLine
@@ -32,7 +32,8 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, checked_seed, seed_of
+from .loader import Loader, checked_seed, generator_of
+from .modes import check_slices, place_in, told_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
@@ -55,6 +56,8 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     durable: bool | None = None,
+    mode: str = "sync",
+    staleness: int | None = None,
 ) -> Job:
     """Joins the job that this process was started for; alone, it makes a job of one worker.
 
@@ -83,6 +86,11 @@ def init(
         durable: whether a process of the job that is killed is replaced (docs/fault-tolerance.md).
             None: as the launcher says; False: nobody is, and servers note nothing; True: an error
             where the launcher replaces nobody. The same in all workers.
+        mode: "sync": a version is made of the gradients of all slices. "async": each worker steps
+            when it is done, with parameters of its own, and adopts the newest version in its
+            `step()`; "bounded": it waits there while it is more than `staleness` steps ahead of
+            the slowest. docs/modes.md. The same in all workers.
+        staleness: a number of steps from 0 up, for "bounded".
 
     Raises:
         RuntimeError: there is a job that was made with other arguments, `job.close()` it first; or
@@ -95,7 +103,7 @@ def init(
     global _current
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size are given together, or neither")
-    seed = checked_seed(seed)
+    seed, checked = checked_seed(seed), checked_mode(mode, staleness)
     if not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"pipeline is a number of workers from 1 up, not {pipeline!r}")
     given = {
@@ -106,6 +114,8 @@ def init(
         "rank": rank,
         "world_size": world_size,
         "durable": durable,
+        "mode": mode,
+        "staleness": staleness,
     }
     if _current is not None and not _current.closed:
         _current._check_same(given)
@@ -115,14 +125,15 @@ def init(
         os.environ["TENSORWIRE_TRANSPORTS"] = ",".join(transports)
     try:
         place = discovery.find_place(rank, world_size)
-        place = discovery.as_durable(place, durable)
+        place = place_in(place, checked, durable, pipeline)
         place = replace(place, pipeline=1 if place.workers == 1 else pipeline)
         if slices is not None:
             place = replace(place, slices=slices)
         elif place.workers > 1 and SLICES not in os.environ:
             place = replace(place, slices=place.replicas)
         place.check()
-        _current = Job(place, seed, given)
+        check_slices(place, checked)
+        _current = Job(place, seed, checked, given)
     except BaseException:
         discovery.leave(orderly=False)
         raise
@@ -163,8 +174,8 @@ class Job:
             end with the job.
     """
 
-    def __init__(self, world: World, seed: int, given: Mapping[str, Any]) -> None:
-        self.session = session = Session(world, seed)
+    def __init__(self, world: World, seed: int, mode: Mode, given: Mapping[str, Any]) -> None:
+        self.session = session = Session(world, seed, mode)
         self.rank = session.rank
         self.size = session.size
         self.pipeline = session.pipeline
@@ -343,18 +354,7 @@ class Job:
         Raises:
             ValueError: this worker has several slices and none is named; a number is negative.
         """
-        if slice_index is None:
-            if len(self.my_slices) > 1:
-                raise ValueError(
-                    f"this worker computes the slices {list(self.my_slices)}: say for which one "
-                    "the generator is, job.generator(step, slice_index)"
-                )
-            slice_index = self.my_slices[0]
-        epoch = self.epoch if epoch is None else epoch
-        if min(step, slice_index, epoch) < 0:
-            raise ValueError("step, slice and epoch are numbers from 0 up")
-        # The last part keeps these apart from the loader's.
-        return torch.Generator().manual_seed(seed_of(self.seed, epoch, step, slice_index, -1))
+        return generator_of(self.session, step, slice_index, epoch)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Counts epochs, from where a loaded checkpoint was; worker 0 shows the progress."""
@@ -508,12 +508,10 @@ class Job:
         """
         member = self.session.member
         waited = [] if member is None else list(member.takeovers_s)
-        about = {"workers": self.size, "slices": self.slices, "rank": self.rank}
-        return self.statistics.report(
-            {**about, "server_takeovers_s": waited},
-            [replica.store for replica in self.local_replicas],
-            path,
-        )
+        about: dict[str, Any] = {"workers": self.size, "slices": self.slices, "rank": self.rank}
+        stores = [replica.store for replica in self.local_replicas]
+        about |= {**told_of(self.session.mode, stores), "server_takeovers_s": waited}
+        return self.statistics.report(about, stores, path)
 
     # ---- the end
 

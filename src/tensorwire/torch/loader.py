@@ -69,6 +69,24 @@ def deal(count: int, slices: int, batch_size: int, drop_last: bool) -> list[list
     return steps
 
 
+def generator_of(
+    session: Session, step: int, slice_index: int | None, epoch: int | None
+) -> torch.Generator:
+    """See `Job.generator`."""
+    if slice_index is None:
+        if len(session.my_slices) > 1:
+            raise ValueError(
+                f"this worker computes the slices {list(session.my_slices)}: say for which one "
+                "the generator is, job.generator(step, slice_index)"
+            )
+        slice_index = session.my_slices[0]
+    epoch = session.epoch if epoch is None else epoch
+    if min(step, slice_index, epoch) < 0:
+        raise ValueError("step, slice and epoch are numbers from 0 up")
+    # The last part keeps these apart from the loader's.
+    return torch.Generator().manual_seed(seed_of(session.seed, epoch, step, slice_index, -1))
+
+
 class _Batch(list[int]):
     """Indices of samples, and the seed of what is random in reading them."""
 

@@ -26,7 +26,6 @@ from .replica.replica import Replica
 if TYPE_CHECKING:
     from .pipeline.pipeline import Split
 
-MODES = ("sync",)
 PLACEMENTS = ("plan", "copy")
 SPARSE = ("exact", "lazy")
 
@@ -35,7 +34,7 @@ def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module | Split,
     *,
-    mode: str = "sync",
+    mode: str | None = None,
     max_norm: float | None = None,
     buffers: str = "broadcast",
     placement: str = "plan",
@@ -59,7 +58,7 @@ def DistributedOptimizer(
             processes share a model, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
             optimizer is then SGD without momentum and weight decay.
-        mode: "sync": a version is made of the gradients of all slices.
+        mode: that of the job, which `tw.init(mode=…)` was told; another one is an error.
         max_norm: scale every averaged gradient down to this norm (2-norm over all parameters of
             the optimizer). Costs one more pass over the gradients, on the servers.
         buffers: what happens to buffers such as BatchNorm's statistics after every step:
@@ -105,8 +104,11 @@ def DistributedOptimizer(
             "the first argument of DistributedOptimizer has to be a torch.optim.Optimizer, not "
             f"{type(optimizer).__name__}: DistributedOptimizer(optimizer, model)"
         )
-    if mode not in MODES:
-        raise ValueError(f"mode is {' or '.join(map(repr, MODES))}, not {mode!r}")
+    if mode not in (None, job.session.mode.name):
+        raise ValueError(
+            f"the mode of this job is {job.session.mode.name!r}, not {mode!r}: it is given to "
+            "tw.init(mode=…), for all optimizers"
+        )
     if max_norm is not None:
         _check_norm(max_norm)
     if placement not in PLACEMENTS:
@@ -289,6 +291,7 @@ class DistributedMixin:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
         core.between_steps("add_param_group()")
+        core.session.meet()
         core.ownership.check_movable("add_param_group()")
         state = core.state.saved()
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -309,6 +312,7 @@ class DistributedMixin:
         """As in torch, on all workers; worker 0's state wins."""
         core = self._tensorwire
         core.between_steps("load_state_dict()")
+        core.session.meet()
         core.withdraw()
         super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]
         if core.ownership.split:

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 from tensorwire.errors import TensorwireError, consequence
 from tensorwire.membership import LOOPBACK, Collective, WorkerMember, World
 from tensorwire.memory import Node
-from tensorwire.parameters import LocalStore, Part, RemoteStore, Result, Spec, Store
+from tensorwire.parameters import (
+    LocalStore,
+    Mode,
+    OwnPaceStore,
+    Part,
+    RemoteStore,
+    Result,
+    Spec,
+    Store,
+)
 
 from . import rendezvous
 from .group import Machines, address_in, connect, machine_name
@@ -40,9 +49,11 @@ class Session:
     Args:
         world: which worker this is.
         seed: of everything random; worker 0's counts.
+        mode: how the steps of workers follow each other.
 
     Attributes:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
+        mode: as given.
         done: epochs that a checkpoint of now has behind it.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         position: the same, for a checkpoint.
@@ -54,8 +65,9 @@ class Session:
         closed: true after `close`.
     """
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, mode: Mode) -> None:
         global _present
+        self.mode = mode
         self.rank = world.rank
         self.size = world.workers
         self.pipeline = world.pipeline
@@ -153,8 +165,10 @@ class Session:
         store: Store
         if self.member is None:
             store = LocalStore(spec, kernel)
-        else:
+        elif self.mode.is_sync:
             store = RemoteStore(self.member, number, spec, part)
+        else:
+            store = OwnPaceStore(self.member, number, spec, self.mode)
         self._stores.append(store)
         return store
 
@@ -253,6 +267,11 @@ class Session:
     def barrier(self) -> None:
         """Returns when every worker has called it."""
         self.sum([])
+
+    def meet(self) -> None:
+        """A call begins that all workers make; until its end nobody steps."""
+        if not self.mode.is_sync:  # else steps keep them together
+            self.barrier()
 
     def machines(self) -> Machines:
         """The processes that share a model with this one, connected.

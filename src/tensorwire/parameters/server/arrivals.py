@@ -28,20 +28,20 @@ class Announced(NamedTuple):
 
 
 class ArrivingUnits:
-    """What all commits have announced for one version; see `Arrivals`."""
+    """What all commits have `announced` for one version; see `Arrivals`."""
 
     def __init__(self, units: Sequence[range], announced: Sequence[Announced]) -> None:
         self._unit_of = [number for number, unit in enumerate(units) for _ in unit]
-        self._announced = announced
+        self.announced = announced
         self._here = bytearray(len(units))
         self._lock = threading.Lock()
         self.waited_s = 0.0
 
     def order(self, cells: Sequence[int]) -> list[int]:
         """See `Arrivals`. Workers send in much the same order."""
-        if not self._announced:
+        if not self.announced:
             return list(cells)
-        last = np.max([each.stamps for each in self._announced], axis=0).tolist()
+        last = np.max([each.stamps for each in self.announced], axis=0).tolist()
         return sorted(cells, key=lambda cell: last[self._unit_of[cell]])
 
     def wait(self, cell: int) -> None:
@@ -49,7 +49,7 @@ class ArrivingUnits:
         unit = self._unit_of[cell]
         if self._here[unit]:
             return
-        for words, stamps, wait in self._announced:
+        for words, stamps, wait in self.announced:
             word, stamp = words[unit], int(stamps[unit])
             if word.value < stamp:
                 started = time.perf_counter()

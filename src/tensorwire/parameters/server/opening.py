@@ -31,6 +31,7 @@ class Opening:
         mapped: the workers that have this server's memory mapped, and can produce gradients there.
         homes: the servers whose views are used.
         durable: a successor of this server could go on with it.
+        mode: how the steps of workers follow each other.
         closing: nobody waits for the store any more.
     """
 
@@ -45,6 +46,7 @@ class Opening:
         shares = Layout(spec).deal(len(member.servers) + 1)
         self.regions = ServerRegions(number, shares, member.index)
         self.homes = {each.home for each in self.descriptions.values()} - {-1}
+        self.mode = self.descriptions[0].mode
         self.durable = member.durable and self.descriptions[0].durable
         if member.durable and not self.durable:
             member.decline_successor()
@@ -163,6 +165,11 @@ def agreed(descriptions: Mapping[int, Description]) -> Spec:
         if mine.durable != descriptions[0].durable:
             raise DisagreementError(
                 f"worker {rank} and worker 0 do not say the same about tw.init(durable=…)"
+            )
+        if mine.mode != descriptions[0].mode:
+            raise DisagreementError(
+                f"worker {rank} says tw.init({mine.mode}), and worker 0 tw.init("
+                f"{descriptions[0].mode}): all workers say the same"
             )
         owner = descriptions.get(mine.view)
         if mine.view != rank and (

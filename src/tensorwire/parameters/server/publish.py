@@ -155,12 +155,15 @@ class Norms:
 
     def __init__(self, opening: Opening) -> None:
         regions, region = opening.regions, opening.allocate(RegionKind.NORMS)
+        # Where each worker goes at its own pace no worker waits until all have read the last ones.
+        places = 1 if opening.mode.is_sync else 2
         self._persist = opening.member.persist
         self._servers, block = regions.servers, regions.norms_block
         self._others = {}
         for server, peer in sorted(opening.member.servers.items()):
             theirs = opening.look_up(peer, RegionKind.NORMS)[block(regions.server)]
-            self._others[server] = peer, Mailbox(region[block(server)]), RemoteMailbox(theirs)
+            ends = Mailbox(region[block(server)], places), RemoteMailbox(theirs, places)
+            self._others[server] = peer, *ends
             self._persist(peer, _say_ready, theirs)
         for peer, inbox, _ in self._others.values():
             self._persist(peer, partial(inbox.wait, 1, peer=peer))
@@ -254,6 +257,14 @@ class Results:
             if self._over:
                 raise ClosedError("the job is over")
             self._member.tell_workers(self._mailboxes, data, result.version)
+
+    def answer(self, rank: int, result: Result, after: list[Transfer]) -> None:
+        """Tells one worker, behind transfers that are under way; adds what is sent to these."""
+        with self._sending:
+            if self._over:
+                raise ClosedError("the job is over")
+            sent = self._mailboxes[rank].send(result.to_bytes(), result.version, after or None)
+        after.append(sent)
 
     def poison(self, text: str) -> None:
         """Tells every worker that no version will follow. Called once, by the main thread."""

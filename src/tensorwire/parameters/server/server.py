@@ -10,40 +10,28 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
 from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
-from tensorwire.memory import wait_all
-from tensorwire.transitions import END, OPENING, VERSION
+from tensorwire.transitions import END, OPENING
 from tensorwire.walk import Walk
 
 from ..journal import Journal
 from ..kernel import Kernel
 from ..layout import Share
 from ..messages import (
-    APPLY,
-    PUBLISH,
-    PUSHED,
-    REDUCED,
-    RELEASE,
-    WANT_NORM,
     Bytes,
-    Commit,
     DisagreementError,
-    Result,
 )
-from ..regions import AVERAGE, RegionKind
-from ..shard import Shard, ShardMemory
-from .gather import Calls, EverySlice, Gathered, Gatherer
+from ..regions import RegionKind
+from .gather import Calls
 from .opening import Opening
-from .publish import Chunks, Norms, Publication, Results, await_others, say_through
-from .snapshots import Snapshots
+from .own_pace import OwnPace
+from .publish import Results, await_others, say_through
+from .versions import Versions
 
 _JOIN_S = 10.0
 _MOST_STORES = 1 << 20  # of a job whose servers may be replaced; a byte each
@@ -194,13 +182,14 @@ class Server:
         """The open stores, as `tensorwire status` shows them."""
         for store in self._stores:
             if store.share is not None and not store.closing.is_set():
-                spec, share = store.share.layout.spec, store.share
+                spec, share, versions = store.share.layout.spec, store.share, store.versions
                 yield {
                     "number": store.number,
                     "optimizer": spec.optimizer,
                     "tensors": len(spec.tensors),
                     "bytes": share.size_bytes,
                     "version": store.version,
+                    **({} if versions is None else versions.described()),
                 }
 
     def _tell(self, error: BaseException) -> None:
@@ -225,6 +214,7 @@ class StoreServer:
         version: the last that was made.
         results: what workers are told.
         closing: set when nobody waits for the store any more.
+        versions: as they are made; None before it is open, and when no more are.
     """
 
     def __init__(self, server: Server, number: int) -> None:
@@ -237,7 +227,7 @@ class StoreServer:
         name = f"tensorwire-store-{number}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._opening: Opening | None = None
-        self._versions: Versions | None = None
+        self.versions: Versions | None = None
         self._last: tuple[int, Bytes] | None = None  # that is made, if no other follows
         self._open, self._end = self._bind_opening(), self._bind_end()
 
@@ -251,13 +241,13 @@ class StoreServer:
         try:
             try:
                 self._open(self, None)
-                while self._versions is not None and not self._versions.over:
-                    self._versions.advance(self.version + 1)
+                while self.versions is not None and not self.versions.over:
+                    self.versions.advance(self.version + 1)
                     self.version += 1
             finally:
-                if self._versions is not None:
-                    self._versions.close()
-                self._versions = None  # what it has is given back when the regions are freed
+                if self.versions is not None:
+                    self.versions.close()
+                self.versions = None  # what it has is given back when the regions are freed
             self._end(self, None)
         except BaseException as error:
             if self.closing.is_set() or server.member.all_left():
@@ -302,8 +292,8 @@ class StoreServer:
 
     @property
     def _made(self) -> Versions:
-        assert self._versions is not None
-        return self._versions
+        assert self.versions is not None
+        return self.versions
 
     def _describe(self) -> None:
         self._opening = Opening(self._server.member, self.number, self.closing)
@@ -311,7 +301,8 @@ class StoreServer:
 
     def _make_ready(self) -> None:
         server = self._server
-        self._versions = Versions(
+        make = Versions if self._opened.mode.is_sync else OwnPace
+        self.versions = make(
             self._opened,
             server.make_kernel,
             server.threads,
@@ -323,14 +314,14 @@ class StoreServer:
     def _tell_opened(self) -> None:
         """Tells the workers that the store is open, or once more what they were told last."""
         told = self._last or self._made.published
-        if self._versions is not None:
-            self._versions.lend()
+        if self.versions is not None:
+            self.versions.lend()
         if told is None:
             self.results.tell_opened()
         else:
             self.results.tell_again(*told)
             self.version = told[0]
-        if self._versions is not None:
+        if self.versions is not None:
             self.share = self._opened.regions.share
 
     def _release(self) -> None:
@@ -344,181 +335,6 @@ class StoreServer:
         self._opening = None
 
 
-class Making:
-    """A version while it is made; each row of VERSION finds what those before it have set.
-
-    Attributes:
-        version: its number.
-        gathered: what the slices have committed.
-        chunks: sends new values to views; None: nobody has to be written to.
-        result: what workers are told.
-    """
-
-    gathered: Gathered
-    chunks: Chunks | None
-    result: Result
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    @property
-    def is_last(self) -> bool:
-        """No version follows."""
-        return self.gathered.commits[0].operation == RELEASE
-
-
-class Versions:
-    """The versions of an open store at this server, as they are made.
-
-    Attributes:
-        over: the last one was made.
-    """
-
-    def __init__(
-        self,
-        opening: Opening,
-        make_kernel: Callable[[str], Kernel],
-        threads: int,
-        calls: Calls,
-        results: Results,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._results = results
-        spec, size = opening.spec, opening.regions.share.size_bytes
-        kernel = make_kernel(spec.optimizer)
-        if kernel.hyper != spec.hyper:
-            raise ValueError(f"{spec.optimizer} has the hyper-parameters {kernel.hyper}")
-        if kernel.scalars != spec.scalars:
-            raise ValueError(f"{spec.optimizer} has the scalars {kernel.scalars}")
-        slots = [opening.allocate(RegionKind.SLOT, i) for i in range(spec.slices)]
-        contributions = [opening.contribution(i, slot) for i, slot in enumerate(slots)]
-        states = {
-            name: opening.allocate(RegionKind.STATE, name).array()[:size] for name in kernel.states
-        }
-        counts = opening.allocate(RegionKind.COUNTS).array("int64")[: len(spec.tensors)]
-        self._publication = Publication(opening)
-        self._norms = Norms(opening)
-        shape = len(spec.tensors), len(spec.scalars)
-        scalars = opening.allocate(RegionKind.SCALARS).array("float64")[: shape[0] * shape[1]]
-        average, averaged = None, np.zeros(0, np.int64)
-        if spec.ema:
-            average = opening.allocate(RegionKind.STATE, AVERAGE).array()[:size]
-            averaged = opening.allocate(RegionKind.AVERAGED).array("int64")[: len(spec.tensors)]
-        kept = opening.allocate(RegionKind.KEPT).array()[:size] if opening.durable else None
-        memory = ShardMemory(
-            self._publication.master, contributions, states, counts, scalars.reshape(shape),
-            average, averaged, kept,
-        )  # fmt: skip
-        self._journal = None
-        if opening.durable:
-            self._journal = _open_journal(opening, kernel, memory, threads)
-        self.over = False
-        self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
-        self._gatherer = Gatherer(opening, self._shard, calls, EverySlice())
-        self._snapshots = Snapshots(opening, memory, fail)
-        # Where a NIC has slots registered, it would go on with the old pages.
-        here = len(opening.mapped) == opening.member.count
-        self._slots = slots if here else []
-        self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
-        self._kept_steps = [1] * len(slots)  # the first step may push what others do not
-        self._stepped = False
-        self._walk = self._bind()
-
-    def _bind(self) -> Walk[Versions, Making]:
-        return Walk[Versions, Making](
-            VERSION,
-            {
-                "version.gathered": Versions._gather,
-                "step": Versions._step,
-                "version.applied": Versions._complete,
-                "version.published": Versions._publish,
-                "version.told": Versions._tell,
-            },
-            {"durable": self._journal is not None},
-        )
-
-    @property
-    def is_new(self) -> bool:
-        """A journal is written, and has no version yet."""
-        return self._journal is not None and not self._journal.published
-
-    def lend(self) -> None:
-        """From now on snapshots are made of what is in place."""
-        self._snapshots.present = self._journal.published if self._journal else 1
-        self._snapshots.start()
-
-    def note_opened(self) -> None:
-        """Notes the version that a store begins with."""
-        assert self._journal
-        self._journal.publish(1, Result(1).to_bytes())
-
-    @property
-    def published(self) -> tuple[int, Bytes] | None:
-        """The version that is noted as complete, and what is told of it; None: no journal."""
-        return None if self._journal is None else (self._journal.published, self._journal.result)
-
-    def advance(self, version: int) -> None:
-        """Makes a version."""
-        self._walk(self, Making(version))
-
-    def _gather(self, making: Making) -> None:
-        making.gathered = self._gatherer.gather(making.version)
-
-    def _step(self, making: Making) -> None:
-        making.chunks = self._publication.begin(making.version)
-        exchange = partial(self._norms.exchange, making.version)
-        finite, norm = self._shard.advance(
-            making.gathered.commits, exchange, making.chunks, making.gathered.arriving
-        )
-        making.result = Result(making.version, finite, norm)
-
-    def _complete(self, making: Making) -> None:
-        """Waits until all views have the new values, and tells how long all took."""
-        if making.chunks:
-            wait_all(making.chunks.finish())
-        _, arriving, started, complete = making.gathered
-        waited = arriving.waited_s / self._shard.threads
-        wait_s, work_s = complete - started + waited, time.perf_counter() - complete - waited
-        notes = (0.0, 0) if self._journal is None else self._journal.cost(self._shard.threads)
-        making.result = Result(
-            making.version, making.result.finite, making.result.norm, wait_s, work_s, *notes
-        )
-
-    def _publish(self, making: Making) -> None:
-        assert self._journal
-        self._journal.publish(making.version, making.result.to_bytes(), making.is_last)
-
-    def _tell(self, making: Making) -> None:
-        self._snapshots.present = making.version
-        self._discard_unused(making.gathered.commits)
-        self._results.tell(making.result)
-        self.over = making.is_last
-
-    def close(self) -> None:
-        """Ends the threads, frees the snapshots, and lets go of the commits."""
-        self._snapshots.close()
-        self._shard.close()
-        self._gatherer.close()
-
-    def _discard_unused(self, commits: Sequence[Commit]) -> None:
-        """Slots need no memory after the first values, nor where gradients are all in place."""
-        self._stepped = self._stepped or commits[0].operation == APPLY
-        if commits[0].operation == PUBLISH and not self._stepped:
-            for slot in self._slots:
-                slot.discard()
-            return
-        # Not at once: who edits parameters between steps writes to it, and new pages take longer.
-        for index, slot in enumerate(self._slots):
-            commit = commits[index]
-            # With WANT_NORM the average is kept, and may be read.
-            steps = commit.operation == APPLY and not commit.flags & (REDUCED | WANT_NORM)
-            pushes = not steps or PUSHED in commit.present
-            self._unused[index] = 0 if pushes else self._unused[index] + 1
-            if self._unused[index] == self._kept_steps[index]:
-                slot.discard()
-                self._kept_steps[index] = _KEPT_STEPS
-
-
 def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
     """The last version of a store, and what was told of it, if a predecessor has made it."""
     if not opening.durable:
@@ -527,16 +343,3 @@ def _last_published(opening: Opening) -> tuple[int, Bytes] | None:
     size = Journal.size_bytes(share, scalars)
     memory = opening.allocate(RegionKind.JOURNAL, None, size).array()
     return Journal.last(share, scalars, memory)
-
-
-def _open_journal(opening: Opening, kernel: Kernel, memory: ShardMemory, threads: int) -> Journal:
-    """The journal of a store at this server, or that of the server in whose place it is."""
-    share, scalars = opening.regions.share, len(opening.spec.scalars)
-    cells, tables = memory.changed_by_cell(share, kernel), memory.changed_by_table(share)
-    sizes = {
-        RegionKind.UNDO: Journal.undo_bytes(cells, threads),
-        RegionKind.TABLE_UNDO: Journal.table_undo_bytes(share, len(kernel.states)),
-    }
-    words = opening.region(RegionKind.JOURNAL).array()
-    undo, rows = (opening.allocate(kind, None, n).array() for kind, n in sizes.items())
-    return Journal(share, scalars, words, undo, rows, cells, tables)

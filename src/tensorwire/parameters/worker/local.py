@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,9 @@ class LocalStore:
         made = LocalSnapshot(self.version, parts, self._held.pop)
         self._held.append(self.version)
         return made
+
+    def still(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         return (self._averaged if averaged else self._counts).copy()

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from tensorwire.walk import Walk
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
 from ..messages import POOLED, PUSHED, RELEASE, Bytes, Commit, Description, Result
+from ..modes import SYNC, Mode
 from ..regions import RegionKind, ServerRegions, allocate_at_worker, result_block
 from ..rows import Gradient, take_meant
 from .link import Answers, Link
@@ -212,6 +213,9 @@ class Store(Protocol):
             RuntimeError, PeerLostError: as `wait`.
         """
 
+    def still(self) -> AbstractContextManager[None]:
+        """Inside no version is made, also where each worker goes at its own pace."""
+
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         """Steps that were applied to each tensor, or values that are `averaged`."""
 
@@ -257,7 +261,12 @@ class RemoteStore:
     """
 
     def __init__(
-        self, member: WorkerMember, number: int, spec: Spec, part: Part | None = None
+        self,
+        member: WorkerMember,
+        number: int,
+        spec: Spec,
+        part: Part | None = None,
+        mode: Mode = SYNC,
     ) -> None:
         self._member, self._number = member, number
         self._history = member.history
@@ -267,13 +276,12 @@ class RemoteStore:
         self._sent = Selection(layout, None if part is None else part.sends)
         servers, place = member.servers, member.place
         self.path = "+".join(sorted({peer.path.transport for peer in servers}))
-        self.asynchronous = self.path != "shm"
-        self.version, self.notes_bytes = 1, 0
-        self._source = source = ViewSource(member, number, layout, self.own)
+        self.asynchronous, self.version, self.notes_bytes = self.path != "shm", 1, 0
+        self._source = source = ViewSource(member, number, layout, self.own, not mode.is_sync)
         self._regions = list(source.allocated.values())
         result = self._allocate(RegionKind.RESULT, result_block(len(servers)).start)
         wants = None if part is None else part.wants
-        text = Description(source.home, source.owner, wants, spec, place.durable).to_json()
+        text = Description(source.home, source.owner, wants, spec, place.durable, mode).to_json()
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
@@ -397,8 +405,7 @@ class RemoteStore:
 
     def _is_elsewhere(self, slice_index: int) -> bool:
         """The slice's gradients are those that a predecessor has brought to the servers."""
-        held = self.lies_ahead(NoteKind.GRADIENTS, slice_index)
-        return held or self.is_committed(slice_index)
+        return self.lies_ahead(NoteKind.GRADIENTS, slice_index) or self.is_committed(slice_index)
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         if self._is_elsewhere(slice_index):
@@ -452,8 +459,8 @@ class RemoteStore:
         shape = spec.groups, len(spec.hyper), len(spec.tensors)
         data = np.frombuffer(noted, np.uint8)
         commit = Commit.from_bytes(data, *shape)
-        size = Commit.size_bytes(*shape)
-        return replace(commit, blocks=data[size:].view(np.uint32).tolist())
+        blocks = data[Commit.size_bytes(*shape) :].view(np.uint32).tolist()
+        return replace(commit, blocks=blocks)
 
     def _commit_again(self, slice_index: int, commit: Commit) -> None:
         """Sends a commit to those servers that have not got it."""
@@ -546,6 +553,9 @@ class RemoteStore:
     def snapshot(self) -> Snapshot:
         return self._asker.make(self.version)
 
+    def still(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def counts(self, averaged: bool = False) -> NDArray[np.int64]:
         total = np.zeros(len(self.layout.places), np.int64)
         kind = RegionKind.AVERAGED if averaged else RegionKind.COUNTS
@@ -576,12 +586,8 @@ class RemoteStore:
             link.write(link.region(RegionKind.SCALARS)[: scalars.nbytes], scalars)
 
     def release(self) -> None:
-        spec = self.layout.spec
-        hyper = ((0.0,) * len(spec.hyper),) * spec.groups
-        present = bytes(len(spec.tensors))
-        version = self.version + 1
         for index in self._gradients:
-            self.commit(index, Commit(version, RELEASE, 0, 1.0, math.inf, 1.0, hyper, present))
+            self.commit(index, Commit.empty(self.version + 1, RELEASE, self.layout.spec))
         self.wait()
         self.close()
 

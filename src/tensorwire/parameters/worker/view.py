@@ -91,13 +91,19 @@ class ViewSource:
         home: that server; -1: there is none.
         owner: the rank of the worker whose view is used where there is no home.
         allocated: regions of this worker.
+
+    Args:
+        private: no other worker sees the memory.
     """
 
-    def __init__(self, member: WorkerMember, store: int, layout: Layout, own: Selection) -> None:
+    def __init__(
+        self, member: WorkerMember, store: int, layout: Layout, own: Selection, private: bool
+    ) -> None:
         self._member, self._store, self._layout, self._own = member, store, layout, own
         paths = [peer.path.transport for peer in member.servers]
-        self.home = paths.index("shm") if "shm" in paths else -1
-        self._neighbour = member.colocation.neighbour() if self.home < 0 else None
+        self.home = paths.index("shm") if "shm" in paths and not private else -1
+        alone = private or self.home >= 0
+        self._neighbour = None if alone else member.colocation.neighbour()
         self.owner = member.place.rank if self._neighbour is None else self._neighbour[0]
         self._starts = changed_starts(layout.deal(len(paths)))
         sizes = {RegionKind.VIEW: own.size_bytes, RegionKind.CHANGED: self._starts[-1]}

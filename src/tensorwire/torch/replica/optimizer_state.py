@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -88,6 +89,13 @@ class OptimizerState:
                     "and job.save() there"
                 )
             return plain()
+        with self._one_version():
+            return self._filled(plain)
+
+    def _one_version(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.snapshot else self._store.still()
+
+    def _filled(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         found = self._read()
         hooks: Any = self._optimizer
         own = getattr(plain, "__func__", None) is torch.optim.Optimizer.state_dict
@@ -285,6 +293,10 @@ class OptimizerState:
 
     def averages(self) -> dict[int, torch.Tensor]:
         """The averages of weights, of parameters that have one."""
+        with self._one_version():
+            return self._read_averages()
+
+    def _read_averages(self) -> dict[int, torch.Tensor]:
         self.average_frozen()
         version, places = self.snapshot or PresentVersion(self._store), self._store.layout.places
         counts = version.counts(averaged=True)

@@ -35,6 +35,7 @@ from tensorwire.parameters import (
 )
 
 from ..model_index import ModelIndex
+from ..modes import check_averages, check_optimizer
 from ..session import Session
 from ..views import flat_bytes, tensor_at
 from .arithmetic import Arithmetic
@@ -48,6 +49,7 @@ from .ownership import Pipelined, Replicated
 from .reducer import Found, GradientState, Reducer
 from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
+from .same_hyper import SameHyper
 from .worker_steps import WorkerSteps
 
 
@@ -116,6 +118,7 @@ class Replica:
         if index is not None:
             self.ownership = Pipelined(model, optimizer, session, index)
         self.same_batches = SameBatches(session)
+        self._same_hyper = SameHyper(len(session.my_slices))
         self._edit_memory = EditMemory()
         self._editing = False
         self._open(self._plan())
@@ -132,10 +135,13 @@ class Replica:
         declared, parameters = self.ownership.declare(others)
         if not any(tensor.kind in WITH_GRADIENT for tensor in declared):
             raise ValueError("no parameter of the optimizer requires a gradient")
-        return parameters, Arithmetic(
+        arithmetic = Arithmetic(
             self.optimizer, declared, self._apply, self._ema, self._lazy_rows,
             self.session.imports, self.ownership.split,
         )  # fmt: skip
+        tables = [each.name for each in declared if each.kind == "rows"]
+        check_optimizer(self.session.mode, self._buffers_kind, arithmetic.by_worker, tables)
+        return parameters, arithmetic
 
     def _open(self, plan: tuple[list[torch.Tensor], Arithmetic]) -> None:
         """Opens a store for all tensors."""
@@ -414,21 +420,12 @@ class Replica:
     def _check_hyper(self) -> None:
         """All slices of a step have the first one's hyper-parameters."""
         self.arithmetic.check_tables()
-        if len(self.session.my_slices) == 1:
-            return
-        hyper = self.arithmetic.hyper()
-        if self.reducer.turn == 0:
-            self._hyper = hyper
-        elif hyper != self._hyper:
-            raise RuntimeError(
-                "the learning rate or another hyper-parameter was changed after slice "
-                f"{self.reducer.turn} of {len(self.session.my_slices)} that this worker computes "
-                "in turn. Step a scheduler once per epoch, or after the last slice of a step: 'if "
-                "(i + 1) % len(job.my_slices) == 0' in a loop that counts batches"
-            )
+        if self._same_hyper.looks:
+            self._same_hyper.check(self.reducer.turn, self.arithmetic.hyper())
 
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
+        check_averages(self.session.mode)
         if len(self.session.my_slices) > 1:
             raise RuntimeError(
                 "synchronize() and clip_grad_norm_() need one slice per worker, here are "
@@ -497,6 +494,7 @@ class Replica:
         """Parameters are copies inside; what worker 0 has changed becomes everybody's."""
         self._check_open()
         self.between_steps("edit()")
+        self.session.meet()
         self._residency.guard.check()
         self.withdraw()
         self.state.average_frozen()

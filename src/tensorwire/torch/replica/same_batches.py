@@ -32,12 +32,14 @@ class SameBatchesWarning(UserWarning):
 class SameBatches:
     """Compares the gradients of one optimizer.
 
-    All workers make the same steps, so all of them compare at the same one.
+    All workers make the same steps, so all of them compare at the same one; where each goes at its
+    own pace nobody compares.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._steps = STEPS if session.replicas > 1 and session.pipeline == 1 else 0
+        together = session.mode.is_sync and session.pipeline == 1
+        self._steps = STEPS if session.replicas > 1 and together else 0
         self._found = 0
         self._counts = True
 

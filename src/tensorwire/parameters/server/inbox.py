@@ -1,0 +1,61 @@
+"""The commits of a store's slices, where each is taken alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..messages import Commit
+from ..shard import Shard
+from .arrivals import Announced, ArrivingUnits
+from .gather import Calls, EverySlice, Gatherer
+from .opening import Opening
+
+
+class SliceInbox(Gatherer):
+    """See `Gatherer`; here a commit is read when it is there, whichever came before.
+
+    The number of a commit is its worker's own count.
+
+    Attributes:
+        taken: by slice, the number of the last commit that was taken.
+    """
+
+    def __init__(self, opening: Opening, shard: Shard, calls: Calls) -> None:
+        super().__init__(opening, shard, calls, EverySlice())
+        self.taken = [1] * len(self._contributors)
+
+    def wait(self, index: int, number: int, timeout_s: float) -> int:
+        """Returns the number of a slice's commit when one from `number` on is there.
+
+        Raises:
+            TimeoutError, PeerLostError, ClosedError, StaleHandleError: see `Mailbox.wait`.
+        """
+        contributor = self._contributors[index]
+        contributor.mailbox.wait(number, timeout_s, peer=contributor.peer)
+        return contributor.mailbox.count
+
+    def read(self, index: int) -> Commit:
+        """A slice's commit, which is there."""
+        return self._contributors[index].read(self._spec)
+
+    def take(self, index: int) -> tuple[Commit, ArrivingUnits]:
+        """A slice's commit, which is there and was checked, and its gradients on their way."""
+        each, regions = self._contributors[index], self._opening.regions
+        commit, number = each.read(self._spec), each.mailbox.count
+        if not self.taken[index] < commit.version == number:
+            raise ValueError(f"worker {each.rank} has committed {commit.version} as {number}")
+        self.taken[index] = number
+        self._check_places(commit, each)
+        announced = []
+        if each.units:
+            stamps = regions.stamps(each.mailbox.message(number))
+            announced = [Announced(each.units, stamps, partial(self._wait_unit, each.peer))]
+        return commit, ArrivingUnits(regions.units, announced)
+
+    def rank(self, index: int) -> int:
+        """The worker of a slice."""
+        return self._contributors[index].rank
+
+    def waits_in(self, rank: int, other: int) -> str:
+        """See `Gatherer`: who steps here waits for nobody."""
+        return ""

@@ -1,0 +1,62 @@
+"""A worker's side of a store in which each worker goes at its own pace.
+
+The parameters that it sees are in memory of its own, which servers fill while it is in `wait`.
+"""
+# ruff: noqa: D102 - the methods are described in Store
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tensorwire.membership import WorkerMember
+
+from ..layout import Spec
+from ..messages import GO_ON, PAUSE, Commit, Result
+from ..modes import Mode, Pace, Paces
+from .snapshot import Snapshot
+from .store import RemoteStore
+
+
+class OwnPaceStore(RemoteStore):
+    """See `Store`; a version that `wait` returns with has this worker's own number.
+
+    Attributes:
+        paces: what servers told of the versions that were adopted.
+    """
+
+    def __init__(self, member: WorkerMember, number: int, spec: Spec, mode: Mode) -> None:
+        self.paces = Paces()
+        self._still = 0  # how many blocks of `still` this is in
+        super().__init__(member, number, spec, None, mode)
+
+    def wait(self) -> Result:
+        """See `Store`: by now all servers have applied what this worker has committed."""
+        result = super().wait()
+        if result.message:
+            self.paces.add(Pace.from_text(result.message))
+        return replace(result, message="")
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """See `Store`. Others may compute meanwhile, and wait in their steps."""
+        if self._still == 0:
+            self._say(PAUSE)
+        self._still += 1
+        try:
+            yield
+        finally:
+            self._still -= 1
+            if self._still == 0 and not self.reason():
+                self._say(GO_ON)
+
+    def _say(self, operation: int) -> None:
+        """Commits what is not of a slice, in the name of this worker's first one."""
+        commit = Commit.empty(self.version + 1, operation, self.layout.spec)
+        self.commit(min(self._gradients), commit)
+        self.wait()
+
+    def snapshot(self) -> Snapshot:
+        with self.still():
+            return self._asker.make(self.version)

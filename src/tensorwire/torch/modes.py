@@ -1,0 +1,85 @@
+"""What has no meaning where each worker goes at its own pace, and what a report tells of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensorwire.membership import World
+from tensorwire.parameters import Mode, OwnPaceStore, Store
+
+from .discovery import as_durable
+
+
+def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> World:
+    """A worker's place as a mode and `tw.init(durable=…)` want it.
+
+    Raises:
+        ValueError: they cannot be had together.
+    """
+    if mode.is_sync:
+        return as_durable(place, durable)
+    if durable:
+        raise ValueError(
+            f"tw.init(durable=True, {mode}): a process that is killed is replaced in "
+            'mode="sync" only; leave durable out, save checkpoints and load the last one'
+        )
+    if pipeline > 1:
+        raise ValueError(
+            f"tw.init(pipeline={pipeline}, {mode}): the processes that share a model step "
+            'together, use mode="sync"'
+        )
+    return as_durable(place, None if durable is None and not place.durable else False, str(mode))
+
+
+def check_slices(place: World, mode: Mode) -> None:
+    """Raises ValueError if a worker that is alone has several slices, which it would average."""
+    if not mode.is_sync and place.workers == 1 and place.slices > 1:
+        raise ValueError(
+            f"tw.init(slices={place.slices}, {mode}): a worker that is alone makes one step of "
+            "all its slices; leave slices out"
+        )
+
+
+def check_optimizer(mode: Mode, buffers: str, by_worker: bool, tables: Sequence[str]) -> None:
+    """Raises ValueError if an optimizer, or what it trains, needs that all step together."""
+    if mode.is_sync:
+        return
+    if buffers == "average":
+        raise ValueError(
+            f'buffers="average" is the mean of slices that step together, and not for {mode}: use '
+            '"broadcast" (slice 0\'s buffers) or "local"'
+        )
+    if by_worker:
+        raise ValueError(
+            f"worker 0 would apply this optimizer to averaged gradients, and {mode} has none: use "
+            'one that servers apply (docs/optimizers.md), or mode="sync"'
+        )
+    if tables:
+        raise ValueError(
+            f"parameter {tables[0]!r} is a table with sparse gradients, which {mode} does not "
+            'know: use sparse=False in the model, or mode="sync"'
+        )
+
+
+def check_averages(mode: Mode) -> None:
+    """Raises RuntimeError where there are no averaged gradients."""
+    if not mode.is_sync:
+        raise RuntimeError(
+            "synchronize(), clip_grad_norm_() and scaler.unscale_() are for averaged gradients, "
+            f"and {mode} has none: to clip the gradients of each slice use "
+            "DistributedOptimizer(max_norm=…)"
+        )
+
+
+def told_of(mode: Mode, stores: Sequence[Store]) -> dict[str, Any]:
+    """For a report: the mode, and how far what this worker computed with was behind."""
+    told: dict[str, Any] = {"mode": mode.name}
+    paces = [store.paces for store in stores if isinstance(store, OwnPaceStore)]
+    if mode.is_sync or not paces:
+        return told
+    first = paces[0]
+    for each in paces[1:]:
+        first = first.joined(each)
+    clock = max((each.last.clock for each in paces if each.last), default=0)
+    return {**told, "bound": mode.staleness, "clock": clock, **first.described()}

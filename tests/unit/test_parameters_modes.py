@@ -1,0 +1,105 @@
+"""Modes, clocks and what is told of adopted versions."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorwire.cli.status import _pace
+from tensorwire.parameters.modes import SYNC, Mode, Pace, Paces, checked_mode
+from tensorwire.parameters.server.clocks import Clocks
+from tensorwire.parameters.server.order import Event, EventKind
+
+
+def test_a_mode_is_checked() -> None:
+    assert checked_mode("sync", None) == SYNC
+    assert checked_mode("async", None) == Mode("async")
+    assert str(checked_mode("bounded", 0)) == 'mode="bounded", staleness=0'
+    wrong: list[tuple[Any, Any]] = [
+        ("other", None), (None, None), ("sync", 1), ("async", 0), ("bounded", None),
+        ("bounded", -1), ("bounded", True), ("bounded", 1.0),
+    ]  # fmt: skip
+    for name, staleness in wrong:
+        with pytest.raises(ValueError, match=r"mode|staleness"):
+            checked_mode(name, staleness)
+
+
+def test_an_event_travels() -> None:
+    for kind in EventKind:
+        assert Event.from_bytes(Event(kind, 70_000).to_bytes()) == Event(kind, 70_000)
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(2, 4),
+    st.lists(st.integers(0, 3), max_size=60),
+)
+def test_nobody_is_further_ahead_than_allowed(
+    staleness: int, workers: int, wishes: list[int]
+) -> None:
+    """Whoever may go steps, in any order: nobody leads by more, and not all wait."""
+    clocks = Clocks({rank: [2 * rank, 2 * rank + 1] for rank in range(workers)}, staleness)
+    for wish in wishes:
+        may = [rank for rank in range(workers) if clocks.may_go(rank)]
+        assert may
+        clocks.step(may[wish % len(may)])
+        assert max(clocks.now) - min(clocks.now) <= staleness + 1
+        for rank in range(workers):
+            ahead = clocks.now[2 * rank] - min(clocks.now)
+            assert clocks.behind(rank) == ahead
+            assert clocks.may_go(rank) == (ahead <= staleness)
+
+
+def test_who_is_excused_holds_nobody_back() -> None:
+    clocks = Clocks({0: [0], 1: [1], 2: [2]}, 1)
+    for _ in range(2):
+        clocks.step(0)
+        clocks.step(1)
+    assert not clocks.may_go(0)
+    clocks.excuse([2])
+    for _ in range(10):
+        assert clocks.may_go(0)
+        clocks.step(0)
+        clocks.step(1)
+    clocks.excuse([])
+    assert not clocks.may_go(0)  # until it makes a step, with which it is where the others are
+    clocks.step(2)
+    assert clocks.now == [12, 12, 12]
+    clocks.step(2)
+    assert clocks.now == [12, 12, 13]
+    clocks.excuse([0, 1])
+    assert clocks.behind(2) == 0
+
+
+def test_without_a_bound_all_may_go() -> None:
+    clocks = Clocks({0: [0], 1: [1]}, None)
+    for _ in range(100):
+        clocks.step(0)
+    assert clocks.may_go(0)
+    assert clocks.behind(0) == 100
+    assert clocks.behind(1) == 0
+
+
+def test_what_was_adopted_is_told_in_few_numbers() -> None:
+    paces, others = Paces(), Paces()
+    for behind in (0, 0, 3, 15, 16, 31, 40):
+        pace = Pace(9, 5, behind, 2)
+        paces.add(Pace.from_text(pace.to_text()))
+    others.add(Pace(9, 5, 100, 1000))
+    assert paces.described() == {
+        "staleness_max": 40,
+        "staleness": {"0": 2, "3": 1, "15": 1, "16-31": 2, "32-63": 1},
+        "delay_max": 2,
+        "delays": {"2": 7},
+    }
+    both = paces.joined(others).described()
+    assert (both["staleness_max"], both["delay_max"]) == (100, 1000)
+    assert sum(both["staleness"].values()) == 8
+
+
+def test_status_tells_of_clocks() -> None:
+    store = {"number": 0, "clocks": [3, 5], "staleness_max": 2, "staleness": {"0": 4, "2": 1}}
+    assert _pace(store) == (
+        "store 0: slices have made 3, 5 steps; staleness of versions at most 2 (4 x 0, 1 x 2)"
+    )
