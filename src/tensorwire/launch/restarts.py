@@ -163,6 +163,11 @@ class Restarts:
         """Whether a worker has left in good order (true), or has failed (false); None: neither."""
         return self._members[process.kind, process.index].keeper.left
 
+    def has_left(self, process: Replaceable) -> bool:
+        """Whether it is a worker that had left the job in good order."""
+        member = self._members.get((process.kind, process.index))
+        return member is not None and process.kind == "worker" and member.keeper.left is True
+
     def can_replace(self, process: Replaceable) -> bool:
         """Whether a successor could go on in the place of a process that has ended.
 

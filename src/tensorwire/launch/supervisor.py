@@ -373,6 +373,8 @@ class Supervisor:
         if failed and not process.told_to_end and not self._ending:
             code = process.code or 1
             when = "" if started else " before the workers were started"
+            if self._restarts.has_left(process):
+                when = " after it had left the job, when its training was complete"
             text = f"{_named(process)} {process.ending()}{when}"
             if culprit := self._culprit(process):
                 process, code = culprit, 1
