@@ -203,3 +203,109 @@ def test_the_first_reason_counts(region: Region) -> None:
     history.refuse("x" * 5000)
     with pytest.raises(RuntimeError, match="it is so"):
         open_(region).check()
+
+
+def test_what_is_lost_within_a_pass_is_not_needed_behind_the_next_position(region: Region) -> None:
+    """Named for a bug: one large sum made a worker irreplaceable for the rest of the job."""
+    history = open_(region)
+    history.begin_loop()
+    history.mark({"at": 1}, passing=True, again=True)
+    history.note(NoteKind.SUM, bytes(2_000_000), number=1)
+    add(history, 2)  # would come behind a gap
+    assert "than the 1,572,864 bytes that are noted, the last time for 2,000,000" in history.reason
+    assert not history.is_refused
+    history.mark({"at": 2}, passing=True)
+    assert history.reason == ""
+    add(history, 3)
+    successor = open_(region)
+    successor.check()
+    assert successor.position == {"at": 2}
+    successor.reach()
+    assert taken(successor) == [b"sum 3"]
+
+
+def test_what_is_lost_between_passes_is_needed_until_the_next_epoch(region: Region) -> None:
+    history = open_(region)
+    history.begin_loop()
+    history.mark({}, passing=False, again=True)
+    history.note(NoteKind.SUM, bytes(2_000_000), number=1)
+    assert history.mark({}, passing=True) == ""
+    add(history, 2)
+    assert "bytes that are noted" in history.reason
+    with pytest.raises(RuntimeError, match="bytes that are noted"):
+        open_(region).check()
+    assert sum(len(each.data) for each in history._outside) == 0, "it is not kept in vain"
+    history.mark({"at": 2}, passing=False, again=True)
+    add(history, 3)
+    successor = open_(region)
+    successor.check()
+    successor.reach()
+    assert taken(successor) == [b"sum 3"]
+
+
+def test_what_does_not_fit_before_the_epochs_is_noted_with_positions(region: Region) -> None:
+    history = open_(region)
+    data = [bytes([number]) * 300_000 for number in range(5)]
+    for number, each in enumerate(data):
+        history.note(NoteKind.SUM, each, number=number)
+    assert "than the 1,047,552 bytes" in history.reason
+    history.begin_loop()
+    for at in range(3):
+        history.mark({"at": at}, passing=False, again=True)
+        assert history.reason == ""
+        assert taken(open_(region)) == data
+
+
+def test_sums_that_grow_too_many_between_passes(region: Region) -> None:
+    """Each has fitted; together with what is kept they do not, until the next epoch."""
+    history = open_(region)
+    history.begin_loop()
+    history.mark({}, passing=False, again=True)
+    history.note(NoteKind.SUM, bytes(900_000), number=1)
+    assert history.mark({"kept": bytes(400_000)}, passing=False) == ""
+    history.note(NoteKind.SUM, bytes(200_000), number=2)
+    assert history.reason == ""
+    assert history.mark({"kept": bytes(500_000)}, passing=False) == ""
+    assert "bytes that are noted" in history.reason
+    history.mark({"kept": bytes(500_000)}, passing=False, again=True)
+    assert history.reason == ""
+    assert taken(open_(region)) == []
+
+
+def test_a_reason_that_stays_takes_the_place_of_one_that_does_not(region: Region) -> None:
+    history = open_(region)
+    history.note(NoteKind.SUM, bytes(2_000_000), number=1)
+    history.refuse("it is so")
+    assert history.reason == "it is so"
+    history.mark({}, passing=False)
+    assert history.reason == "it is so"
+
+
+def test_a_load_is_left_out_as_a_whole(region: Region) -> None:
+    first = open_(region)
+    add(first, 1)
+    assert first.skip_load() is None
+    first.note(NoteKind.LOAD, b"")
+    add(first, 2)
+    first.note(NoteKind.COMMIT, b"commit", 0, 2, 0)
+    half = open_(region)
+    half.take(NoteKind.SUM, number=1)
+    assert half.skip_load() is None
+    assert half.is_next(NoteKind.LOAD), "nothing is left out of one that was not finished"
+    first.note(NoteKind.LOAD, b"told", number=1)
+    add(first, 3)
+    history = open_(region)
+    history.take(NoteKind.SUM, number=1)
+    assert history.skip_load() == b"told"
+    assert taken(history) == [b"sum 3"]
+
+
+def test_a_load_that_failed_has_told_nothing(region: Region) -> None:
+    first = open_(region)
+    first.note(NoteKind.LOAD, b"")
+    first.note(NoteKind.LOAD, b"")
+    first.note(NoteKind.LOAD, b"told", number=1)
+    history = open_(region)
+    assert history.skip_load() is None
+    history.take(NoteKind.LOAD)
+    assert history.skip_load() == b"told"

@@ -32,14 +32,16 @@ _REASON = slice(64, _HEAD_BYTES)
 _FIRST = slice(_HEAD_BYTES, 1 << 20)  # before there is a position
 _HALVES = slice(1 << 20, 5 << 19), slice(5 << 19, HISTORY_BYTES)
 _ENTRY = struct.Struct("<qqqqq")  # length, kind, store, number, slice
+_HALF_BYTES = _HALVES[0].stop - _HALVES[0].start
+_LOST_AT = 5  # of the numbers: 1 if the reason holds until a later position
 _GOES_ON = "The job can go on from its last checkpoint: job.load"
 
 
 class NoteKind(IntEnum):
     """What a note is about.
 
-    The result of a sum of all workers, a slice's commit, the result of a version of a store, or
-    that a checkpoint was loaded. Of what an optimizer has while another one commits: where its
+    The result of a sum of all workers, a slice's commit, the result of a version of a store; that
+    a checkpoint is about to be loaded (number 0), and what it told (number 1). Of what an optimizer has while another one commits: where its
     gradients lie, that these are about to change, and its buffers.
     """
 
@@ -93,6 +95,7 @@ class History:
         self._passing = False  # inside of a pass over a loader, which is not made again
         self._outside: list[Entry] = []  # what is done again on the way to the next position
         self._before = 0  # how many of them were made before the present loop of epochs
+        self._dropped: int | None = None  # those from here on are too large to be kept
         self.position: dict[str, Any] | None = None
         self._later: list[Entry] = []
         first = list(self._entries(_FIRST, int(self._numbers[0])))
@@ -128,11 +131,34 @@ class History:
         """Why no process could go on in the place of this one; "" if one could."""
         return self._memory[_REASON].tobytes().rstrip(b"\0").decode(errors="replace")
 
+    @property
+    def is_refused(self) -> bool:
+        """No process can go on in the place of this one, also not later."""
+        return bool(self.reason) and not self._is_lost
+
     def refuse(self, reason: str) -> None:
         """No process can go on in the place of this one, for that reason; the first one counts."""
-        if not self.reason:
-            text = reason.encode()[: _HEAD_BYTES - 65]
-            self._memory[_REASON][: len(text)] = np.frombuffer(text, np.uint8)
+        if not self.is_refused:
+            self._give_reason(reason)
+            self._numbers[_LOST_AT] = 0
+
+    @property
+    def _is_lost(self) -> bool:
+        """Notes were lost, so that none can, until a position is noted that needs none of them."""
+        return bool(self._numbers[_LOST_AT])
+
+    def _give_reason(self, reason: str) -> None:
+        text = reason.encode()[: _HEAD_BYTES - 65]
+        self._memory[_REASON] = np.frombuffer(text.ljust(_HEAD_BYTES - 64, b"\0"), np.uint8)
+
+    def _lose(self, size: int, room: int) -> None:
+        """A note does not fit; what follows until the next position would come behind a gap."""
+        if not self._is_lost:
+            self._numbers[_LOST_AT] = 1
+            self._give_reason(
+                f"its script has asked for more between two of its positions than the {room:,} "
+                f"bytes that are noted, the last time for {size:,}"
+            )
 
     def check(self) -> None:
         """Raises RuntimeError in a process that cannot go on in the place of another one."""
@@ -163,6 +189,20 @@ class History:
     def is_next(self, kind: NoteKind) -> bool:
         """What a predecessor has done next is of this kind."""
         return bool(self._ahead) and self._ahead[0].kind == kind
+
+    def skip_load(self) -> bytes | None:
+        """Leaves out all that a predecessor has done for a load, and returns what that told.
+
+        None: it is not noted, and nothing is left out.
+        """
+        for at, each in enumerate(self._ahead):
+            if each.kind == NoteKind.LOAD and (each.number or at):
+                if not each.number:
+                    break  # another one
+                for _ in range(at + 1):
+                    self._ahead.popleft()
+                return each.data
+        return None
 
     def take_or_note(
         self, kind: NoteKind, data: bytes, store: int, number: int, slice_: int
@@ -220,17 +260,30 @@ class History:
         self, kind: NoteKind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
     ) -> None:
         """Adds a note."""
-        if self.reason:
+        if self.is_refused:
             return
         entry = Entry(kind, data, store, number, slice_)
         part, used = (_FIRST, 0) if self._half < 0 else (_HALVES[self._half], 1 + self._half)
         start = int(self._numbers[used])
-        if (end := self._write(part, start, entry)) is None:
-            self.refuse("its script has asked for more between two of its positions than is noted")
-            return
-        self._numbers[used] = end
-        if self._half >= 0 and not self._passing:
-            self._outside.append(entry)
+        if self._is_lost or (end := self._write(part, start, entry)) is None:
+            self._lose(len(data), part.stop - part.start)
+        else:
+            self._numbers[used] = end
+        if not self._passing if self._half >= 0 else self._is_lost:
+            self._add_outside(entry)
+
+    def _add_outside(self, entry: Entry) -> None:
+        """Keeps what is done again on the way to the next position, as long as it fits there."""
+        if self._is_lost:
+            size = self._outside_bytes() + len(entry.data)
+            if self._dropped is None and size > _HALF_BYTES:
+                self._dropped = len(self._outside)
+            if self._dropped is not None:
+                entry = entry._replace(data=b"")
+        self._outside.append(entry)
+
+    def _outside_bytes(self) -> int:
+        return sum(len(each.data) for each in self._outside)
 
     def mark(self, position: dict[str, Any], *, passing: bool, again: bool = False) -> str:
         """Notes a position, in place of the one before.
@@ -241,11 +294,15 @@ class History:
             again: an epoch begins: what was made in the one before is not made again.
 
         Returns:
-            Why it cannot be noted; "" if it was.
+            Why it cannot be noted; "" if it was, or a later one can be.
         """
         if again:
             del self._outside[self._before :]
+            if self._dropped is not None and self._dropped >= self._before:
+                self._dropped = None
         self._passing = passing
+        if self._dropped is not None:
+            return ""
         half = 1 - max(self._half, 0)
         try:
             body = pickle.dumps((position, self._outside, self._before, passing))
@@ -253,6 +310,9 @@ class History:
             return f"what job.keep has named cannot be noted: {error}"
         entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:
+            if 2 * self._outside_bytes() > len(body):
+                self._lose(len(body), _HALF_BYTES)  # a later epoch does not do it again
+                return ""
             return (
                 "what job.keep has named, beside models and distributed optimizers, has "
                 f"{len(body)} bytes, too many to be noted with each step"
@@ -260,6 +320,9 @@ class History:
         self._numbers[1 + half] = end
         self._numbers[3] = half + 1
         self._numbers[POSITIONS_AT // 8] += 1
+        if self._is_lost:
+            self._give_reason("")
+            self._numbers[_LOST_AT] = 0
         return ""
 
     def begin_loop(self) -> None:

@@ -35,7 +35,7 @@ class Rejoin:
 
     def __init__(self, history: History, rank: int, tells: bool) -> None:
         self._history, self._rank, self._tells = history, rank, tells
-        self._loop = 0  # of epochs
+        self._loop, self._in_loop = 0, False  # of epochs
         self._stepped = False  # since the last position
         self._told = False  # that nobody can take the place of this process
         self.repeated = 0
@@ -55,11 +55,11 @@ class Rejoin:
     @property
     def notes(self) -> bool:
         """What happens is noted; a process can take the place of this one."""
-        return not self._history.reason
+        return not self._history.is_refused
 
     def begin_loop(self, first: int, count: int) -> range:
         """A loop of epochs begins; those that it gives out."""
-        self._loop += 1
+        self._loop, self._in_loop = self._loop + 1, True
         there = self._history.position
         if there is None:
             self._history.begin_loop()
@@ -70,6 +70,7 @@ class Rejoin:
 
     def end_loop(self) -> None:
         """It is over."""
+        self._in_loop = False
         if not self.returns:
             self._mark("done", again=True)
         elif self._is_at("done"):
@@ -142,7 +143,9 @@ class Rejoin:
 
     def _tell(self) -> None:
         if self._tells and not self._told and self._rank == 0:
-            text = f"a worker of this job that is killed is not replaced, as {self._history.reason}"
+            now = "" if self._history.is_refused else " at present"
+            reason = self._history.reason
+            text = f"a worker of this job that is killed is not replaced{now}, as {reason}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         self._told = True
 
@@ -152,7 +155,7 @@ class Rejoin:
 
     def _mark(self, *where: Any, passing: bool = False, again: bool = False) -> None:
         self._stepped = False
-        if self._history.reason:
+        if self._history.is_refused:
             self._tell()
             return
         try:
@@ -164,8 +167,12 @@ class Rejoin:
             self._began = {each: state[each] for each in ("sums", "versions")}
         position = {"at": where, "loop": self._loop, "epoch": state["epoch"], "state": state}
         position["began"] = self._began
+        # Outside of a loop a pass is not gone on with, but made again.
+        passing = passing and self._in_loop
         if too_long := self._history.mark(position, passing=passing, again=again):
             self.refuse(too_long)
+        elif self._history.reason:
+            self._tell()
         failpoint("position.noted")
 
     def _reach(self) -> None:
