@@ -13,6 +13,7 @@ import pytest
 from launching import Place, lines_of, summary
 from test_launch_restarts import COLD, WARM, go, run, start
 
+from tensorwire.launch.resume import resume_line
 from tensorwire.membership import JobLog, LoggedJob, logged_jobs
 
 SAVE = """
@@ -159,7 +160,7 @@ def test_without_a_folder_the_job_goes_on(place: Place) -> None:
         ),
         (
             "note_in_job_log('loaded', path='a')\nnote_in_job_log('saved', path=__file__)",
-            "resume from SCRIPT: COMMAND",
+            "resume from SCRIPT: COMMAND (in which the script has to load that, and not a)",
         ),
         (
             "note_in_job_log('loaded', path=__file__)",
@@ -192,6 +193,31 @@ def test_a_signal_to_the_launcher_is_answered_by_the_last_checkpoint(place: Plac
         _, ended, *rest = summary(job.text)
         assert ended == "ended by SIGINT"
         assert any(each.startswith("resume from ") for each in rest) == saved, job.text
+
+
+@pytest.mark.parametrize(
+    ("loaded", "command", "resumes"),
+    [
+        ("c/checkpoint-000002", "run t.py c c/checkpoint-000002", "run t.py c c/checkpoint-000007"),
+        ("c/checkpoint-000002", "run t.py --from=c/./checkpoint-000002 'a b'",
+         "run t.py --from=c/checkpoint-000007 'a b'"),
+        ("c", "run t.py c", "run t.py c"),
+        ("c/checkpoint-000007", "run t.py", "run t.py"),
+        ("", "run t.py", "run t.py (the script has to load what it finds"),
+        ("c/checkpoint-000002", "run t.py",
+         "run t.py (in which the script has to load that, and not c/checkpoint-000002)"),
+    ],
+)  # fmt: skip
+def test_the_command_names_the_checkpoint_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: str, command: str, resumes: str
+) -> None:
+    """Named for a bug: it named the one that the job had loaded, which `keep` had removed since."""
+    monkeypatch.chdir(tmp_path)
+    saved = tmp_path / "c/checkpoint-000007"
+    saved.mkdir(parents=True)
+    log = LoggedJob("", False, saved=str(saved), loaded=loaded and str(tmp_path / loaded))
+    line = resume_line(log, command, True)
+    assert line.startswith(f"resume from c/checkpoint-000007: {resumes}")
 
 
 def test_an_error_of_the_script_is_not_answered_by_running_it_again(place: Place) -> None:

@@ -6,6 +6,7 @@ Pure, but for a look at whether that is still there.
 from __future__ import annotations
 
 import os
+import shlex
 
 from tensorwire.membership import LoggedJob
 
@@ -23,8 +24,11 @@ def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
         text = "it has no log: if the script has saved a checkpoint, job.load goes on from it"
         return f"{text}: {command}" if died else ""
     if log.saved and os.path.exists(log.saved):
+        command, named = _with_checkpoint(command, log.loaded, log.saved)
         text = f"resume from {_shown(log.saved)}: {command}"
-        if not log.loaded:
+        if log.loaded and not named:
+            text += f" (in which the script has to load that, and not {_shown(log.loaded)})"
+        elif not log.loaded:
             text += " (the script has to load what it finds there, by job.load, if it does not yet)"
         return text
     if log.loaded:
@@ -32,6 +36,18 @@ def resume_line(log: LoggedJob | None, command: str, died: bool) -> str:
     else:
         text = f"no checkpoint was saved (job.save), so that the job begins anew: {command}"
     return text if died else ""
+
+
+def _with_checkpoint(command: str, loaded: str, saved: str) -> tuple[str, bool]:
+    """The command with what is to be loaded in place of what was, and whether it loads that."""
+    if not loaded or loaded in (saved, os.path.dirname(saved)):
+        return command, True  # a folder: the last one is loaded
+    found, words = False, shlex.split(command)
+    for at, word in enumerate(words):
+        option, equals, path = word.rpartition("=")
+        if path and os.path.abspath(path) == loaded:
+            words[at], found = f"{option}{equals}{_shown(saved)}", True
+    return shlex.join(words) if found else command, found
 
 
 def _shown(path: str) -> str:
