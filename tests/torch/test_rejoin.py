@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tensorwire.membership import History
+from tensorwire.membership import History, NoteKind
 from tensorwire.membership.history import HISTORY_BYTES
 from tensorwire.memory import Node
 from tensorwire.torch.rejoin import Rejoin
@@ -40,3 +40,21 @@ def test_what_cannot_be_noted_ends_no_job(
         with pytest.raises(RuntimeError, match="no other process can take its place: what job"):
             history.check()
     assert capfd.readouterr().err.count("that is killed is not replaced, as what") == asked
+
+
+def test_a_batch_before_the_epochs_is_not_inside_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named for a bug: an optimizer that is made behind it was forgotten at the next position."""
+    monkeypatch.delenv("TENSORWIRE_FAIL", raising=False)
+    counts = {"sums": 0, "versions": [0]}
+    with Node() as node:
+        region = node.allocate(HISTORY_BYTES, access="none")
+        rejoin = Rejoin(history := History(region, 0), 0, False)
+        rejoin.save = lambda: {"epoch": 0, **counts}
+        rejoin.begin_batch("job 0", 0, first=True)  # next(iter(loader))
+        history.note(NoteKind.VERSION, b"opened", number=1)
+        rejoin.begin_loop(0, 2)
+        rejoin.begin_epoch()
+        rejoin.begin_batch("job 1", 0, first=True)
+        successor = History(region, 0)
+        assert successor.take(NoteKind.VERSION, number=1) == b"opened"
+        successor.reach()

@@ -41,8 +41,9 @@ class NoteKind(IntEnum):
     """What a note is about.
 
     The result of a sum of all workers, a slice's commit, the result of a version of a store; that
-    a checkpoint is about to be loaded (number 0), and what it told (number 1). Of what an optimizer has while another one commits: where its
-    gradients lie, that these are about to change, and its buffers.
+    a checkpoint is about to be loaded (number 0), and what it told (number 1). Of what an optimizer
+    has while another one commits: where its gradients lie, that these are about to change, and its
+    buffers.
     """
 
     SUM = 1
@@ -96,6 +97,7 @@ class History:
         self._outside: list[Entry] = []  # what is done again on the way to the next position
         self._before = 0  # how many of them were made before the present loop of epochs
         self._dropped: int | None = None  # those from here on are too large to be kept
+        self._lost_bytes = 0
         self.position: dict[str, Any] | None = None
         self._later: list[Entry] = []
         first = list(self._entries(_FIRST, int(self._numbers[0])))
@@ -151,14 +153,14 @@ class History:
         text = reason.encode()[: _HEAD_BYTES - 65]
         self._memory[_REASON] = np.frombuffer(text.ljust(_HEAD_BYTES - 64, b"\0"), np.uint8)
 
-    def _lose(self, size: int, room: int) -> None:
+    def _lose(self, size: int, used: int, room: int) -> None:
         """A note does not fit; what follows until the next position would come behind a gap."""
-        if not self._is_lost:
-            self._numbers[_LOST_AT] = 1
-            self._give_reason(
-                f"its script has asked for more between two of its positions than the {room:,} "
-                f"bytes that are noted, the last time for {size:,}"
-            )
+        self._lost_bytes = size + (self._lost_bytes if self._is_lost else used)
+        self._numbers[_LOST_AT] = 1
+        self._give_reason(
+            "its script has asked for more between two of its positions than can be noted: "
+            f"{self._lost_bytes:,} bytes of answers, and {room:,} are the most"
+        )
 
     def check(self) -> None:
         """Raises RuntimeError in a process that cannot go on in the place of another one."""
@@ -266,7 +268,7 @@ class History:
         part, used = (_FIRST, 0) if self._half < 0 else (_HALVES[self._half], 1 + self._half)
         start = int(self._numbers[used])
         if self._is_lost or (end := self._write(part, start, entry)) is None:
-            self._lose(len(data), part.stop - part.start)
+            self._lose(len(data), start, part.stop - part.start)
         else:
             self._numbers[used] = end
         if not self._passing if self._half >= 0 else self._is_lost:
@@ -311,7 +313,7 @@ class History:
         entry = Entry(NoteKind.SUM, body)
         if (end := self._write(_HALVES[half], 0, entry)) is None:
             if 2 * self._outside_bytes() > len(body):
-                self._lose(len(body), _HALF_BYTES)  # a later epoch does not do it again
+                self._lose(0, len(body), _HALF_BYTES)  # a later epoch does not do it again
                 return ""
             return (
                 "what job.keep has named, beside models and distributed optimizers, has "

@@ -39,7 +39,6 @@ from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
-from .worker_state import WorkerState
 
 _current: Job | None = None
 
@@ -192,11 +191,9 @@ class Job:
         self._given = given
         self._kept: dict[str, Any] = {}
         self._saving = Saving(session, self._kept, self.local_replicas)
-        self._first_epoch = 0
         self._epochs: object = None  # the present loop of `epochs`
         self._progress: ProgressLine | None = None
         session.after_step.append(self._after_step)
-        WorkerState(session, self.local_replicas, self._kept, self._saving.counts)
         self._plain_steps = PlainSteps(self.size) if self.size > 1 and self.rank == 0 else None
         torch.manual_seed(self.seed)
         atexit.register(self._at_exit)
@@ -363,8 +360,10 @@ class Job:
         progress = self._progress = ProgressLine(count) if self.rank == 0 else None
         loop = self._epochs = object()
         try:
-            first, self._first_epoch = self._first_epoch, 0
             session, rejoin = self.session, self.session.rejoin
+            if rejoin is not None:
+                rejoin.find_load()
+            first, session.first_epoch = session.first_epoch, 0
             given = range(first, count) if rejoin is None else rejoin.begin_loop(first, count)
             for epoch in given:
                 session.epoch = epoch
@@ -494,11 +493,8 @@ class Job:
             RuntimeError: the workers have loaded different ones.
             OSError: it cannot be read.
         """
-        if (loaded := self._saving.load(path, self.editing)) is None:
-            return
-        self.session.done = loaded.epochs
-        self.session.position.load(loaded.position)
-        self._first_epoch = self.session.epoch = self.session.done
+        if (loaded := self._saving.load(path, self.editing)) is not None:
+            self.session.begin_behind(loaded.epochs, loaded.position)
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Where the time of this worker's steps went; see docs/training.md.

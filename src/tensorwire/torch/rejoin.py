@@ -8,6 +8,7 @@ others, skips the epochs and batches that are behind the position, and goes on t
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,9 @@ class Rejoin:
             is told when one is killed.
 
     Attributes:
-        save: what this process alone has, to be noted; the job sets these four.
+        save: what this process alone has, to be noted; the job sets these five.
         load: puts that back.
+        load_again: lets the job go on from what a former process has loaded.
         count: sums and versions are counted from where they were when the present epoch began.
         is_between_steps: no optimizer has committed a part of its slices.
         repeated: versions that were made of commits of a former process.
@@ -41,6 +43,7 @@ class Rejoin:
         self.repeated = 0
         self.save: Callable[[], dict[str, Any]] = dict
         self.load: Callable[[dict[str, Any]], None] = lambda state: None
+        self.load_again: Callable[[], None] = lambda: None
         self.count: Callable[[dict[str, Any]], None] = lambda began: None
         self._began: dict[str, Any] = {}  # sums and versions before the present epoch
         self.is_between_steps: Callable[[], bool] = lambda: True
@@ -106,7 +109,7 @@ class Rejoin:
             self._reach()
 
     def begin_load(self) -> bool:
-        """`job.load` is called; whether it is to load.
+        """`job.load` is called; whether it is to do something.
 
         A script that loads what is there may find a file when it runs again that was not there, or
         another one: what its worker had loaded, or not, is behind the position.
@@ -115,9 +118,40 @@ class Rejoin:
             text = f"worker {self._rank}, in a new process, leaves out job.load: it goes on later"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
             return False
+        return True
+
+    def loaded_before(self) -> dict[str, Any] | None:
+        """What a former process has noted that has loaded here, and is through; None: load.
+
+        The file may have been removed or replaced since.
+        """
+        if (data := self._history.skip_load()) is not None:
+            told: dict[str, Any] = pickle.loads(data)
+            self.count(told)
+            return told
         if self._history.take(NoteKind.LOAD) is None:
             self._history.note(NoteKind.LOAD, b"")
-        return True
+        return None
+
+    def end_load(self, told: bytes) -> None:
+        """What was loaded is in place in this worker, and no other goes on before this is noted.
+
+        `told` is what `loaded_before` returns, pickled.
+        """
+        self._history.take_or_note(NoteKind.LOAD, told, 0, 1, 0)
+
+    def find_load(self) -> None:
+        """The script goes on; if a former process has loaded at this place, this one does.
+
+        A script that loads what is there may not find it again.
+        """
+        if self._history.is_next(NoteKind.LOAD):
+            text = (
+                f"worker {self._rank}, in a new process, goes on from the checkpoint that it had "
+                "loaded, though the script does not call job.load again"
+            )
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+            self.load_again()
 
     def begin_save(self) -> bool:
         """`job.save` is called; whether it is to save.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import sys
 import threading
 import traceback
@@ -18,6 +19,9 @@ from . import checkpoint, checkpoint_folder
 from .ending import tell_of_failed_write
 from .replica.replica import Replica
 from .session import Session
+from .worker_state import WorkerState
+
+_MOST_NOTED = 1 << 18  # bytes of what a checkpoint has put into this process
 
 
 class BackgroundWrites:
@@ -88,6 +92,9 @@ class Saving:
     ) -> None:
         self._session, self._kept, self._replicas = session, kept, replicas
         self.counts: dict[str, int] = {}
+        self._state = WorkerState(session, kept=kept, replicas=replicas, saves=self.counts)
+        if session.rejoin is not None:
+            session.rejoin.load_again = self._load_unasked
         self.writes = BackgroundWrites()
         session.before_release = self.writes.finish  # they read from a store
 
@@ -123,26 +130,58 @@ class Saving:
         self, path: str | os.PathLike[str], editing: Callable[[Any], AbstractContextManager[None]]
     ) -> checkpoint.Loaded | None:
         """See `Job.load`; None: there is nothing to load, or the job goes on later."""
-        session = self._session
+        session, rejoin = self._session, self._session.rejoin
         if not checkpoint_folder.is_unused(path):
             note_in_job_log("loaded", path=os.path.abspath(path))
-        if session.rejoin is not None and not session.rejoin.begin_load():
-            return None  # what a former process goes on from is noted
+        if rejoin is not None:
+            if not rejoin.begin_load():
+                return None  # what a former process goes on from is noted
+            is_noted, loaded = self._load_again()
+            if is_noted:
+                return loaded
         self.finish()
         session.barrier()  # others' too
         loaded = checkpoint.load(
             path, self._kept, self._replicas, editing, session.seed, session.pipeline > 1
         )
-        told = session.gather(hashlib.sha256(repr(loaded).encode()).digest())
-        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
-            raise RuntimeError(
-                f"worker {others[0]} has loaded another checkpoint than worker 0: {path} was "
-                "written while it was read. Call job.barrier() between save and load"
-            )
+        if rejoin is not None and (put := self._state.loaded()) is not None:
+            told = pickle.dumps({"loaded": loaded and tuple(loaded), **put})
+            if len(told) <= _MOST_NOTED:
+                rejoin.end_load(told)  # else a process in the place of this one reads it again
+        self._compare(loaded, os.fspath(path))
         if loaded is None and session.rank == 0:
             text = f"nothing was saved in {os.fspath(path)} so far, and nothing is loaded"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
         return loaded
+
+    def _load_again(self) -> tuple[bool, checkpoint.Loaded | None]:
+        """Whether it is noted what a former process has loaded here, and that; else it is read."""
+        assert self._session.rejoin is not None
+        if (told := self._session.rejoin.loaded_before()) is None:
+            return False, None
+        loaded = told["loaded"] and checkpoint.Loaded(*told["loaded"])
+        self._state.load_again(told)
+        self._compare(loaded, "the checkpoint")
+        return True, loaded
+
+    def _load_unasked(self) -> None:
+        is_noted, loaded = self._load_again()
+        if not is_noted:
+            raise RuntimeError(
+                f"worker {self._session.rank} was killed while it loaded a checkpoint, and the "
+                "process that took its place does not call job.load: is the file still there?"
+            )
+        if loaded is not None:
+            self._session.begin_behind(loaded.epochs, loaded.position)
+
+    def _compare(self, loaded: checkpoint.Loaded | None, name: str) -> None:
+        """Raises RuntimeError if workers have loaded different checkpoints."""
+        told = self._session.gather(hashlib.sha256(repr(loaded).encode()).digest())
+        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
+            raise RuntimeError(
+                f"worker {others[0]} has loaded another checkpoint than worker 0: {name} was "
+                "written while it was read. Call job.barrier() between save and load"
+            )
 
     def finish(self) -> None:
         """Returns when nothing is being written; raises what could not be."""

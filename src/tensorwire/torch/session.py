@@ -55,6 +55,7 @@ class Session:
         rank, size, pipeline, replicas, replica, stage, slices, my_slices, seed: as of `Job`.
         mode: as given.
         done: epochs that a checkpoint of now has behind it.
+        first_epoch: with which the next loop of `Job.epochs` begins.
         epoch, batches, batch_samples: where in its data this worker is; as of `Job`.
         position: the same, for a checkpoint.
         statistics: of the steps.
@@ -78,6 +79,7 @@ class Session:
         self.my_slices = world.my_slices
         self.epoch = 0
         self.done = 0
+        self.first_epoch = 0
         self.batches = 0
         self.batch_samples = 0
         self._present: dict[object, tuple[int, int]] = {}  # by iteration, the last one last
@@ -222,6 +224,12 @@ class Session:
             "made_steps": self.position.made_steps,
             "statistics": self.statistics.noted(),
             "server_takeovers_s": [] if self.member is None else list(self.member.takeovers_s),
+            **self.counts(),
+        }
+
+    def counts(self) -> dict[str, Any]:
+        """Of sums and versions so far, for `count`."""
+        return {
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
         }
@@ -239,8 +247,13 @@ class Session:
         for store, version in zip(self._stores, saved["versions"], strict=True):
             store.go_on(version)
 
+    def begin_behind(self, done: int, position: dict[str, Any] | None) -> None:
+        """`Job.epochs` begins where a checkpoint was saved."""
+        self.first_epoch = self.epoch = self.done = done
+        self.position.load(position)
+
     def count(self, began: Mapping[str, Any]) -> None:
-        """Sums and versions follow those that `saved` told when an epoch began."""
+        """Sums and versions follow those that `counts` told, as when an epoch began."""
         if self._collective is not None:
             self._collective.go_on(began["sums"])
         for store, version in zip(self._stores, began["versions"], strict=False):
@@ -257,6 +270,8 @@ class Session:
         return self._ask(self._collective.gather, data) if self._collective else [data]
 
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
+        if self.rejoin is not None:
+            self.rejoin.find_load()
         try:
             return ask(given)
         except TensorwireError as error:

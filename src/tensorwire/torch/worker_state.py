@@ -44,6 +44,8 @@ class WorkerState:
         """All of it; for `pickle`, at once."""
         session = self._session
         self._find_obstacles()
+        for replica in self._replicas:
+            replica.held.forget()
         return {
             **session.saved(),
             "torch": torch.get_rng_state().numpy().tobytes(),  # a tensor takes longer to pickle
@@ -84,6 +86,23 @@ class WorkerState:
         if any(replica.store.is_committed(i) for replica in self._replicas for i in slices):
             text += "; the loss that is computed for its first batch differs, the training does not"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+
+    def loaded(self) -> dict[str, Any] | None:
+        """What a checkpoint has changed in this process, for `load_again`; None: too much."""
+        if any(replica.state.holds_frozen for replica in self._replicas):
+            return None  # it may be large
+        return {
+            **self._session.counts(),
+            "replicas": [_saved(replica) for replica in self._replicas],
+            "kept": {name: checkpoint.saved(self._kept[name]) for name in self._own_kept()},
+        }
+
+    def load_again(self, loaded: Mapping[str, Any]) -> None:
+        """Puts that back, without the checkpoint; what is at the servers is there."""
+        for replica, each in zip(self._replicas, loaded["replicas"], strict=False):
+            _go_on(replica, each)
+        for name in set(loaded["kept"]) & set(self._own_kept()):
+            checkpoint.fill(self._kept[name], loaded["kept"][name])
 
     def is_between_steps(self) -> bool:
         """No optimizer has committed a part of its slices."""
@@ -132,7 +151,6 @@ def _saved(replica: Replica) -> dict[str, Any]:
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     same = replica.same_batches.saved()
     own = {name: each.tobytes() for name, each in replica.buffers.own()}
-    replica.held.forget()
     return {
         "groups": options, "steps": replica.steps, "same": same, "scaled": replica.was_scaled,
         "buffers": own, "waits": replica.reducer.waits,

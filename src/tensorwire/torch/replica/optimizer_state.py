@@ -264,6 +264,11 @@ class OptimizerState:
 
     # ---- averages of weights
 
+    @property
+    def holds_frozen(self) -> bool:
+        """This process alone has a part of it, of parameters that were trained once."""
+        return bool(self._frozen or self._frozen_averages)
+
     def average_frozen(self) -> None:
         """The averages of frozen parameters become what they are after the last step.
 
