@@ -554,3 +554,83 @@ def test_snapshots_of_a_killed_worker_are_freed(tmp_path: Path) -> None:
     assert len(digests) == 1
     written = [tmp_path / "job" / f"checkpoint.{name}" for name in "ab"]
     assert written[0].read_bytes() == written[1].read_bytes()
+
+
+LOADING = """
+import os, signal, sys, torch, torch.nn.functional as F, tensorwire.torch as tw
+from torch import nn
+
+job = tw.init(seed=3)
+folder = os.path.dirname(sys.argv[1])
+path, first = os.path.join(folder, "old"), not os.path.exists(sys.argv[1])
+def die(at):
+    if job.rank == job.size - 1 and first and at == "{at}":
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+model = nn.Linear(20, 5)
+opt = tw.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.1), model)
+scheduler, best = torch.optim.lr_scheduler.StepLR(opt, 1), {{"accuracy": 0.0}}
+job.keep(model=model, opt=opt, scheduler=scheduler, best=best)
+{load}
+job.barrier()
+if "{load}":
+    assert (job.epoch, best["accuracy"], opt.param_groups[0]["lr"]) == (1, 0.5, 0.1 * 0.1)
+if os.path.exists(path) and job.rank == 0 and "{at}":
+    os.remove(path)  # as `keep` does
+job.barrier()
+die("loaded")
+x = torch.randn(160, 20, generator=torch.Generator().manual_seed(1))
+loader = job.loader(torch.utils.data.TensorDataset(x, x[:, :5].argmax(1)), 8, shuffle=True)
+for epoch in job.epochs(3 if "{load}" else 1):
+    for number, (a, b) in enumerate(loader):
+        F.cross_entropy(model(a), b).backward()
+        opt.step()
+        opt.zero_grad()
+        if epoch == 2 and number == 3:
+            die("trained")
+    scheduler.step()
+    best["accuracy"] += 0.5
+if not "{load}":
+    job.save(path)
+print("digest", model.weight.sum().item().hex().replace("-", "m"), job.epoch)
+job.barrier()
+"""
+
+
+def run_loading(folder: Path, saved: bytes, load: str, at: str) -> tuple[set[str], str]:
+    """Goes on from a checkpoint; with `at` it is removed then, and the worker killed there."""
+    (folder / "old").write_bytes(saved)
+    script = LOADING.format(load=load, at=at).replace("(folder, ", "(os.path.dirname(folder), ")
+    return run(folder / "job", script, "", "--workers", "1", "--servers", "1")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, set[str]]:
+    """A checkpoint, and what comes out where a job goes on from it."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "script.py").write_text(LOADING.format(load="", at=""))
+    subprocess.run([sys.executable, "script.py", "./none"], cwd=folder, check=True, timeout=60)
+    content = (folder / "old").read_bytes()
+    return content, run_loading(folder, content, "job.load(path)", "")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["loaded", "trained"])
+@pytest.mark.parametrize("load", ["job.load(path)", "if os.path.exists(path): job.load(path)"])
+def test_a_checkpoint_that_was_removed_since_it_was_loaded(
+    tmp_path: Path, saved: tuple[bytes, set[str]], load: str, at: str
+) -> None:
+    """Named for a bug: the script, run again, did not find it."""
+    digests, said = run_loading(tmp_path, saved[0], load, at)
+    assert "(restart 1)" in said
+    assert ("does not call job.load again" in said) == load.startswith("if")
+    assert digests == saved[1]
+
+
+@pytest.mark.slow
+def test_a_variable_that_is_not_kept_is_told(tmp_path: Path) -> None:
+    script = LOOP.format(**PARTS | {"before": "n = m = 0", "inside": "n += 1; m = n"})
+    _, said = run(tmp_path / "job", script, "", "--workers", "1", "--servers", "1")
+    assert "worker 0 goes on with n = 0, which was 23 in the process before it; if" in said
+    assert said.count("goes on with") == 1
