@@ -262,9 +262,15 @@ def test_nothing_was_saved_so_far(team: Team, tmp_path: Path, left: str) -> None
 def test_a_kill_in_the_first_save(tmp_path: Path) -> None:
     """What is left is no error of the next load, and the next save removes it."""
     folder, context = tmp_path / "checkpoints", multiprocessing.get_context("fork")
-    process = context.Process(target=save, args=(folder, 0.5, 2, 400_000), daemon=True)
+
+    def save_much() -> None:
+        torch.set_num_threads(1)  # a fork has none of the threads of its parent
+        save(folder, 0.5, 2, 400_000)
+
+    process = context.Process(target=save_much, daemon=True)
     process.start()
     while not folder.exists() or not os.listdir(folder):
+        assert process.is_alive(), "it has ended and saved nothing"
         time.sleep(0.0005)
     process.kill()
     process.join()

@@ -428,7 +428,7 @@ class Bar:
     def begin(self, epoch: int) -> None:
         assert not self.closed
 
-    def end(self, epoch: int, values: Any) -> None:
+    def end(self, epoch: int, values: Any, seconds: float) -> None:
         assert not self.closed
 
     def show(self, values: Any) -> None:
