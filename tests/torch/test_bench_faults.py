@@ -4,6 +4,7 @@ The kills of CI are two here, and those of tests/launch/test_random_kills.py wit
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -237,8 +238,11 @@ def test_the_cost_is_measured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its jobs have one epoch, so that they end soon."""
     path = tmp_path / "faults.json"
+    short = functools.partial(faults.FaultSettings, epochs=1)
+    monkeypatch.setattr(faults, "FaultSettings", short)
     options = ["--kills", "2", "--scenario", "tables", "--json", str(path)]
     result = CliRunner().invoke(main, ["bench", "faults", *options])
     assert result.exit_code == 0, result.output

@@ -271,7 +271,7 @@ def all_frozen(job: tw.Job) -> None:
     tw.DistributedOptimizer(torch.optim.SGD(model.parameters()), model)
 
 
-@case("ValueError", "mode is 'sync'")
+@case("ValueError", "the mode of this job is 'sync', not 'fast'")
 def bad_mode(job: tw.Job) -> None:
     ready(job, mode="fast")
 
