@@ -181,8 +181,9 @@ def main(scenario_name: str, folder: Path, pace_s: float, epochs: int) -> None:
     checkpoints = folder / "checkpoints"
     if scenario.save_every:
         job.keep(**training.models, **optimizers)
-    if scenario.save_every and checkpoints.exists():
-        job.load(checkpoints)
+    if scenario.save_every:
+        if checkpoints.exists():
+            job.load(checkpoints)
         _forget(log, kept["step"])
     group = scenario.accumulate * len(job.my_slices)
     for epoch in job.epochs(epochs):
