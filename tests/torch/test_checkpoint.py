@@ -283,6 +283,15 @@ def test_what_is_in_a_container_stays_the_same_object(tmp_path: Path) -> None:
     assert "gone" not in state
 
 
+def test_tensors_that_cannot_be_filled_are_replaced() -> None:
+    sparse, one = torch.eye(2).to_sparse(), torch.ones(1)
+    state = {"sparse": sparse, "expanded": one.expand(3)}
+    checkpoint.fill(state, {"sparse": (2 * torch.eye(2)).to_sparse(), "expanded": torch.zeros(3)})
+    assert state["sparse"].to_dense().tolist() == [[2.0, 0.0], [0.0, 2.0]]
+    assert state["expanded"].tolist() == [0.0] * 3
+    assert one.tolist() == [1.0]
+
+
 def itself() -> list[Any]:
     made: list[Any] = []
     made.append({"more": made})

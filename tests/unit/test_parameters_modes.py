@@ -1,15 +1,18 @@
 """Modes, clocks and what is told of adopted versions."""
 
-from typing import Any
+import threading
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.cli.status import _pace
+from tensorwire.errors import ClosedError, PeerLostError
 from tensorwire.parameters.modes import SYNC, Mode, Pace, Paces, checked_mode
 from tensorwire.parameters.server.clocks import Clocks
-from tensorwire.parameters.server.order import Event, EventKind
+from tensorwire.parameters.server.order import Event, EventKind, Leader
 
 
 def test_a_mode_is_checked() -> None:
@@ -23,6 +26,33 @@ def test_a_mode_is_checked() -> None:
     for name, staleness in wrong:
         with pytest.raises(ValueError, match=r"mode|staleness"):
             checked_mode(name, staleness)
+
+
+def test_a_worker_that_is_lost_when_the_node_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named for a bug: a server that ended printed the traceback of a thread."""
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    closed = ClosedError("the Node is closed")
+
+    class Gone:
+        servers: ClassVar[dict[int, Any]] = {}
+        workers: ClassVar[dict[int, Any]] = {0: "worker-0"}
+
+        def has_left(self, rank: int) -> bool:
+            raise closed
+
+    class Inbox:
+        def wait(self, index: int, number: int, timeout_s: float) -> int:
+            raise PeerLostError("worker 0 was lost")
+
+    spec = SimpleNamespace(slices=1)
+    opening: Any = SimpleNamespace(member=Gone(), committers=[0], spec=spec)
+    inbox: Any = Inbox()
+    calls: Any = None
+    with pytest.raises(ClosedError) as caught:
+        Leader(opening, Mode("async"), inbox, calls).next(1)
+    assert caught.value is closed
+    assert not seen
 
 
 def test_an_event_travels() -> None:

@@ -181,7 +181,8 @@ def fill(thing: Any, value: Any) -> None:
     """Puts into an object what `saved` has returned.
 
     Tensors, dicts and lists in a dict or list stay the same objects, since the script may have
-    other names for them: they are filled too. A tensor of another shape or type is replaced.
+    other names for them: they are filled too. Sparse and expanded tensors, and those of another
+    shape or type, are replaced.
     """
     if not _is_plain(thing):
         thing.load_state_dict(value)
@@ -197,15 +198,23 @@ def fill(thing: Any, value: Any) -> None:
 def _filled(old: Any, value: Any) -> Any:
     """What stands for a value: the old object, with the value in it, if it can be filled."""
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-        if (old.shape, old.dtype, old.layout) == (value.shape, value.dtype, value.layout):
-            if not torch.equal(old, value):  # it may be a parameter, which has it already
-                with torch.no_grad():
-                    old.copy_(value)
-            return old
-    elif _is_plain(old) and isinstance(value, dict if isinstance(old, dict) else list):
+        if not _can_be_filled(old, value):
+            return value
+        if not torch.equal(old, value):  # it may be a parameter, which has it already
+            with torch.no_grad():
+                old.copy_(value)
+        return old
+    if _is_plain(old) and isinstance(value, dict if isinstance(old, dict) else list):
         fill(old, value)
         return old
     return value
+
+
+def _can_be_filled(old: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor has an element of its own for each of a value's, of the same type."""
+    if old.layout != torch.strided or value.layout != torch.strided or 0 in old.stride():
+        return False  # sparse or expanded
+    return (old.shape, old.dtype) == (value.shape, value.dtype)
 
 
 def _saved(name: str, thing: Any, snapshots: Sequence[ReplicaSnapshot]) -> Any:

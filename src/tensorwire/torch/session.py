@@ -117,8 +117,9 @@ class Session:
         durable = [bool(each[_SEED_BYTES]) for each in told]
         if len(set(durable)) > 1:
             raise ValueError(
-                f"worker {durable.index(False)} says tw.init(durable=False), or transports without "
-                f"shm, and worker {durable.index(True)} does not: all workers have to say the same"
+                f"worker {durable.index(False)} says tw.init(durable=False), a mode other than "
+                f'"sync", or transports without shm, and worker {durable.index(True)} does not: '
+                "all workers have to say the same"
             )
         member.colocation.learn([each[_SEED_BYTES + 1 :] for each in told])
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)

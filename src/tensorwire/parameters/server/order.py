@@ -8,6 +8,7 @@ can be under way: a worker makes no further commit before every server has answe
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
@@ -144,19 +145,18 @@ class Leader:
     def _watch(self, index: int) -> None:
         """Tells of each commit of a slice, until the worker leaves or the job is over."""
         number, rank = 1, self._opening.committers[index]
-        peer = self._member.workers[rank]
         try:
-            while not self._closing:
-                try:
-                    number = self._inbox.wait(index, number + 1, _LOOK_S)
-                    self._come.put((index, number))
-                except TimeoutError:
-                    continue
-        except PeerLostError as error:
-            if not self._member.has_left(rank):
-                self._come.put(lost(peer, error))
+            peer = self._member.workers[rank]
+            try:
+                while not self._closing:
+                    with contextlib.suppress(TimeoutError):
+                        number = self._inbox.wait(index, number + 1, _LOOK_S)
+                        self._come.put((index, number))
+            except PeerLostError as error:
+                if not self._member.has_left(rank):
+                    raise lost(peer, error) from error
         except BaseException as error:
-            self._come.put(error)
+            self._come.put(error)  # nobody looks when the store or the Node was closed
 
     def next(self, version: int) -> Event:
         """See `Sequencer`."""
