@@ -15,6 +15,9 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+# It hides output that a killed process has not written.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A shell starts what runs in the background deaf to it, and with it all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

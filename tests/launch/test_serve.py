@@ -75,7 +75,8 @@ def serve(place: Place, text: str, **options: Any) -> Served:
 
 def test_a_worker_that_is_killed_comes_back_to_what_it_kept(place: Place) -> None:
     text = (
-        "become()\nprint('counted', count(1))\nif rank == 1 and term < 2: count(); die()\nleave()"
+        "become()\nprint('counted', count(1), flush=True)\n"
+        "if rank == 1 and term < 2: count(); die()\nleave()"
     )
     with serve(place, text, environment={"COUNT_DESCRIPTORS": "1"}) as job:
         texts = job.run(0, 1)

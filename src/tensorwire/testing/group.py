@@ -288,7 +288,8 @@ class PeerGroup:
         command = "from tensorwire.testing.group import _run_member; _run_member({})"
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", command.format(theirs.fileno())],
+                # Unbuffered: the log of one that is killed has all that it printed.
+                [sys.executable, "-u", "-c", command.format(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
