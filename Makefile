@@ -23,6 +23,8 @@ ARGS ?=
 VENV := .venv
 PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 export PYTHON
+# Tests start a thousand processes; without their bytecode each would compile this package again.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 NEED := tools/need.sh

@@ -43,6 +43,7 @@ ROOMS = {
         "tests/torch/test_explain.py",
     ],
     "doctor": ["tests/unit", "tests/peers/test_doctor.py"],
+    "rpc": ["tests/unit", "tests/rpc"],
 }
 # Of these files of cpp most lines run on a device only, which emulated machines have.
 RDMA = re.compile(r"cpp/rdma")
