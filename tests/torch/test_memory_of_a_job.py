@@ -36,15 +36,14 @@ import tensorwire.torch as tw
 
 job = tw.init()
 model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
-opt = getattr(torch.optim, sys.argv[1])(model.parameters(), lr=1e-4)
-opt = tw.DistributedOptimizer(opt, model)
+opt = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4), model)
 for step in range({STEPS}):
     x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(2 * step + job.rank))
     model(x).square().mean().backward()
     opt.step()
     opt.zero_grad()
     if job.rank == 0:
-        with open(sys.argv[2], "a") as steps:
+        with open(sys.argv[1], "a") as steps:
             steps.write(".")
 """
 
@@ -85,8 +84,7 @@ def memory(root: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_a_job_needs_no_more_when_it_begins(tmp_path: Path, optimizer: str) -> None:
+def test_a_job_needs_no_more_when_it_begins(tmp_path: Path) -> None:
     """Values, the first gradients and state come into being without second copies."""
     script, steps = tmp_path / "train.py", tmp_path / "steps"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -96,7 +94,7 @@ def test_a_job_needs_no_more_when_it_begins(tmp_path: Path, optimizer: str) -> N
     subprocess.run([sys.executable, "-c", load], check=True)
     command = [sys.executable, "-m", "tensorwire", "run", "-w", "2"]
     job = subprocess.Popen(
-        [*command, str(script), optimizer, str(steps)],
+        [*command, str(script), str(steps)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
