@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import errno
 import os
 import random
 import resource
@@ -473,6 +474,22 @@ def test_a_part_that_somebody_else_made_is_not_waited_for(tmp_path: Path) -> Non
     assert same(load(path)[1])
     assert kept.read_bytes() == b"not mine to remove"
     assert all(os.path.lexists(part) for part in parts)
+
+
+def test_where_no_file_can_be_locked_parts_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another process writes cannot be told from one that was left."""
+
+    def refuse(descriptor: int) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(archive, "try_lock", refuse)
+    path, other = tmp_path / "checkpoint", tmp_path / f".checkpoint.{'0a' * 8}.part"
+    other.write_bytes(b"half")
+    save(path)
+    assert same(load(path)[1])
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
 
 
 def test_the_longest_name(tmp_path: Path) -> None:
