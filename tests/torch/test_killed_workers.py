@@ -129,9 +129,7 @@ def kills() -> list[str]:
 
 
 # A process that has another one's place: what it does first.
-SUCCESSORS = [
-    f"worker-1:commit.sent:7:kill,worker-1+1:{place}:1:kill" for place in ("position.noted",)
-]
+SUCCESSORS = ["worker-1:commit.sent:7:kill,worker-1+1:position.noted:1:kill"]
 # A later one of the place does it again.
 SUCCESSORS += [
     f"worker-0:commit.noted:6:kill,worker-0+1:{first}:1:kill,worker-0+2:{then}:1:kill"
