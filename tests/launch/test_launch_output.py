@@ -209,9 +209,9 @@ def on_terminal(place: Place, text: str, **options: Any) -> tuple[str, int]:
 
 
 def test_on_a_terminal_worker_0_prints_directly(place: Place) -> None:
-    shown, code = on_terminal(
-        place, "print(rank, sys.stdout.isatty(), sys.stderr.isatty())\nsys.exit(3 if rank else 0)"
-    )
+    # With one write: `print` makes one for each value, and the launcher's lines may come between.
+    text = 'sys.stdout.write(f"{rank} {sys.stdout.isatty()} {sys.stderr.isatty()}\\n")'
+    shown, code = on_terminal(place, f"{text}\nsys.exit(3 if rank else 0)")
     assert code == 3
     lines = shown.replace("\r", "").split("\n")
     assert "0 True True" in lines
