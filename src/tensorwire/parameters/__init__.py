@@ -38,10 +38,11 @@ from .regions import AVERAGE
 from .server.process import serve
 from .server.server import Server, most_threads
 from .shard import threads_for
+from .worker.interface import Part, Place, Store
 from .worker.local import LocalStore
 from .worker.own_pace import OwnPaceStore
 from .worker.snapshot import PresentVersion, Readable, RemoteSnapshot, Snapshot
-from .worker.store import Part, Place, RemoteStore, Store
+from .worker.store import RemoteStore
 
 __all__ = [
     "ABSENT",

@@ -21,8 +21,8 @@ from ..regions import AVERAGE
 from ..rows import Gradient, heads_bytes, part_of, tables_of, take_meant
 from ..shard import Shard, ShardMemory
 from ..snapshot import AVERAGED, COUNTS, MOST_SNAPSHOTS, SCALARS, VALUES, busy, state
+from .interface import Place
 from .snapshot import LocalSnapshot, Snapshot
-from .store import Place
 from .view import ScriptView
 
 _ALONE = "nobody takes the place of a worker that is alone"

@@ -1,0 +1,225 @@
+"""What a worker uses of a store: push gradients, commit, wait for the next version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorwire.membership import NoteKind
+
+from ..kernel import Rows
+from ..layout import Layout, Selection
+from ..messages import Bytes, Commit, Result
+from .snapshot import Snapshot
+
+
+class Place(NamedTuple):
+    """Memory for one gradient, of exactly its bytes.
+
+    Attributes:
+        memory: writable.
+        shared: it is the server's: a gradient there is not pushed, its commit says PRODUCED. Else
+            it is registered memory of this process, from which pushes leave without a copy.
+        block: the same place in the pool, where memory is shared. In both any gradient of the same
+            size and server may lie: its commit says POOLED, and where.
+        server: whose it is.
+    """
+
+    memory: Bytes
+    shared: bool
+    block: Bytes | None = None
+    server: int = -1
+
+
+class Part(NamedTuple):
+    """What a worker of a pipeline has of the tensors of a store, by their indices.
+
+    Attributes:
+        wants: it has these, and gets their values.
+        sends: it says what becomes of these: their gradients and first values come from it. Every
+            tensor belongs to one worker of each pipeline.
+    """
+
+    wants: Sequence[int]
+    sends: Sequence[int]
+
+
+class Store(Protocol):
+    """What a worker uses. One thread at a time, but `push` may be called by another.
+
+    Attributes:
+        layout: where tensors lie.
+        own: the tensors that this worker has, as `read_reduced` gives them.
+        version: the one that the last `wait` asked for, whether it came or not; 1 before.
+        path: how the servers are reached ("shm", "tcp", "shm+tcp", "local").
+        compares: the kernel does not tell what was written by way of `value`; see `take_back`.
+        notes_bytes: memory of servers for copies and notes for a successor; 0 before a version.
+        asynchronous: pushes go on while the caller computes; where memory is shared, the caller
+            copies itself.
+    """
+
+    layout: Layout
+    own: Selection
+    version: int
+    path: str
+    compares: bool
+    notes_bytes: int
+    asynchronous: bool
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes of gradients and buffers that were written, since the start.
+
+        What was produced in place is not among them.
+        """
+
+    def value(self, tensor: int) -> Bytes:
+        """A tensor that this worker has, in place; only PUBLISH and APPLY change it.
+
+        What the caller writes there is seen by nobody else, and found by `take_back`.
+        """
+
+    def differs(self, tensor: int, data: Any) -> bool:
+        """Bytes are not those of the tensor in the present version."""
+
+    def take_back(self, always: bool = False) -> list[int]:
+        """Takes back what was written by way of `value`, and tells to which tensors.
+
+        It looks at pages. A tensor that shares a page with one that was written to is told only if
+        its bytes differ, or if nobody's do. Where the kernel does not tell what was written
+        (`PrivateMapping.compares`), a call looks at a 32nd, and only what differs is found.
+
+        Args:
+            always: take everything back also if nothing is found.
+        """
+
+    def places(self, slice_index: int) -> Sequence[Place | str]:
+        """Where each tensor's gradient is best produced, or the reason why there is no such place.
+
+        For this process to write between two versions.
+        """
+
+    def push(self, slice_index: int, tensor: int, data: Any) -> int:
+        """Starts to send one tensor's bytes (without padding) into a slice's slot.
+
+        `data` is one contiguous piece of memory; it is kept alive and must not change before
+        `settle`.
+
+        Returns:
+            How many of the bytes this process copies in memory itself.
+        """
+
+    def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
+        """Starts to send a gradient of a tensor of kind "rows"; a commit that names it means this.
+
+        Args:
+            slice_index: of the slice.
+            tensor: its index.
+            rows: rising, each once.
+            values: of these rows, one behind the other. Both as `data` of `push`.
+
+        Returns:
+            As `push`.
+        """
+
+    def settle(self) -> None:
+        """Waits until every push is in place: sources may change."""
+
+    def commit(self, slice_index: int, commit: Commit) -> None:
+        """All that was pushed for a slice is valid; every slice commits every version once."""
+
+    def is_committed(self, slice_index: int) -> bool:
+        """A process in whose place this one is has committed a slice of the next version.
+
+        Nothing that is pushed for it leaves, and its commit is the one that was made.
+        """
+
+    def take_or_note(
+        self, kind: NoteKind, slice_index: int, data: bytes
+    ) -> tuple[bool, bytes | None]:
+        """Notes what this worker has of a slice of the next version, which is not committed.
+
+        Gradients that are noted lie at the servers, and a process in the place of this one pushes
+        nothing until it has been given the note.
+
+        Returns:
+            As `History.take_or_note`.
+        """
+
+    def lies_ahead(self, kind: NoteKind, slice_index: int | None = None) -> bool:
+        """A process in whose place this one is has noted this of a slice; None: of any version."""
+
+    def read_gradient(self, slice_index: int, tensor: int, how: int, block: int) -> Bytes:
+        """A gradient that lies at the servers; `how` and `block` as a commit says it."""
+
+    def go_on(self, version: int) -> None:
+        """The next version follows this one, which a process in whose place this one is has seen.
+
+        Returns when parameters do not change until this process commits.
+        """
+
+    def wait(self) -> Result:
+        """The version that the commits asked for.
+
+        Raises:
+            RuntimeError: the job is over; the message says why and names who failed.
+            PeerLostError: a server is gone.
+        """
+
+    def read_reduced(self, target: Bytes) -> None:
+        """After REDUCE: fills `target` with the reduced gradient of `own`."""
+
+    def push_reduced(self, tensor: int, data: Any) -> int:
+        """After REDUCE, by the worker of slice 0: a tensor's reduced gradient becomes `data`.
+
+        Returns:
+            As `push`.
+        """
+
+    def read_values(self, target: Bytes) -> None:
+        """Fills `target` (whole store) with all parameters; between versions."""
+
+    def read_state(self, name: str, target: Bytes) -> None:
+        """Fills `target` (whole store) with a state; between versions."""
+
+    def write_state(self, name: str, source: Bytes) -> None:
+        """Overwrites a state; between versions, by one worker."""
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the version in place, which stays as it is; between versions.
+
+        Nobody else takes part, and the others go on as soon as this worker does.
+
+        Raises:
+            BusyError: as many as there may be are held; the message tells by whom.
+            MemoryError: there is none left for it.
+            RuntimeError, PeerLostError: as `wait`.
+        """
+
+    def still(self) -> AbstractContextManager[None]:
+        """Inside no version is made, also where each worker goes at its own pace."""
+
+    def counts(self, averaged: bool = False) -> NDArray[np.int64]:
+        """Steps that were applied to each tensor, or values that are `averaged`."""
+
+    def set_counts(self, counts: NDArray[np.int64], averaged: bool = False) -> None:
+        """Overwrites them; between versions, by one worker."""
+
+    def scalars(self) -> NDArray[np.float64]:
+        """The numbers that the optimizer keeps, a row per tensor; between versions."""
+
+    def set_scalars(self, scalars: NDArray[np.float64]) -> None:
+        """Overwrites them; between versions, by one worker."""
+
+    def reason(self) -> str:
+        """Why the job has failed, as a server told it; "" if none did."""
+
+    def release(self) -> None:
+        """The servers free it too; all workers call it."""
+
+    def close(self) -> None:
+        """Lets go; idempotent."""
