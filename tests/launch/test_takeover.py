@@ -4,6 +4,7 @@ Real servers and workers, without torch; `tensorwire bench faults` trains.
 """
 
 import functools
+import itertools
 import re
 import signal
 import subprocess
@@ -63,35 +64,31 @@ ELSEWHERE = {"norm.noted": "tests/torch/test_journal.py"}
 """Rows of a server that other tests try, with the file, as tests/torch/test_x.py."""
 
 NORM_ROWS = {row.name for row in NORMS.rows}
-FIRST = [(1, 0, name, 1) for name in rows_of("server") if name not in ELSEWHERE]
+NAMES = [name for name in rows_of("server") if name not in ELSEWHERE]
+SUMS = {row.name for row in SUM.rows}
 # Sums are server 0's alone; of two servers the second one has the table. The second norm is that of
 # an average that was kept, and with it rows of the table, which do not outlive a server.
-LATER = [
-    (2, 0 if name in {row.name for row in SUM.rows} else 1, name, 3 if name in NORM_ROWS else 2)
-    for name in rows_of("server")
-    if name not in ELSEWHERE
-]
-AT_THE_OTHER = [
-    (2, 0, row.name, times) for phase in (NORMS, CELL) for row in phase.rows for times in (1, 3)
-]
-CASES = [*FIRST, *LATER, *AT_THE_OTHER]
+AT_0 = [(0, name, 2) for name in NAMES if name in SUMS]
+AT_0 += [(0, row.name, times) for phase in (NORMS, CELL) for row in phase.rows for times in (1, 3)]
+AT_1 = [(1, name, 3 if name in NORM_ROWS else 2) for name in NAMES if name not in SUMS]
+# How many servers there are, and which of them are killed in the same job: where, and at what time
+# that they come there.
+Kills = tuple[tuple[int, str, int], ...]
+CASES: list[tuple[int, Kills]] = [(1, ((0, name, 1),)) for name in NAMES]
+CASES += [(2, tuple(filter(None, each))) for each in itertools.zip_longest(AT_0, AT_1)]
 
 
-@pytest.mark.parametrize(("servers", "server", "name", "times"), CASES)
+@pytest.mark.parametrize(("servers", "kills"), CASES)
 def test_killed_at_a_place(
-    place: Place,
-    whole: Callable[[int], set[str]],
-    servers: int,
-    server: int,
-    name: str,
-    times: int,
+    place: Place, whole: Callable[[int], set[str]], servers: int, kills: Kills
 ) -> None:
     # At the end of the last store workers may have left before the server is killed.
-    stores = 3 if name.startswith("store.") else 2
-    fail = f"server-{server}:{name}:{times}:kill"
-    digests, said = run(place, servers, fail, stores=stores)
-    assert f"server {server} (pid" in said, "the place was not reached"
-    assert "takes its place (restart 1)" in said
+    stores = 3 if any(name.startswith("store.") for _, name, _ in kills) else 2
+    fails = [f"server-{server}:{name}:{times}:kill" for server, name, times in kills]
+    digests, said = run(place, servers, ",".join(fails), stores=stores)
+    for server, *_ in kills:
+        assert f"server {server} (pid" in said, "the place was not reached"
+    assert said.count("takes its place (restart 1)") == len(kills), said
     assert digests == whole(stores)
 
 
@@ -135,10 +132,11 @@ def test_the_launcher_is_killed(place: Place, name: str, times: int) -> None:
 
 def test_every_place_is_tried() -> None:
     """A row that is added to the protocol is tried here at once, or is told to be elsewhere."""
-    tried, rows = {name for *_, name, _ in CASES}, set(rows_of("server"))
+    each_kill = [kill for _, kills in CASES for kill in kills]
+    tried, rows = {name for _, name, _ in each_kill}, set(rows_of("server"))
     assert tried | ELSEWHERE.keys() == rows
     for name in tried:
-        times = {each[3] for each in CASES if each[2] == name}
+        times = {at for _, where, at in each_kill if where == name}
         assert min(times) == 1 < max(times)
     for name, file in ELSEWHERE.items():
         assert name in (HERE.parents[1] / file).read_text()

@@ -134,7 +134,6 @@ PLACES: list[dict[str, Any]] = [
     {"servers": 2},
     {"workers": 0},
     {"transports": ["tcp"]},
-    {"servers": 3},
     {"servers": 3, "transports": ["tcp"]},
     {"slices": 4},
     {"workers": 0, "slices": 4},
