@@ -110,21 +110,20 @@ TIMES = {
     "commit.sent": (2, 21),
     "result.come": (1, 14),
     "result.noted": (3, 15),
-    "snapshot.asked": (1, 4),
-    "snapshot.held": (1, 3),
 }
+# Worker 0 and its successors take turns at these, each at its first and at a later time.
+SNAPSHOTS = ("snapshot.asked:1", "snapshot.held:1", "snapshot.asked:3", "snapshot.held:2")
 
 
 def kills() -> list[str]:
     """One job per line: a worker is killed at one time, and the other one at the next."""
     lines = []
     for number, (place, times) in enumerate(TIMES.items()):
-        ranks = (0, 0) if place.startswith("snapshot.") else (number % 2, 1 - number % 2)
+        ranks = (number % 2, 1 - number % 2)
         each = [
             f"worker-{rank}:{place}:{n}:kill" for rank, n in zip(ranks * 3, times, strict=False)
         ]
-        step = 1 if ranks[0] == ranks[1] else 2
-        lines += [",".join(each[at : at + step]) for at in range(0, len(each), step)]
+        lines += [",".join(each[at : at + 2]) for at in range(0, len(each), 2)]
     return lines
 
 
@@ -138,11 +137,15 @@ SUCCESSORS += [
         ("version.reached", "commit.repeated"),
     )
 ]
+SUCCESSORS += [
+    ",".join(f"worker-0{f'+{n}' if n else ''}:{each}:kill" for n, each in enumerate(SNAPSHOTS))
+]
 
 
 def test_every_place_is_tried() -> None:
     """A row that is added to the protocol is tried here, at its first and at a later time."""
     apart = {"commit.repeated", "version.reached", "gradients.noted"}
+    apart |= {each.partition(":")[0] for each in SNAPSHOTS}
     assert TIMES.keys() | apart == set(rows_of("worker"))
     assert all(len(set(times)) > 1 for times in TIMES.values())
     assert sum(line.count(":kill") for line in kills()) == sum(map(len, TIMES.values()))
