@@ -32,10 +32,10 @@ def rpc() -> None:
 def trace(command: tuple[str, ...], json_path: Path | None) -> None:
     """Run COMMAND and show, when it has ended, what its RPCs carried.
 
-    The program need not know of tensorwire: all that uses grpcio is seen, synchronous or asyncio, as
-    client and as server, in COMMAND and the Python processes that it starts. For each method: calls
-    and their times, messages and their sizes, whether their payload travelled in them (grpc), beside
-    them (shm, tcp), or was sent again in them after it had been refused (again).
+    The program need not know of tensorwire: all that uses grpcio is seen, synchronous or asyncio,
+    as client and as server, in COMMAND and the Python processes that it starts. For each method:
+    calls and their times, messages and their sizes, whether their payload travelled in them (grpc),
+    beside them (shm, tcp), or was sent again in them after it had been refused (again).
 
     \b
     A client:
@@ -50,7 +50,7 @@ def trace(command: tuple[str, ...], json_path: Path | None) -> None:
         tensorwire rpc trace -- pytest tests/e2e
 
     The tables go to stderr. Input, output, signals and the exit code are the command's; 128 + n if
-    signal n killed it. A call costs a few microseconds more. A process that is killed loses nothing
+    signal n killed it. A call costs some 10 µs more at each end. A process that is killed loses nothing
     but the calls that had not ended.
 
     Not seen: Python with -I, -E or another PYTHONPATH, and gRPC of other languages.

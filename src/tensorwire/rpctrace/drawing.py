@@ -1,4 +1,4 @@
-"""A trace for people: tables of calls and messages, payload sizes drawn, and what could be gained."""
+"""A trace for people: tables of calls and messages, payload sizes drawn, what could be gained."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ _ONE_SIDED = ("shm", "tcp", "rdma", "ahead")
 
 def show_trace(trace: Trace, console: Console) -> None:
     """Prints all of it, or why there is nothing."""
+    if trace.unknown:
+        text = f"not traced, as this grpcio is another inside: {'; '.join(trace.unknown)}"
+        console.print(text, style="red", highlight=False, soft_wrap=True)
     if reason := nothing(trace):
         console.print(reason, style="yellow", highlight=False, soft_wrap=True)
         return
@@ -33,8 +36,6 @@ def show_trace(trace: Trace, console: Console) -> None:
 
 def nothing(trace: Trace) -> str:
     """Why there is nothing to show; "" if there is something."""
-    if trace.unknown:
-        return f"not traced, this version of grpcio is another inside: {'; '.join(trace.unknown)}"
     if trace.rows or trace.lost:
         return ""
     if not trace.pythons:
@@ -48,7 +49,7 @@ def nothing(trace: Trace) -> str:
 def _show_calls(trace: Trace, console: Console) -> None:
     columns = ("", "method", "", ">calls", ">failed", ">mean", ">half ≤", ">99 % ≤", ">longest")
     table = new_table("calls that have ended", *columns)
-    rows = []
+    rows: list[list[str | Text]] = []
     for row, times in trace.calls():
         good = sum(
             each.values.count
@@ -63,7 +64,7 @@ def _show_calls(trace: Trace, console: Console) -> None:
             for ns in (times.total / times.count, times.below(0.5), times.below(0.99), times.most)
         ]
         bad = Text(str(failed), style="red" if failed else "")
-        rows.append((row.side, row.method, row.arity, f"{times.count:,}", bad, *shown))
+        rows.append([row.side, row.method, row.arity, f"{times.count:,}", bad, *shown])
     add_groups(table, rows)
     console.print(table)
 

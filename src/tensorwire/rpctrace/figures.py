@@ -168,16 +168,12 @@ def read_trace(folder: Path) -> Trace:
             if row[recorder.COUNT] or index == 0:
                 found.setdefault(tuple(json.loads(key)), Distribution()).merge(row)
         users += 1
-    unknown = {
-        " ".join(json.loads(key)[1:])
-        for path in folder.glob("*.keys")
-        for key in path.read_bytes().split(b"\n")[:-1]
-        if json.loads(key)[0] == "unknown"
-    }
+    unknown = [": ".join(key[1:]) for key in found if key[0] == "unknown"]
     lost = found.pop(("lost",), Distribution()).count
     rows = [
         Measured(key[0], key[1], key[2], key[3], key[4:], values)
         for key, values in sorted(found.items(), key=lambda item: (item[0][:2], item[0][3:]))
+        if key[0] != "unknown"
     ]
     pythons = len(list(folder.glob("*.python")))
     return Trace(rows, pythons, users, lost, sorted(unknown))

@@ -1,4 +1,4 @@
-"""What grpcio does, as it goes by: (de)serializers that count bytes, and the begin and end of calls.
+"""What grpcio does, as it goes by: (de)serializers that count bytes, begin and end of calls.
 
 The standard library only: it runs in the traced processes, whose Python need not have tensorwire.
 Each module of grpcio is changed right after its own import, before anybody has its names. All stays
@@ -133,7 +133,7 @@ class Tracer:
             try:
                 patch(module)
             except (AttributeError, TypeError) as error:  # a grpcio that has changed inside
-                self._recorder.row(("unknown", name, str(error)))
+                self._recorder.add(self._recorder.row(("unknown", name, str(error))), 0)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -224,7 +224,7 @@ class Tracer:
     def _aio_server(self, module: Any) -> None:
         begin, watched = module.Server.__init__, self._watched
 
-        class Outermost(module.ServerInterceptor):  # type: ignore[misc, name-defined]
+        class Outermost(module.ServerInterceptor):  # type: ignore[misc]
             async def intercept_service(self, continuation: Any, details: Any) -> Any:
                 return _traced(watched, await continuation(details), details)
 

@@ -1,7 +1,7 @@
 """Counters of one process in a mapped file, so that a process that is killed loses none.
 
-The standard library only: it runs in the traced processes, and knows nothing of grpcio. A process has
-`NAME.keys`, a line of JSON for each row, and `NAME.rows`, the rows: a distribution each.
+The standard library only: it runs in the traced processes, and knows nothing of grpcio. A process
+has `NAME.keys`, a line of JSON for each row, and `NAME.rows`, the rows: a distribution each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ROWS = 1024
 """Row 0 counts what had no row left."""
 
 Key = tuple[str, ...]
-"""("calls", side, arity, method, code), or ("messages", side, arity, method, direction, protocol)."""
+"""("calls", side, arity, method, code); ("messages", side, arity, method, direction, protocol);
+("unknown", module, error) of grpcio."""
 
 
 class Recorder:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from tensorwire.errors import UnavailableError
+
 _STARTUP = str(Path(__file__).with_name("startup"))
 _PASSED = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
@@ -32,7 +34,10 @@ def run_traced(command: Sequence[str], folder: str) -> int:
 
     Raises:
         OSError: it cannot be started.
+        UnavailableError: tensorwire lies where PYTHONPATH cannot name it.
     """
+    if os.pathsep in _STARTUP:
+        raise UnavailableError(f"PYTHONPATH cannot name {_STARTUP}: install tensorwire elsewhere")
     paths = [_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
     added = {"PYTHONPATH": os.pathsep.join(paths), "TENSORWIRE_RPC_TRACE": folder}
     process: subprocess.Popen[bytes] | None = None

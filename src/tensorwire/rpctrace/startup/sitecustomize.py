@@ -1,8 +1,8 @@
 """Runs in every Python process under `tensorwire rpc trace`, as Python's own `sitecustomize`.
 
 The command puts this folder in front of PYTHONPATH, which stays so that processes which these start
-are traced too. sys.path becomes the user's again, a `sitecustomize` of the user or the system runs as
-it would have. Nothing of grpcio is imported: it is changed when the program imports it.
+are traced too. sys.path becomes the user's again, a `sitecustomize` of the user or the system runs
+as it would have. Nothing of grpcio is imported: it is changed when the program imports it.
 """
 
 import os
