@@ -50,8 +50,8 @@ def trace(command: tuple[str, ...], json_path: Path | None) -> None:
         tensorwire rpc trace -- pytest tests/e2e
 
     The tables go to stderr. Input, output, signals and the exit code are the command's; 128 + n if
-    signal n killed it. A call costs some 10 µs more at each end. A process that is killed loses nothing
-    but the calls that had not ended.
+    signal n killed it. A call costs some 10 µs more at each end. A process that is killed loses
+    nothing but the calls that had not ended.
 
     Not seen: Python with -I, -E or another PYTHONPATH, and gRPC of other languages.
     """  # noqa: D301 (\b is what click reads)

@@ -28,7 +28,7 @@ _PIECE = struct.Struct("<QQQ")
 _TRACE = "_tensorwire_trace"
 
 
-class Watched:
+class TracedMethod:
     """One method as one side sees it.
 
     Args:
@@ -112,7 +112,7 @@ class Tracer:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._known: dict[tuple[str, str, str], Watched] = {}
+        self._known: dict[tuple[str, str, str], TracedMethod] = {}
         self._patches: dict[str, Callable[[Any], None]] = {
             "grpc._channel": self._sync_client,
             "grpc._server": self._sync_server,
@@ -138,14 +138,14 @@ class Tracer:
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _watched(self, side: str, arity: str, method: Any) -> Watched | None:
+    def _watched(self, side: str, arity: str, method: Any) -> TracedMethod | None:
         name = method.decode() if isinstance(method, bytes) else str(method)
         if name == _RESERVED:
             return None
         key = (side, arity, name)
         found = self._known.get(key)
         if found is None:
-            found = self._known.setdefault(key, Watched(self._recorder, *key))
+            found = self._known.setdefault(key, TracedMethod(self._recorder, *key))
         return found
 
     def _sync_client(self, module: Any) -> None:
@@ -334,7 +334,7 @@ class TracedHandler:
     server is over with its response, or when grpcio drops this.
     """
 
-    def __init__(self, handler: Any, watched: Watched) -> None:
+    def __init__(self, handler: Any, watched: TracedMethod) -> None:
         self._handler, self._watched = handler, watched
         self._began = perf_counter_ns()
         self._over = False
