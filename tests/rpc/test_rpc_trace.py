@@ -322,6 +322,7 @@ def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     assert found[("client", "Size", "sent", "shm")][0] == 1
     assert found[("client", "Size", "sent", "again")] == (1, 500_000, 500_000, 0)
     assert calls(figures)[("client", "Size", "INVALID_ARGUMENT")] == 1
+    assert calls(figures)[("client", "Size", "OK")] == 2
 
 
 def test_what_is_killed_has_counted_all(tmp_path: Path) -> None:
@@ -371,12 +372,19 @@ def test_a_command_without_calls(
 
 
 def test_signals_are_passed_on() -> None:
-    text = (
-        "import signal, sys\n"
-        "for each in (signal.SIGTERM, signal.SIGINT):\n"
-        "    signal.signal(each, lambda number, _: print(number, flush=True))\n"
-        "print('ready', flush=True); signal.pause(); signal.pause(); sys.exit(5)"
-    )
+    text = textwrap.dedent("""
+        import os, signal, sys, time
+        got = []
+        def take(number, frame):
+            got.append(number)
+            os.write(1, b"%d\\n" % number)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, take)
+        os.write(1, b"ready\\n")
+        while len(got) < 2:
+            time.sleep(0.01)
+        sys.exit(5)
+    """)
     command = [*TRACE, "--", sys.executable, "-c", text]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

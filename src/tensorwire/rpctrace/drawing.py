@@ -11,7 +11,7 @@ from tensorwire.rpctrace.figures import SHM_BITS, TCP_BITS, Distribution, Measur
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_ONE_SIDED = ("shm", "tcp", "rdma", "ahead")
+_ONE_SIDED = ("shm", "tcp", "rdma")
 
 
 def show_trace(trace: Trace, console: Console) -> None:
@@ -49,6 +49,7 @@ def nothing(trace: Trace) -> str:
 def _show_calls(trace: Trace, console: Console) -> None:
     columns = ("", "method", "", ">calls", ">failed", ">mean", ">half ≤", ">99 % ≤", ">longest")
     table = new_table("calls that have ended", *columns)
+    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     rows: list[list[str | Text]] = []
     for row, times in trace.calls():
         good = sum(
@@ -75,6 +76,7 @@ def _show_messages(trace: Trace, console: Console) -> None:
     axis = f"sizes {_bound(low)} to {_bound(high)}"
     columns = ("", "method", "", "by", ">messages", ">bytes", ">encoded", ">left it", axis)
     table = new_table("messages", *columns)
+    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     rows = []
     for row in messages:
         direction, protocol = row.what
@@ -90,7 +92,8 @@ def _show_messages(trace: Trace, console: Console) -> None:
     console.print(table)
     console.print(
         "encoded: bytes that passed through (de)serializers; left it: that travelled beside the "
-        "message; by again: sent again as it is, the server had refused the envelope",
+        "message; by refused: an envelope that says nothing to its receiver; again: what was sent "
+        "after that, as it is",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
 

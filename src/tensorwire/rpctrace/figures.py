@@ -156,6 +156,12 @@ def _to_json(row: Measured) -> dict[str, Any]:
     return about
 
 
+def _order(item: tuple[recorder.Key, Distribution]) -> tuple[recorder.Key, ...]:
+    """Rows of one method side by side, and of these those of one arity."""
+    key, _ = item
+    return key[:2], key[3:4], key[2:3], key[4:]
+
+
 def read_trace(folder: Path) -> Trace:
     """Adds up the files of a folder, also those of processes that were killed while they wrote."""
     found: dict[recorder.Key, Distribution] = {}
@@ -172,7 +178,7 @@ def read_trace(folder: Path) -> Trace:
     lost = found.pop(("lost",), Distribution()).count
     rows = [
         Measured(key[0], key[1], key[2], key[3], key[4:], values)
-        for key, values in sorted(found.items(), key=lambda item: (item[0][:2], item[0][3:]))
+        for key, values in sorted(found.items(), key=_order)
         if key[0] != "unknown"
     ]
     pythons = len(list(folder.glob("*.python")))

@@ -25,6 +25,7 @@ _RESERVED = "/tensorwire.rpc.Attachment/Open"
 _MAGIC = b"\xff\xfftensorwire-rpc"
 _HEAD = struct.Struct("<16sB3xI16s24x")
 _PIECE = struct.Struct("<QQQ")
+_MOST = 1 << 40  # what an envelope says is its sender's word
 _TRACE = "_tensorwire_trace"
 
 
@@ -75,9 +76,13 @@ class TracedMethod:
             end = _HEAD.size + count * _PIECE.size
             if 0 < count and end <= size:
                 pieces = list(_PIECE.iter_unpack(data[_HEAD.size : end]))
+                protocol = _transport(attachment)
                 left = sum(length for _, _, length in pieces)
-                encoded = size - end + sum(length for ticket, _, length in pieces if not ticket)
-                size, protocol = size - end + left, _transport(attachment)
+                if protocol == "refused" or left > _MOST:
+                    left, protocol = 0, "refused"
+                else:
+                    encoded = size - end + sum(length for ticket, _, length in pieces if not ticket)
+                    size += left - end
         row = self._row("messages", direction, protocol)
         self._recorder.add(row, size, left, encoded, ns)
 
@@ -97,10 +102,10 @@ def _is_again(message: Any) -> bool:
 
 
 def _transport(attachment: bytes) -> str:
-    """By which the payload of an envelope travelled."""
+    """By which the payload of an envelope travelled; "refused": who gets it cannot know where."""
     module = sys.modules.get("tensorwire.rpc.attachment")
     found = getattr(module, "ATTACHMENTS", {}).get(attachment)
-    return "ahead" if found is None else str(found.transport)
+    return "refused" if found is None else str(found.transport)
 
 
 class Tracer:
