@@ -354,6 +354,81 @@ def test_what_is_killed_has_counted_all(tmp_path: Path) -> None:
     assert figures["processes"]["with_rpcs"] == 2
 
 
+def test_nothing_is_held(tmp_path: Path) -> None:
+    """Messages, futures, channels are freed as without the trace; what is dropped is cancelled."""
+    text = """
+    import asyncio, gc, threading, time, weakref
+    from concurrent import futures
+    import grpc
+
+    gc.disable()
+    cancelled = threading.Event()
+
+    class Message:
+        def __init__(self, data):
+            self.data = data
+
+    def serialize(message):
+        return message.data
+
+    def forever(request, context):
+        context.add_callback(cancelled.set)
+        while context.is_active():
+            yield Message(b"1")
+            time.sleep(0.01)
+
+    def gone(reference):
+        until = time.monotonic() + 5
+        while reference() is not None and time.monotonic() < until:
+            time.sleep(0.001)
+        return reference() is None
+
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("example.Model", {
+        "Same": grpc.unary_unary_rpc_method_handler(lambda m, _: m, Message, serialize),
+        "Forever": grpc.unary_stream_rpc_method_handler(forever, Message, serialize),
+    }),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    same = channel.unary_unary("/example.Model/Same", serialize, Message)
+    request = Message(b"x")
+    response = same(request)
+    references = [weakref.ref(request), weakref.ref(response)]
+    del request, response
+    future = same.future(Message(b"x"))
+    print(type(future).__name__, future.result().data, future.code().name)
+    references.append(weakref.ref(future))
+    del future
+    stream = channel.unary_stream("/example.Model/Forever", serialize, Message)(Message(b""))
+    next(stream)
+    del stream
+    print(cancelled.wait(5))
+    references.append(weakref.ref(channel))
+    del channel, same
+    print([gone(each) for each in references])
+
+    async def main():
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            request = Message(b"x")
+            call = channel.unary_unary("/example.Model/Same", serialize, Message)(request)
+            print(type(call).__name__, (await call).data)
+            reference = weakref.ref(request)
+            del request, call
+            await asyncio.sleep(0)
+            print(gone(reference))
+
+    asyncio.run(main())
+    server.stop(None).wait()
+    """
+    program = script(tmp_path, "held.py", text)
+    plain = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=30)
+    assert "[True, True, True, True]" in plain.stdout, plain.stderr
+    done, figures = run(tmp_path, sys.executable, program)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert calls(figures)[("client", "Forever", "CANCELLED")] == 1
+
+
 @pytest.mark.parametrize(
     ("command", "output", "code", "said"),
     [
