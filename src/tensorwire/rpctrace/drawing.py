@@ -172,7 +172,7 @@ def gain(messages: list[Measured]) -> str:
     return (
         f"{side}: {count:,} of {whole.count:,} messages, {size:,} of {whole.total:,} bytes "
         f"({share:.1f} %), would travel one-sidedly on one host (256 KiB or more); "
-        f"{by_tcp[0]:,}, {by_tcp[1]:,} bytes, also by TCP (2 MiB or more). Change: "
+        f"{by_tcp[0]:,} of them, {by_tcp[1]:,} bytes, also by TCP (2 MiB or more). Change: "
         f"tensorwire.rpc.{what}, or its aio twin, for grpc.{what}, at both ends (docs/rpc.md, "
         f"Changing over); arrays as Tensor messages skip protobuf, too."
     )
