@@ -44,6 +44,7 @@ ROOMS = {
     ],
     "doctor": ["tests/unit", "tests/peers/test_doctor.py"],
     "rpc": ["tests/unit", "tests/rpc"],
+    "rpctrace": ["tests/unit", "tests/rpc/test_rpc_trace.py"],
 }
 # Of these files of cpp most lines run on a device only, which emulated machines have.
 RDMA = re.compile(r"cpp/rdma")

@@ -55,6 +55,10 @@ WRONG = [
     ("bench training --optimizer sgd --optimizer adamw", "--optimizer is given twice"),
     ("bench placement --wire alone --systems grpc", "--systems has no meaning for --wire alone"),
     ("bench placement --workload dlrm --optimizer adamw", "dlrm has one of its own"),
+    ("rpc trace", "Missing argument 'COMMAND...'"),
+    ("rpc trace --json a --json b -- true", "--json is given twice"),
+    ("rpc trace --json nowhere/at/all.json -- true", "does not exist"),
+    ("rpc trace --jsn x -- true", "No such option"),
     ("bench workloads --json nowhere/at/all.json", "does not exist"),
 ]
 

@@ -27,7 +27,7 @@ PYTHON_LAYERS = (
     ("torch", "rpc", "files"),
     ("launch",),
     ("bench",),
-    ("doctor",),
+    ("doctor", "rpctrace"),
     ("cli",),
     ("__main__",),
 )

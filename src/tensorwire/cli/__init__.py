@@ -9,6 +9,7 @@ from tensorwire.cli.bench import bench as bench_commands
 from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.explain import explain as explain_command
 from tensorwire.cli.info import info as info_command
+from tensorwire.cli.rpc import rpc as rpc_commands
 from tensorwire.cli.run import run as run_command
 from tensorwire.cli.serve import serve as serve_command
 from tensorwire.cli.status import status as status_command
@@ -45,11 +46,15 @@ def main() -> None:
     \b
     Where the tensors of a training script are, and which are copied:
         tensorwire explain train.py
+
+    \b
+    What the RPCs of a gRPC program carry, and what they would gain:
+        tensorwire rpc trace -- python client.py
     """  # noqa: D301 (\b is what click reads)
 
 
 for _command in (
     info_command, doctor_command, bench_commands, run_command, serve_command, status_command,
-    explain_command,
+    explain_command, rpc_commands,
 ):  # fmt: skip
     main.add_command(_command)

@@ -24,7 +24,7 @@ from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
-from .outgoing import PLAIN, CallLink, SentMessage, always
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .tensors import delivered
 
 __all__ = ["AioRpcChannel", "insecure_channel", "secure_channel", "server"]
@@ -153,7 +153,7 @@ class _UnaryUnaryPayload(grpc.aio.UnaryUnaryClientInterceptor):
             call.cancel()
             raise
         if not ok and await client.is_to_be_sent_again(outgoing, call):
-            outgoing = SentMessage(request, PLAIN, last=False)
+            outgoing = SentMessage(request, AGAIN, last=False)
             call = await continuation(details, outgoing)
             ok = await call.code() is grpc.StatusCode.OK
         if ok and outgoing.tickets:
@@ -182,7 +182,7 @@ class _UnaryStreamPayload(grpc.aio.UnaryStreamClientInterceptor):
             await call.initial_metadata()
             if not call_is_confirmed(link) or call.done():
                 if await client.is_to_be_sent_again(outgoing, call):
-                    outgoing = SentMessage(request, PLAIN, last=False)
+                    outgoing = SentMessage(request, AGAIN, last=False)
                     call = await continuation(details, outgoing)
         if outgoing.tickets:
             call.add_done_callback(partial(_let_go, outgoing))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ CALLS = 1024
 _GRACE_S = 2.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
 _BOARD = "board"
+
+ATTACHMENTS: weakref.WeakValueDictionary[bytes, RpcAttachment] = weakref.WeakValueDictionary()
+"""All of this process, by their ids, for who sees an envelope pass (`rpctrace`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class RpcAttachment:
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: deque[Watched] = deque(maxlen=8)
+        ATTACHMENTS[id] = self
         JANITOR.watch(self)
 
     @property

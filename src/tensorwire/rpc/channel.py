@@ -22,7 +22,7 @@ from .calls import ResentFuture, ResentStream
 from .envelope import mark
 from .incoming import Reader
 from .negotiation import MARK, OPEN, REFUSED, AttachmentKeeper, Terms
-from .outgoing import PLAIN, CallLink, SentMessage, always, no_deadline
+from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, no_deadline
 from .tensors import delivered
 
 _LOG = logging.getLogger("tensorwire.rpc")
@@ -247,7 +247,7 @@ class _UnaryRequest(_Method):
             if outgoing.tickets:
                 delivered(outgoing.tickets)
             return answer
-        plain = SentMessage(request, PLAIN, last=False)
+        plain = SentMessage(request, AGAIN, last=False)
         answer = call(
             plain, _left(timeout, started), metadata, credentials, wait_for_ready, compression
         )
@@ -283,7 +283,7 @@ class _UnaryRequest(_Method):
         def again(ended: Any) -> Any:
             if not self._is_to_be_sent_again(outgoing, ended):
                 return None
-            plain = SentMessage(request, PLAIN, last=False)
+            plain = SentMessage(request, AGAIN, last=False)
             return call(
                 plain, _left(timeout, started), metadata, credentials, wait_for_ready, compression
             )

@@ -90,6 +90,9 @@ def always() -> bool:
 PLAIN = CallLink(None, (0, 0), no_deadline, always)
 """For calls without an attachment."""
 
+AGAIN = CallLink(None, (0, 0), no_deadline, always)
+"""For a request that is sent again as it is, because its payload went ahead to somebody else."""
+
 
 class SentMessage:
     """A message that is handed to grpcio in the place of the user's.
