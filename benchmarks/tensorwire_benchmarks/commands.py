@@ -29,6 +29,7 @@ from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
 from tensorwire_benchmarks import engine, report, rpc_names
 from tensorwire_benchmarks import faults as fault_bench
+from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
@@ -422,5 +423,39 @@ def rpc(
     )  # fmt: skip
 
 
-COMMANDS = (training, placement, parameters, faults, rpc, show_workloads)
+@click.command(cls=Command)
+@json_option("Write all rows, the machine and the verdicts to FILE.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+@click.option("--quick", is_flag=True, help="Two short turns: a look.")
+@names("--cases", known=mode_bench.CASES, help=f"Only these: {', '.join(mode_bench.CASES)}.")
+def modes(
+    json_path: Path | None, strict: bool, quick: bool, cases: tuple[str, ...] | None
+) -> None:  # fmt: skip
+    """What do the modes of a job gain, and what do they cost?
+
+    Four workers whose steps sleep. slow: one is four times slower than the others; async beside
+    sync. stalls: each pauses once in four steps, for two or three steps; bounded beside sync. The
+    systems take turns. Some three minutes.
+
+    \b
+    A look, half a minute:
+        tensorwire bench modes --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench modes --json modes.json
+    """  # noqa: D301 (\b is what click reads)
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    settings = mode_bench.ModesSettings()
+    if quick:
+        settings = dataclasses.replace(settings, turns=2, steps=4)
+    settings = chosen(settings, cases=cases)
+    carry_out(
+        partial(mode_bench.run, settings), report.print_modes, lambda report, path: None,
+        json_path=json_path, figure_path=None, strict=strict,
+    )  # fmt: skip
+
+
+COMMANDS = (training, placement, parameters, faults, rpc, modes, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

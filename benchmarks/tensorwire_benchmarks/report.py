@@ -47,6 +47,12 @@ def print_placement(report: Report, console: Console) -> None:
     common.print_comparisons(report, "plan, times as fast as the others (95 %)", console)
 
 
+def print_modes(report: Report, console: Console) -> None:
+    """Tables, notes, what is missing, verdicts; then how many times as fast as `sync`."""
+    common.print_report(report, console)
+    common.print_comparisons(report, "times as fast as sync (95 %)", console)
+
+
 def parts_of(report: Report) -> Parts:
     """Where all parts were measured, what a step is made of."""
     seconds = {
