@@ -38,6 +38,7 @@ from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
+from tensorwire_benchmarks.modes_training import TrainingSettings
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
 from tensorwire_benchmarks.optimizers import judge as judge_optimizers
 from tensorwire_benchmarks.optimizers import measure as measure_optimizers
@@ -449,7 +450,8 @@ def modes(
         raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
     settings = mode_bench.ModesSettings()
     if quick:
-        settings = dataclasses.replace(settings, turns=2, steps=4)
+        short = TrainingSettings(sizes=(4,), seeds=1, shorten=4)
+        settings = dataclasses.replace(settings, turns=2, steps=4, training=short)
     settings = chosen(settings, cases=cases)
     carry_out(
         partial(mode_bench.run, settings), report.print_modes, lambda report, path: None,

@@ -2,7 +2,8 @@
 
 Steps that sleep, so that cores are no limit: `slow` has one worker that is four times slower than
 the others, `stalls` workers that pause now and then. The figure is steps per second of all workers
-together; the limit beside it is the same sleeps by a simulation whose exchange takes no time.
+together; the limit beside it is the same sleeps by a simulation whose exchange takes no time. How
+many steps and how long training takes is in `modes_training`.
 
 Not measured: several hosts, servers that are the bottleneck, the modes' memory.
 """
@@ -13,20 +14,23 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from tensorwire.bench import machine
 from tensorwire.bench.harness import paired_ratio
 from tensorwire.bench.processes import PairError
 from tensorwire.bench.rows import Comparison, Report, Row, Verdict
 from tensorwire.command import Told
-from tensorwire_benchmarks import modes_worker
+from tensorwire_benchmarks import modes_training, modes_worker
+from tensorwire_benchmarks.modes_training import TrainingSettings
 from tensorwire_benchmarks.systems import ASYNC, BOUNDED, SYNC, System
 from tensorwire_benchmarks.systems.own import STALENESS
 from tensorwire_benchmarks.team import Team
 
 SLOW, STALLS, INDEPENDENT = "slow", "stalls", "stalls.independent"
-CASES = (SLOW, STALLS)
+SLEEPING = (SLOW, STALLS)
+CASES = (*SLEEPING, *modes_training.TASKS)
 _FACTOR = 4  # how much slower the slow one is
 _BLOCK = 4  # steps of a worker with one stall
 _CHANCE = 0.2  # of an independent stall
@@ -45,13 +49,15 @@ class ModesSettings:
         turns: of each system.
         step_s: how long a step sleeps that is not slow.
         steps: of the slow worker in a turn of `slow`; twice as many of each in `stalls`.
+        training: how tasks are trained; which of them follows from `cases`.
     """
 
     cases: Sequence[str] = CASES
     workers: int = 4
     turns: int = 8
-    step_s: float = 0.06
-    steps: int = 16
+    step_s: float = 0.1
+    steps: int = 10
+    training: TrainingSettings = field(default_factory=TrainingSettings)
 
 
 def run(settings: ModesSettings, tell: Told) -> Report:
@@ -60,10 +66,13 @@ def run(settings: ModesSettings, tell: Told) -> Report:
     described = {**dataclasses.asdict(settings), "interrupted": False}
     report = Report("modes", about, settings={**described, "staleness": STALENESS})
     report.settings["warnings"] = machine.warnings_about(about)
+    sleeping = [case for case in SLEEPING if case in settings.cases]
+    tasks = tuple(case for case in modes_training.TASKS if case in settings.cases)
     try:
-        for number, case in enumerate(settings.cases):
-            _measure_sleeps(report, settings, case, lambda what, n=number, case=case: tell(  # type: ignore[misc]
-                n, len(settings.cases), f"{case} {what}"))  # fmt: skip
+        for number, case in enumerate(sleeping):
+            _measure_sleeps(report, settings, case, partial(tell, number, len(sleeping)))
+        training = dataclasses.replace(settings.training, tasks=tasks)
+        modes_training.measure(report, training, tell)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
@@ -134,11 +143,11 @@ def _measure_sleeps(
         with contextlib.ExitStack() as stack:
             teams = {}
             for system in systems:
-                tell(f"starts {system.name}")
+                tell(f"{case}: starts {system.name}")
                 teams[system.name] = team = _start(stack, system, settings.workers)
                 size_bytes = team.call("idle", timeout_s=60.0)[0]
             for turn in range(settings.turns):
-                tell(f"turn {turn + 1} of {settings.turns}")
+                tell(f"{case}: turn {turn + 1} of {settings.turns}")
                 order = list(teams.items())
                 for name, team in order if turn % 2 == 0 else reversed(order):
                     for each in cases:
@@ -197,4 +206,5 @@ def judge(report: Report) -> list[Verdict]:
             verdicts.append(Verdict.of(*told, None, None, missing))
         else:
             verdicts.append(Verdict.of(*told, item.ratio, item.interval))
-    return verdicts
+    size = TrainingSettings().sizes[0]
+    return verdicts + modes_training.judge(report, size)
