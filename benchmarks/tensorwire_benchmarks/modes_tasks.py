@@ -33,7 +33,7 @@ Data = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Exercise:
     """A model and its data.
 
     Attributes:
@@ -80,21 +80,21 @@ def _example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _digits() -> Task:
+def _digits() -> Exercise:
     example = _example("digits")
     train, test = (each.tensors for each in example.load())
-    return Task(example.Net, train, test, part=512, batch=16)
+    return Exercise(example.Net, train, test, part=512, batch=16)
 
 
-def _characters() -> Task:
+def _characters() -> Exercise:
     example = _example("characters")
     data, alphabet = example.load(150_000)
     inputs, labels = data.tensors
     train, test = (inputs[64:], labels[64:]), (inputs[:64], labels[:64])
-    return Task(lambda: example.Net(len(alphabet)), train, test, part=64, batch=8)
+    return Exercise(lambda: example.Net(len(alphabet)), train, test, part=64, batch=8)
 
 
-def _text() -> Task:
+def _text() -> Exercise:
     found = {package: _lines(package) for package in _PACKAGES}
     train: list[tuple[list[int], int]] = []
     test: list[tuple[list[int], int]] = []
@@ -115,7 +115,7 @@ def _text() -> Task:
         table = nn.EmbeddingBag(_BUCKETS, _WIDTH, mode="mean", padding_idx=0)
         return nn.Sequential(table, nn.Linear(_WIDTH, len(_PACKAGES)))
 
-    return Task(build, first, second, part=2048, batch=32)
+    return Exercise(build, first, second, part=2048, batch=32)
 
 
 def _lines(package: str) -> set[str]:
@@ -133,7 +133,9 @@ def _hashed(line: str) -> list[int]:
 
 
 @cache
-def task(name: str) -> Task:
+def task(name: str) -> Exercise:
     """The one of this name."""
-    made: Callable[[], Task] = {"digits": _digits, "characters": _characters, "text": _text}[name]
+    made: Callable[[], Exercise] = {"digits": _digits, "characters": _characters, "text": _text}[
+        name
+    ]
     return made()

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from tensorwire.bench import report as common
 from tensorwire.bench.report import add_groups, figure, new_table, show_seconds
@@ -46,16 +45,6 @@ def print_placement(report: Report, console: Console) -> None:
     if parts:
         console.print(_table(parts))
     common.print_comparisons(report, "plan, times as fast as the others (95 %)", console)
-
-
-def print_modes(report: Report, console: Console) -> None:
-    """Tables, notes, what is missing, verdicts; then how many times as fast as `sync`."""
-    common.print_report(report, console)
-    console.print(Text("times as fast as sync, in seconds or in steps (95 %)", style="bold"))
-    for item in report.comparisons:
-        around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
-        line = f"{item.case:24} {item.system:10} {item.ratio:.2f}{around}"
-        console.print(line, highlight=False)
 
 
 def parts_of(report: Report) -> Parts:

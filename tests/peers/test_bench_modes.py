@@ -9,8 +9,11 @@ from click.testing import CliRunner
 
 from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire.cli import main
-from tensorwire_benchmarks import modes
+from tensorwire_benchmarks import modes, modes_training
 from tensorwire_benchmarks.modes import ModesSettings, draw, ideal, judge
+from tensorwire_benchmarks.modes_training import Curve, TrainingSettings
+from tensorwire_benchmarks.modes_worker import Trained
+from tensorwire_benchmarks.systems import SYNC
 
 SLEEPS = ModesSettings()
 
@@ -32,6 +35,27 @@ def test_a_missed_bar_is_told() -> None:
     assert "MISSED  slow" in slow.line()
     assert "0.5 x away" in slow.line()
     assert stalls.met is True
+
+
+def test_steps_to_a_loss_are_those_of_all_workers() -> None:
+    marks = [(0, 2.0, 0.1), (1, 1.0, 0.5), (2, 0.5, 0.9)]
+    told = [Trained([1.0, 3.0], marks, 8), Trained([0.5, 0.9, 1.4, 3.0], [], 8)]
+    curve = Curve.of("digits", "async", 0, told)
+    assert curve.seconds == [0.0, 1.0, 3.0]
+    assert curve.steps == [0.0, 1.5, 3.0]
+    assert curve.reaches(1.0) == (1.0, 1.5)
+    assert curve.reaches(0.4) is None
+
+
+@pytest.mark.parametrize(("steps_ratio", "met"), [(0.7, True), (0.6, False)])
+def test_more_steps_than_the_bar_are_told(steps_ratio: float, met: bool) -> None:
+    report = made_up()
+    report.comparisons.append(
+        Comparison("digits.4.steps", 8, "async", "sync", steps_ratio, None, 5)
+    )
+    verdict = next(v for v in judge(report) if v.name == "digits: steps to the loss of sync, async")
+    assert verdict.met is met
+    assert verdict.measured == pytest.approx(1 / steps_ratio)
 
 
 def test_what_was_left_out_or_failed_is_not_met() -> None:
@@ -88,3 +112,23 @@ def test_a_tiny_run_has_rows_and_verdicts(tmp_path: Path) -> None:
     verdicts = {verdict["name"]: verdict["met"] for verdict in found["verdicts"]}
     assert verdicts["slow: steps per second, async beside sync"] is not None
     assert verdicts["stalls: steps per second, bounded beside sync"] is None
+
+
+@pytest.mark.slow
+def test_a_tiny_training_has_rows_and_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(modes_training, "_SYSTEMS", (SYNC,))
+    training = TrainingSettings(sizes=(1,), seeds=2, shorten=20)
+    settings = replace(SLEEPS, cases=("digits",), training=training)
+    report = modes.run(settings, lambda done, total, label: None)
+    (row,) = report.rows
+    assert (row.case, row.system, row.operations) == ("digits.1", "sync", 2), row.note
+    assert "steps to the loss of sync" in row.note
+    for seed, curve in enumerate(report.settings["curves"]):
+        assert (curve["seed"], curve["steps"]) == (seed, list(range(9)))
+        assert curve["loss"][-1] < curve["loss"][0]
+        assert curve["seconds"] == sorted(curve["seconds"])
+    first, second = report.settings["curves"]
+    assert first["loss"] != second["loss"]
+    assert all(verdict.met is None for verdict in report.verdicts)
