@@ -61,7 +61,7 @@ class ModesSettings:
 
 
 def run(settings: ModesSettings, tell: Told) -> Report:
-    """Measures everything in turns; Ctrl-C ends it with the rows so far."""
+    """Measures everything in turns; Ctrl-C ends it with the rows of the cases so far."""
     about = machine.describe()
     described = {**dataclasses.asdict(settings), "interrupted": False}
     report = Report("modes", about, settings={**described, "staleness": STALENESS})

@@ -188,17 +188,18 @@ def _report(
             note = f"{steps:.0f} steps to the loss of sync with {most} workers"
             if missed:
                 note += f"; {missed} of {len(times)} runs did not reach it: their whole time"
+            if row.note:
+                note += f"; then it failed: {row.note}"
             row = row.timed(times, note=note)
         elif not row.note:
             row = dataclasses.replace(row, note="it took no turn")
         report.rows.append(row)
+    sync = found.pop(SYNC.name, {})
     for name, mine in found.items():
-        both = (
-            [seed for seed in mine if seed in found.get(SYNC.name, {})] if name != SYNC.name else []
-        )
+        both = [seed for seed in mine if seed in sync]
         for what, part in ((case, 0), (f"{case}.steps", 1)):
             ratio = paired_ratio(
-                [found[SYNC.name][seed][part] for seed in both], [mine[seed][part] for seed in both]
+                [sync[seed][part] for seed in both], [mine[seed][part] for seed in both]
             )
             if ratio is not None:
                 told = ratio.median, ratio.interval, ratio.pairs
