@@ -29,6 +29,7 @@ from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
 from tensorwire_benchmarks import engine, report, rpc_names
 from tensorwire_benchmarks import faults as fault_bench
+from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
@@ -37,6 +38,8 @@ from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
+from tensorwire_benchmarks.modes_report import draw_modes, print_modes
+from tensorwire_benchmarks.modes_training import TASKS, TrainingSettings
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
 from tensorwire_benchmarks.optimizers import judge as judge_optimizers
 from tensorwire_benchmarks.optimizers import measure as measure_optimizers
@@ -422,5 +425,56 @@ def rpc(
     )  # fmt: skip
 
 
-COMMANDS = (training, placement, parameters, faults, rpc, show_workloads)
+@click.command(cls=Command)
+@outputs
+@click.option("--quick", is_flag=True, help="Two short turns, a seed of few steps: a look.")
+@names("--cases", known=mode_bench.CASES, help=f"Only these: {', '.join(mode_bench.CASES)}.")
+def modes(
+    json_path: Path | None, figure_path: Path | None, strict: bool, quick: bool,
+    cases: tuple[str, ...] | None,
+) -> None:  # fmt: skip
+    """What do the modes of a job gain, and what do they cost?
+
+    Four workers whose steps sleep. slow: one is four times slower than the others; async beside
+    sync. stalls: each pauses once in four steps, for two or three steps; bounded beside sync.
+
+    digits, characters, text: training with four, two and one workers and five seeds. How many
+    steps do async and bounded need to the loss that sync ends with? And how long do they, sync,
+    torch's DistributedDataParallel over gloo and a parameter server on gRPC need?
+
+    About an hour on two cores; other work on the machine spoils the times. The figure is of
+    training.
+
+    \b
+    A look, some minutes:
+        tensorwire bench modes --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench modes --json modes.json --figure modes.svg
+
+    \b
+    One question only, four minutes:
+        tensorwire bench modes --cases slow,stalls
+
+    \b
+    The rivals:
+        pip install 'tensorwire[bench]'
+    """  # noqa: D301 (\b is what click reads)
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    if figure_path is not None and cases and not set(cases) & set(TASKS):
+        raise click.UsageError(f"--figure draws training, one of {', '.join(TASKS)}")
+    settings = mode_bench.ModesSettings()
+    if quick:
+        short = TrainingSettings(sizes=(4,), seeds=1, shorten=4)
+        settings = dataclasses.replace(settings, turns=2, steps=4, training=short)
+    settings = chosen(settings, cases=cases)
+    carry_out(
+        partial(mode_bench.run, settings), print_modes, draw_modes,
+        json_path=json_path, figure_path=figure_path, strict=strict,
+    )  # fmt: skip
+
+
+COMMANDS = (training, placement, parameters, faults, rpc, modes, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

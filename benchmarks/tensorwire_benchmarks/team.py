@@ -33,7 +33,9 @@ _LOOK_S = 0.5  # how often a waiting bench looks whether the server lives
 class Team:
     """Owns the processes of one system for one model over one wire.
 
-    With `hosts` the server is on the first and all workers are on the second.
+    With `hosts` the server is on the first and all workers are on the second. `program` is the
+    module that runs in the workers; its Driver, a subclass of that of `worker`, may do without a
+    `model`.
 
     Methods block and are for one thread. After any error the team is closed. `close` may be called
     twice.
@@ -47,13 +49,14 @@ class Team:
     """
 
     def __init__(
-        self, system: System, wire: str, model: Workload, workers: int, optimizer: str,
-        threads: int = 1, hosts: Hosts | None = None,
+        self, system: System, wire: str, model: Workload | None, workers: int, optimizer: str,
+        threads: int = 1, hosts: Hosts | None = None, program: str = worker.__name__,
     ) -> None:  # fmt: skip
         self.note = ""
         self.closed = False
         self._pids: list[int] = []
         self._name = system.name
+        self._program = program
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         self._pool = ThreadPoolExecutor(workers)  # one thread waits for each worker
         self._workers: dict[int, ProcessPair] = {}
@@ -72,7 +75,7 @@ class Team:
         try:
             self._start_workers(order)
             address = self._address() if system.server is not None else ""
-            self._pids = self._call("start", address, timeout_s=_START_S)
+            self._pids = self.call("start", address, timeout_s=_START_S)
         except BaseException:
             self.close()
             raise
@@ -85,7 +88,7 @@ class Team:
         def start(rank: int) -> None:
             ends = [ours for ours, _ in barriers] if rank == 0 else [barriers[rank - 1][1]]
             options = {"order": order, "rank": rank, "barrier": ends}
-            self._workers[rank] = ProcessPair(worker.__name__, options)
+            self._workers[rank] = ProcessPair(self._program, options)
 
         try:
             self._together(start, range(order.workers), "start")
@@ -115,7 +118,7 @@ class Team:
 
     def prepare(self, timeout_s: float = 300.0) -> None:
         """Lets the system look for its best settings."""
-        self.note = self._call("prepare", timeout_s=timeout_s)[0]
+        self.note = self.call("prepare", timeout_s=timeout_s)[0]
 
     def run(
         self, count: int, timeout_s: float = 300.0, *, held: bool = False
@@ -126,7 +129,7 @@ class Team:
             Steps per worker, CPU seconds of all workers, CPU seconds of the server.
         """
         before = self._server_cpu()
-        answers = self._call("run", count, held, timeout_s=timeout_s)
+        answers = self.call("run", count, held, timeout_s=timeout_s)
         return (
             [times for times, _ in answers],
             sum(cpu for _, cpu in answers),
@@ -135,11 +138,11 @@ class Team:
 
     def digest(self) -> list[float]:
         """Per worker, a number that differs when parameters differ."""
-        return self._call("digest", timeout_s=60.0)
+        return self.call("digest", timeout_s=60.0)
 
     def end(self) -> End:
         """Where the workers are after their last step."""
-        return End.of(self._call("end", timeout_s=120.0))
+        return End.of(self.call("end", timeout_s=120.0))
 
     def _server_cpu(self) -> float:
         if self._server is None or self.closed:
@@ -150,7 +153,7 @@ class Team:
             self.close()
             raise PairError("the server process has ended") from error
 
-    def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
         """What this method of all workers returns; they run it at the same time."""
         if self.closed:
             raise PairError(f"the processes of {self._name} have ended")

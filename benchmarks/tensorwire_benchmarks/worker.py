@@ -43,7 +43,7 @@ class Order:
     """
 
     system: System
-    model: Workload
+    model: Workload | None
     workers: int
     optimizer: str
     folder: str
@@ -116,6 +116,20 @@ class Driver:
 
     def start(self, server: str) -> int:
         """Builds everything, in all workers at the same time; returns the process number."""
+        self._place = place = self._enter(server)
+        torch, model = place.torch, self._order.model
+        assert model is not None
+        network = model.build(torch)
+        self._parameters = list(network.parameters())
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
+        self._trainer = self._make_trainer(place, network)
+        self._loss = model.loss(torch)
+        self._batches = model.batches(torch, self._rank)
+        return os.getpid()
+
+    def _enter(self, server: str) -> TrainerPlace:
+        """Makes this process the worker, with torch."""
         order, rank, settings = self._order, self._rank, {}
         if order.system.in_job:
             settings = {
@@ -128,18 +142,14 @@ class Driver:
         order.enter(f"worker{rank}", 1, settings)
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
-        network = order.model.build(torch)
-        self._parameters = list(network.parameters())
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
-        place = TrainerPlace(
+        return TrainerPlace(
             torch, rank, order.workers, order.optimizer, order.folder, server, self._barrier
         )
-        module, _, name = order.system.trainer.partition(":")
-        self._trainer: Trainer = getattr(importlib.import_module(module), name)(place, network)
-        self._loss = order.model.loss(torch)
-        self._batches = order.model.batches(torch, rank)
-        return os.getpid()
+
+    def _make_trainer(self, place: TrainerPlace, network: Any) -> Trainer:
+        module, _, name = self._order.system.trainer.partition(":")
+        made: Trainer = getattr(importlib.import_module(module), name)(place, network)
+        return made
 
     def _gradient_arrived(self, parameter: object) -> None:
         self._ready = (time.monotonic(), time.process_time())

@@ -91,6 +91,8 @@ GRPC = System(
     copies=28,
 )
 PLAN, COPY = _own("plan"), _own("copy", "CopyTrainer")
+SYNC, ASYNC = _own("sync", "SyncTrainer"), _own("async", "AsyncTrainer")
+BOUNDED = _own("bounded", "BoundedTrainer")
 COMPUTATION = System(
     "computation", f"{_PACKAGE}.base:Computation", (_TORCH,), None, {}, 5, False, False
 )
@@ -98,15 +100,12 @@ COMPUTATION = System(
 PLAIN = System("plain", f"{_PACKAGE}.base:Plain", (_TORCH,), None, {}, 5, False, False)
 """The workers beside each other, each with an optimizer and a model of its own."""
 
-SYSTEMS: tuple[System, ...] = (
-    _own(OWN),
-    System(
-        "ddp-gloo",
-        f"{_PACKAGE}.ddp_gloo:DdpTrainer",
-        (_TORCH,),
-        None,
-        {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},
-        holds=False,
-    ),
-    GRPC,
+DDP = System(
+    "ddp-gloo",
+    f"{_PACKAGE}.ddp_gloo:DdpTrainer",
+    (_TORCH,),
+    None,
+    {"shm": "loopback TCP, gloo knows nothing else", "tcp": "loopback TCP"},
+    holds=False,
 )
+SYSTEMS: tuple[System, ...] = (_own(OWN), DDP, GRPC)

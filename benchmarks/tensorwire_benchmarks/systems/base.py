@@ -29,6 +29,7 @@ class TrainerPlace:
         folder: a directory of this team, for sockets and rendezvous.
         server: the address that the system's server gave; "" without one.
         barrier: returns when all workers have called it.
+        learning_rate: of the optimizer.
     """
 
     torch: Any
@@ -38,6 +39,7 @@ class TrainerPlace:
     folder: str
     server: str
     barrier: Callable[[], None]
+    learning_rate: float = LEARNING_RATE
 
 
 class Trainer(ABC):
@@ -46,10 +48,12 @@ class Trainer(ABC):
     Attributes:
         module: what forward is called on.
         note: how the system is tuned, for the note of its rows.
+        tuned: what `tune` has found, for `use`.
     """
 
     module: Any
     note: str = ""
+    tuned: Any = None
 
     @abstractmethod
     def exchange(self) -> None:
@@ -75,6 +79,13 @@ class Trainer(ABC):
         worker.
         """
         del run
+
+    def use(self, tuned: Any) -> None:
+        """Takes the settings that `tune` found for the same model; all workers call it together."""
+        del tuned
+
+    def settle(self) -> None:  # noqa: B027 (most are there anyway)
+        """After the last step of all workers: returns when the module has what they have made."""
 
     def hidden_s(self) -> float:
         """Since the start, for how long gradients were on their way while backward went on."""
@@ -107,14 +118,17 @@ class Plain(Computation):
 
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         super().__init__(place, module)
-        parameters = module.parameters()
-        self._optimizer = make_optimizer(place.torch, place.optimizer, parameters, fused=False)
+        self._optimizer = make_optimizer(
+            place.torch, place.optimizer, module.parameters(), place.learning_rate, fused=False
+        )
 
     def exchange(self) -> None:
         self._optimizer.step()
 
 
-def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> Any:
+def make_optimizer(
+    torch: Any, name: str, parameters: Any, learning_rate: float = LEARNING_RATE, *, fused: bool
+) -> Any:
     """The optimizer of torch itself, with the same constants for every system.
 
     Of these "plain-sgd", where it is not fused, and "adagrad" take sparse gradients.
@@ -123,10 +137,10 @@ def make_optimizer(torch: Any, name: str, parameters: Any, *, fused: bool) -> An
         ValueError: there is none of that name.
     """
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+        return torch.optim.AdamW(parameters, lr=learning_rate, fused=fused)
     if name == ADAGRAD:  # the fused one takes no sparse gradients
-        return torch.optim.Adagrad(parameters, lr=LEARNING_RATE, foreach=False)
+        return torch.optim.Adagrad(parameters, lr=learning_rate, foreach=False)
     momentum = {"sgd": MOMENTUM, PLAIN_SGD: 0.0}.get(name)
     if momentum is None:
         raise ValueError(f"no optimizer {name!r}; known: sgd, {PLAIN_SGD}, adamw, {ADAGRAD}")
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, fused=fused)
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum, fused=fused)

@@ -23,18 +23,19 @@ class DdpTrainer(Trainer):
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._distributed = importlib.import_module("torch.distributed")
-        self._distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{os.path.join(place.folder, 'rendezvous')}",
-            rank=place.rank,
-            world_size=place.workers,
-        )
+        if not self._distributed.is_initialized():  # by a trainer before
+            self._distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{os.path.join(place.folder, 'rendezvous')}",
+                rank=place.rank,
+                world_size=place.workers,
+            )
         parallel = importlib.import_module("torch.nn.parallel")
         self.module = parallel.DistributedDataParallel(
             module, gradient_as_bucket_view=True, static_graph=True
         )
         self._optimizer = make_optimizer(
-            place.torch, place.optimizer, self.module.parameters(), fused=True
+            place.torch, place.optimizer, module.parameters(), place.learning_rate, fused=True
         )
 
     def exchange(self) -> None:

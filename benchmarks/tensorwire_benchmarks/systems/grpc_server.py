@@ -12,7 +12,7 @@ those of every worker are there: their sum, in float32 and in the order of ranks
 workers, and SGD on these rows. The answer has all rows that any worker sent, with their new values.
 
     call       message
-    Start      the flat array and the blocks, float32, pickled
+    Start      the flat array and the blocks, float32, and the learning rate, pickled
     Configure  u32 bytes of a bucket, or nothing to leave it; answer: what it is now
     Stream     u32 rank, u32 bucket, gradients; answer: u32 0, u32 bucket, parameters
                for rows: u32 rank, u32 buckets + which block, i64 rows of the block in ascending
@@ -100,13 +100,16 @@ class _Meeting(ABC):
 class BucketSum(_Meeting):
     """A range of the flat array with its optimizer state."""
 
-    def __init__(self, torch: Any, index: int, parameters: Floats, workers: int, optimizer: str):
+    def __init__(
+        self, torch: Any, index: int, parameters: Floats, workers: int, optimizer: str,
+        learning_rate: float,
+    ):  # fmt: skip
         super().__init__(index, workers)
         self._parameters = parameters
         self._gradient = np.zeros_like(parameters)
         parameter = torch.nn.Parameter(torch.from_numpy(parameters))
         parameter.grad = torch.from_numpy(self._gradient)
-        self._optimizer = make_optimizer(torch, optimizer, [parameter], fused=True)
+        self._optimizer = make_optimizer(torch, optimizer, [parameter], learning_rate, fused=True)
 
     def _apply(self, requests: list[bytes]) -> bytes:
         first, *others = (np.frombuffer(r, np.float32, offset=HEADER.size) for r in requests)
@@ -123,9 +126,10 @@ class BucketSum(_Meeting):
 class RowSums(_Meeting):
     """The tables of a block. Only SGD without state leaves rows without a gradient unchanged."""
 
-    def __init__(self, index: int, block: Floats, workers: int) -> None:
+    def __init__(self, index: int, block: Floats, workers: int, learning_rate: float) -> None:
         super().__init__(index, workers)
         self._block = block
+        self._learning_rate = learning_rate
 
     def _apply(self, requests: list[bytes]) -> bytes:
         wide = self._block.shape[1]
@@ -138,7 +142,7 @@ class RowSums(_Meeting):
         for rows, values in arrived:
             total[places[at : at + len(rows)]] += values  # a worker has every row once
             at += len(rows)
-        new = self._block[changed] - np.float32(LEARNING_RATE / self._workers) * total
+        new = self._block[changed] - np.float32(self._learning_rate / self._workers) * total
         self._block[changed] = new
         return pack_rows(0, self._index, changed, new)
 
@@ -152,14 +156,17 @@ class GrpcShard:
         self._optimizer = optimizer
         self._bucket_bytes = BUCKET_BYTES.pack(4 << 20)
 
-    def start(self, flat: Floats, blocks: Sequence[Floats]) -> None:
-        """Copies the values that training starts with.
+    def start(
+        self, flat: Floats, blocks: Sequence[Floats], learning_rate: float = LEARNING_RATE
+    ) -> None:
+        """Copies the values that training starts with, now or anew.
 
         Raises:
             ValueError: there are tables, and the optimizer would change all of their rows.
         """
         if blocks and self._optimizer != PLAIN_SGD:
             raise ValueError(f"tables need {PLAIN_SGD}, not {self._optimizer}")
+        self._learning_rate = learning_rate
         self._parameters = flat.copy()  # numpy asks for large pages
         self._blocks = [block.copy() for block in blocks]
         self.configure(self._bucket_bytes)
@@ -170,11 +177,18 @@ class GrpcShard:
             self._bucket_bytes = bucket_bytes
             ranges = cut(len(self._parameters), *BUCKET_BYTES.unpack(bucket_bytes))
             self._meetings: list[_Meeting] = [
-                BucketSum(self._torch, index, self._parameters[a:b], self._workers, self._optimizer)
+                BucketSum(
+                    self._torch,
+                    index,
+                    self._parameters[a:b],
+                    self._workers,
+                    self._optimizer,
+                    self._learning_rate,
+                )
                 for index, (a, b) in enumerate(ranges)
             ]
             self._meetings += [
-                RowSums(index, block, self._workers)
+                RowSums(index, block, self._workers, self._learning_rate)
                 for index, block in enumerate(self._blocks, len(ranges))
             ]
         return self._bucket_bytes

@@ -155,8 +155,9 @@ class GrpcTrainer(Trainer):
         self._answers = stream(iter(self._outgoing.get, None))
         self._hidden_s = 0.0
         if place.rank == 0:
-            values = pickle.dumps((self._flat, [each.array for each in self._blocks]))
-            self._channel.unary_unary(f"/{SERVICE}/Start")(values)
+            blocks = [each.array for each in self._blocks]
+            values = self._flat, blocks, place.learning_rate
+            self._channel.unary_unary(f"/{SERVICE}/Start")(pickle.dumps(values))
         self.configure(1 << 22)
 
     def configure(self, wanted_bytes: int) -> int:
@@ -184,7 +185,11 @@ class GrpcTrainer(Trainer):
             messages = f"{len(self._blocks)} message{'s' * (len(self._blocks) > 1)}"
             self.note += f" and rows of {self._tables} tables in {messages}"
         self.note += " as one stream, sent during backward"
+        self.tuned = int(bucket_bytes)
         return int(bucket_bytes)
+
+    def use(self, tuned: Any) -> None:
+        self.configure(tuned)
 
     def _reset(self) -> None:
         self._missing = [len(part.parameters) for part in self._parts]

@@ -8,19 +8,28 @@ from typing import Any
 
 from tensorwire_benchmarks.systems.base import Trainer, TrainerPlace, make_optimizer
 
+STALENESS = 3
+"""In the mode "bounded", in steps."""
+
 
 class OwnTrainer(Trainer):
     """One worker of a job; rank, servers and secret come from the environment."""
 
     placement = "plan"
+    mode = "sync"
 
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         self._tw: Any = importlib.import_module("tensorwire.torch")
-        self._job = self._tw.init()
+        apart = self.mode != "sync"
+        staleness = STALENESS if self.mode == "bounded" else None
+        self._job = self._tw.init(mode=self.mode, staleness=staleness)
         found = (self._job.rank, self._job.size)
         assert found == (place.rank, place.workers), f"the job says {found}"
         self.module = module
-        inner = make_optimizer(place.torch, place.optimizer, module.parameters(), fused=False)
+        learning_rate = place.learning_rate / (place.workers if apart else 1)  # docs/modes.md
+        inner = make_optimizer(
+            place.torch, place.optimizer, module.parameters(), learning_rate, fused=False
+        )
         self._optimizer = self._tw.DistributedOptimizer(inner, module, placement=self.placement)
         self._job.barrier()
         self._steps = 0
@@ -60,3 +69,28 @@ class CopyTrainer(OwnTrainer):
     """
 
     placement = "copy"
+
+
+class SyncTrainer(OwnTrainer):
+    """A job in a mode, where trainers follow each other: each ends its optimizer, none the job."""
+
+    def settle(self) -> None:
+        """What all workers have committed is in every module."""
+        self._job.barrier()
+        with self._tw.edit(self.module):
+            pass
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+class AsyncTrainer(SyncTrainer):
+    """Each worker at its own pace."""
+
+    mode = "async"
+
+
+class BoundedTrainer(SyncTrainer):
+    """Each at its own pace, and none further ahead than `STALENESS` steps."""
+
+    mode = "bounded"

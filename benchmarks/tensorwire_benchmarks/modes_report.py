@@ -1,0 +1,73 @@
+"""Rows of `bench modes` for people: tables, and a figure of loss over time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tensorwire.bench.harness import median
+from tensorwire.bench.report import figure, print_report
+from tensorwire.bench.rows import Report
+
+_LOOKS = {  # Okabe–Ito, and lines that differ
+    "sync": ("#0072B2", "-"),
+    "async": ("#D55E00", "--"),
+    "bounded": ("#009E73", "-."),
+    "ddp-gloo": ("#CC79A7", ":"),
+    "grpc": ("#E69F00", (0, (5, 1, 1, 1, 1, 1))),
+}
+
+
+def print_modes(report: Report, console: Console) -> None:
+    """Tables, what is missing, verdicts; steps to the loss; how many times as fast as `sync`."""
+    print_report(report, console)
+    for row in report.rows:
+        if row.measured and row.note:
+            console.print(f"{row.case:24} {row.system:10} {row.note}", highlight=False)
+    console.print(Text("times as fast as sync, in seconds or in steps (95 %)", style="bold"))
+    for item in report.comparisons:
+        around = f" ({item.interval[0]:.2f}–{item.interval[1]:.2f})" if item.interval else ""
+        line = f"{item.case:24} {item.system:10} {item.ratio:.2f}{around}"
+        console.print(line, highlight=False)
+
+
+def draw_modes(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draws loss over seconds, a line of panels per task and a column per number of workers.
+
+    A line joins the medians of all seeds.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: the report has no training.
+    """
+    curves: list[dict[str, Any]] = report.settings.get("curves", [])
+    if not curves:
+        raise ValueError("the report has no training to draw")
+    tasks, sizes = (
+        list(dict.fromkeys(each[key] for each in curves)) for key in ("task", "workers")
+    )
+    size = (max(7.5, 3.4 * len(sizes) + 0.4), 2.6 * len(tasks) + 0.9)
+    with figure(report, path, len(tasks), len(sizes), size, "; medians", 5) as grid:
+        for line, task in zip(grid, tasks, strict=True):
+            for axes, workers in zip(line, sizes, strict=True):
+                axes.set_title(f"{task}, {workers} workers", loc="left")
+                axes.set_xlabel("seconds")
+                axes.set_ylabel("training loss")
+                axes.set_yscale("log")
+                axes.spines[["top", "right"]].set_visible(False)
+                for system, (color, dashes) in _LOOKS.items():
+                    wanted = (task, workers, system)
+                    mine = [
+                        each
+                        for each in curves
+                        if (each["task"], each["workers"], each["system"]) == wanted
+                    ]
+                    if mine:
+                        seconds, loss = (
+                            [median(moment) for moment in zip(*(x[key] for x in mine), strict=True)]
+                            for key in ("seconds", "loss")
+                        )
+                        axes.plot(seconds, loss, color=color, linestyle=dashes, label=system)

@@ -1,0 +1,141 @@
+"""What `bench modes` trains: digits, characters and lines of text, each with a part to judge by.
+
+All data is on the machine: that of the examples, and the sources of Python's own library. Values
+depend on nothing but the installed versions, so all systems and workers have the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_PACKAGES = (
+    "asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml"
+)  # fmt: skip
+_LINES, _TEST_LINES = 2400, 300  # of each package
+_TOKENS, _BUCKETS, _WIDTH = 16, 4096, 32
+
+Data = tuple[Any, Any]
+"""Inputs and labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """A model and its data.
+
+    Attributes:
+        build: makes the module, by torch's seed.
+        train, test: what is trained on, and the rest.
+        part: how much of `train` its loss is measured on, always the same.
+        batch: samples per worker and step.
+    """
+
+    build: Callable[[], nn.Module]
+    train: Data
+    test: Data
+    part: int
+    batch: int
+
+    def loss(self, module: Any, inputs: Any, labels: Any) -> Any:
+        """Mean cross-entropy; the scores of a class are the last dimension."""
+        return F.cross_entropy(module(inputs).flatten(0, -2), labels.flatten())
+
+    def batches(self, seed: int, rank: int, workers: int) -> Iterator[Data]:
+        """Each worker's own part of the data, shuffled anew in every epoch; it has no end."""
+        inputs, labels = self.train
+        shuffled = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(inputs), generator=shuffled)[rank::workers]
+            for rows in order[: len(order) // self.batch * self.batch].split(self.batch):
+                yield inputs[rows], labels[rows]
+
+    def judge(self, module: nn.Module) -> tuple[float, float]:
+        """Loss on the fixed part of the training data, and accuracy on the test data."""
+        module.eval()
+        with torch.no_grad():
+            inputs, labels = self.train
+            loss = self.loss(module, inputs[: self.part], labels[: self.part])
+            inputs, labels = self.test
+            right = (module(inputs).argmax(-1) == labels).float().mean()
+        return float(loss), float(right)
+
+
+def _example(name: str) -> Any:
+    """A module of the folder `examples`."""
+    if str(_EXAMPLES) not in sys.path:
+        sys.path.append(str(_EXAMPLES))
+    return importlib.import_module(name)
+
+
+def _digits() -> Exercise:
+    example = _example("digits")
+    train, test = (each.tensors for each in example.load())
+    return Exercise(example.Net, train, test, part=512, batch=16)
+
+
+def _characters() -> Exercise:
+    example = _example("characters")
+    data, alphabet = example.load(150_000)
+    inputs, labels = data.tensors
+    train, test = (inputs[64:], labels[64:]), (inputs[:64], labels[:64])
+    return Exercise(lambda: example.Net(len(alphabet)), train, test, part=64, batch=8)
+
+
+def _text() -> Exercise:
+    found = {package: _lines(package) for package in _PACKAGES}
+    train: list[tuple[list[int], int]] = []
+    test: list[tuple[list[int], int]] = []
+    for label, package in enumerate(_PACKAGES):
+        others: set[str] = set().union(*(found[each] for each in _PACKAGES if each != package))
+        own = sorted(found[package] - others)
+        random.Random(0).shuffle(own)
+        chosen = [(_hashed(line), label) for line in own[: _LINES + _TEST_LINES]]
+        train += chosen[_TEST_LINES:]
+        test += chosen[:_TEST_LINES]
+    random.Random(0).shuffle(train)  # so that a part has all labels
+    first, second = (
+        (torch.tensor([x for x, _ in each]), torch.tensor([y for _, y in each]))
+        for each in (train, test)
+    )
+
+    def build() -> nn.Module:
+        table = nn.EmbeddingBag(_BUCKETS, _WIDTH, mode="mean", padding_idx=0)
+        return nn.Sequential(table, nn.Linear(_WIDTH, len(_PACKAGES)))
+
+    return Exercise(build, first, second, part=2048, batch=32)
+
+
+def _lines(package: str) -> set[str]:
+    """Lines of its sources that have three words or more."""
+    folder = Path(str(importlib.import_module(package).__file__)).parent
+    text = (path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
+    lines = {line.strip() for each in text for line in each.splitlines()}
+    return {line for line in lines if len(re.findall(r"\w+", line)) >= 3}
+
+
+def _hashed(line: str) -> list[int]:
+    words = re.findall(r"\w+", line)[:_TOKENS]
+    places = [1 + zlib.crc32(word.encode()) % (_BUCKETS - 1) for word in words]
+    return places + [0] * (_TOKENS - len(places))
+
+
+@cache
+def task(name: str) -> Exercise:
+    """The one of this name."""
+    made: Callable[[], Exercise] = {"digits": _digits, "characters": _characters, "text": _text}[
+        name
+    ]
+    return made()

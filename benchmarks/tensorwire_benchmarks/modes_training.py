@@ -1,0 +1,226 @@
+"""Training in the modes of a job and in other systems: how many steps to a loss, and how long.
+
+The loss is that which `sync` has at its end with all workers, by seed, on a fixed part of the
+training data in eval mode; worker 0 keeps copies while it trains, which are judged after the run.
+Steps are those of all workers by the number of workers. Teams of one size live at the same time;
+its systems train one after the other, seed by seed, in turns.
+
+What a run has told is data (`Curve`), and everything else follows from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tensorwire.bench.harness import median, paired_ratio
+from tensorwire.bench.processes import PairError
+from tensorwire.bench.rows import Comparison, Report, Row, Verdict
+from tensorwire_benchmarks import modes_worker
+from tensorwire_benchmarks.modes_worker import Trained
+from tensorwire_benchmarks.systems import ASYNC, BOUNDED, DDP, GRPC, SYNC
+from tensorwire_benchmarks.team import Team
+
+STEPS = {"digits": 160, "characters": 200, "text": 400}
+"""Of `sync` with all workers, by task."""
+TASKS = tuple(STEPS)
+JUDGED = ("digits", "characters")
+STEPS_BAR = 1.5
+_SYSTEMS = (SYNC, ASYNC, BOUNDED, DDP, GRPC)
+_APART = (ASYNC.name, BOUNDED.name)
+_LONGER = 2  # times the steps of sync: the longest of the modes apart
+_MARKS = 20  # copies in a run of sync
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What to train.
+
+    Attributes:
+        tasks: some of `TASKS`.
+        sizes: numbers of workers, the first is that of the bar.
+        seeds: how many.
+        shorten: by what the steps are divided.
+    """
+
+    tasks: Sequence[str] = TASKS
+    sizes: Sequence[int] = (4, 2, 1)
+    seeds: int = 5
+    shorten: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One run: where it was at some moments.
+
+    Attributes:
+        steps: that all workers had made, by the number of workers.
+        loss, accuracy: on the fixed part of the training data, and on the test data.
+    """
+
+    task: str
+    workers: int
+    system: str
+    seed: int
+    seconds: list[float]
+    steps: list[float]
+    loss: list[float]
+    accuracy: list[float]
+
+    @classmethod
+    def of(cls, task: str, system: str, seed: int, told: Sequence[Trained]) -> Curve:
+        """From what the workers have told."""
+        marks = told[0].marks
+        moments = [told[0].ends[step - 1] if step else 0.0 for step, _, _ in marks]
+        made = [sum(bisect_right(each.ends, moment) for each in told) for moment in moments]
+        return cls(
+            task, len(told), system, seed, moments, [count / len(told) for count in made],
+            [loss for _, loss, _ in marks], [accuracy for _, _, accuracy in marks],
+        )  # fmt: skip
+
+    def reaches(self, loss: float) -> tuple[float, float] | None:
+        """Seconds and steps to this loss; None if it was not reached."""
+        for index, found in enumerate(self.loss):
+            if found <= loss:
+                return self.seconds[index], self.steps[index]
+        return None
+
+
+def measure(
+    report: Report, settings: TrainingSettings, tell: Callable[[int, int, str], None]
+) -> list[Curve]:
+    """Trains everything; the report gets rows, comparisons and curves, whatever happens."""
+    curves: list[Curve] = []
+    failed: dict[tuple[int, str], str] = {}
+    sizes: dict[str, int] = {}
+    total = len(settings.sizes) * len(settings.tasks) * settings.seeds if settings.tasks else 0
+    done = 0
+    try:
+        for workers in settings.sizes if settings.tasks else ():
+            with contextlib.ExitStack() as stack:
+                tell(done, total, f"starts {workers} workers of each system")
+                teams = _start(stack, workers, failed)
+                for task in settings.tasks:
+                    for seed in range(settings.seeds):
+                        order = list(teams.items())
+                        for name, team in order if seed % 2 == 0 else reversed(order):
+                            tell(done, total, f"{task}, {workers} workers, seed {seed}, {name}")
+                            if (workers, name) in failed:
+                                continue
+                            try:
+                                told = _train(team, settings, task, seed, workers, name)
+                            except PairError as error:
+                                failed[workers, name] = str(error)
+                                team.close()
+                                continue
+                            sizes[task] = told[0].size_bytes
+                            curves.append(Curve.of(task, name, seed, told))
+                        done += 1
+    finally:
+        for task in settings.tasks:
+            for workers in settings.sizes:
+                _report(report, curves, failed, task, workers, settings, sizes.get(task, 0))
+        report.settings["curves"] = [dataclasses.asdict(curve) for curve in curves]
+    return curves
+
+
+def _start(
+    stack: contextlib.ExitStack, workers: int, failed: dict[tuple[int, str], str]
+) -> dict[str, Team]:
+    teams: dict[str, Team] = {}
+    for system in _SYSTEMS:
+        if workers == 1 and system.name in _APART:  # it would be as sync
+            continue
+        if reason := system.missing():
+            failed[workers, system.name] = reason
+            continue
+        try:
+            team = Team(system, "shm", None, workers, "adamw", program=modes_worker.__name__)
+        except PairError as error:
+            failed[workers, system.name] = str(error)
+            continue
+        stack.callback(team.close)
+        teams[system.name] = team
+    return teams
+
+
+def _train(
+    team: Team, settings: TrainingSettings, task: str, seed: int, workers: int, name: str
+) -> list[Trained]:
+    """All sizes use as many samples, but for the longer runs of the modes apart."""
+    count = STEPS[task] // settings.shorten * settings.sizes[0] // workers
+    every = max(1, count // _MARKS)
+    steps = count * (_LONGER if name in _APART else 1)
+    return team.call("train", task, seed, steps, every, timeout_s=600.0)
+
+
+def _report(
+    report: Report, curves: Sequence[Curve], failed: dict[tuple[int, str], str], task: str,
+    workers: int, settings: TrainingSettings, size_bytes: int,
+) -> None:  # fmt: skip
+    """Time to the loss of each system, and how times and steps compare with those of sync."""
+    case = f"{task}.{workers}"
+    most = settings.sizes[0]
+    runs = {(each.workers, each.system, each.seed): each for each in curves if each.task == task}
+    ends = {
+        seed: run.loss[-1]
+        for (size, name, seed), run in runs.items()
+        if (size, name) == (most, SYNC.name)
+    }
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for system in _SYSTEMS:
+        name = system.name
+        if workers == 1 and name in _APART:
+            continue
+        row = Row(report.bench, case, name, size_bytes, note=failed.get((workers, name), ""))
+        missed = 0
+        for seed, loss in ends.items():
+            if run := runs.get((workers, name, seed)):
+                reached = run.reaches(loss)
+                missed += reached is None
+                # What was not reached counts as reached at the end: it is no better than that.
+                found.setdefault(name, {})[seed] = reached or (run.seconds[-1], run.steps[-1])
+        if times := [seconds for seconds, _ in found.get(name, {}).values()]:
+            steps = median([steps for _, steps in found[name].values()])
+            note = f"{steps:.0f} steps to the loss of sync with {most} workers"
+            if missed:
+                note += f"; {missed} of {len(times)} runs did not reach it: their whole time"
+            if row.note:
+                note += f"; then it failed: {row.note}"
+            row = row.timed(times, note=note)
+        elif not row.note:
+            row = dataclasses.replace(row, note="it took no turn")
+        report.rows.append(row)
+    sync = found.pop(SYNC.name, {})
+    for name, mine in found.items():
+        both = [seed for seed in mine if seed in sync]
+        for what, part in ((case, 0), (f"{case}.steps", 1)):
+            ratio = paired_ratio(
+                [sync[seed][part] for seed in both], [mine[seed][part] for seed in both]
+            )
+            if ratio is not None:
+                told = ratio.median, ratio.interval, ratio.pairs
+                report.comparisons.append(Comparison(what, size_bytes, name, SYNC.name, *told))
+
+
+def judge(report: Report, workers: int) -> list[Verdict]:
+    """Of each task with a bar, the steps of `async` and `bounded` by those of `sync`."""
+    found = {(item.case, item.system): item for item in report.comparisons}
+    verdicts = []
+    for task in JUDGED:
+        for name in _APART:
+            told = f"{task}: steps to the loss of sync, {name}", "<=", STEPS_BAR, "x"
+            item = found.get((f"{task}.{workers}.steps", name))
+            if item is None or not item.ratio:
+                notes = {
+                    row.note for row in report.rows
+                    if row.case == f"{task}.{workers}" and not row.measured
+                }  # fmt: skip
+                missing = "; ".join(sorted(notes)) or "the case was left out"
+                verdicts.append(Verdict.of(*told, None, None, missing))
+            else:
+                verdicts.append(Verdict.of(*told, 1 / item.ratio, None, f"{item.pairs} seeds"))
+    return verdicts
