@@ -223,7 +223,9 @@ class _Side:
     def _failed(self, why: str) -> PairError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)  # so that it has said why
-        lines = self._said.read_text(errors="replace").strip().splitlines()
+        lines = self._said.read_text(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip("=- ")]  # torchrun ends with a ruler
+        lines = [line for line in lines if "Error" in line] or lines
         return PairError(f"{self._name}: {why}" + "".join(f"; it said: {x}" for x in lines[-1:]))
 
     def _kill(self) -> None:
