@@ -82,7 +82,7 @@ def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> t
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == code, done.stdout
@@ -152,6 +152,7 @@ def test_every_place_is_tried() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # five processes of one place import torch, one after the other
 @pytest.mark.parametrize("fail", SUCCESSORS)
 def test_successors_are_killed(tmp_path: Path, whole: tuple[set[str], bytes], fail: str) -> None:
     digests, said = run(tmp_path / "job", SCRIPT, fail, "--servers", "2")
