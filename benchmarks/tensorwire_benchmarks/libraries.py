@@ -224,9 +224,9 @@ class _Side:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)  # so that it has said why
         lines = self._said.read_text(errors="replace").splitlines()
-        lines = [line for line in lines if line.strip("=- ")]  # torchrun ends with a ruler
-        lines = [line for line in lines if "Error" in line] or lines
-        return PairError(f"{self._name}: {why}" + "".join(f"; it said: {x}" for x in lines[-1:]))
+        # Behind the error of a worker torchrun prints errors of its own, a table and a ruler.
+        said = [line for line in lines if "Error:" in line][:1] or lines[-1:]
+        return PairError(f"{self._name}: {why}" + "".join(f"; it said: {line}" for line in said))
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -71,8 +71,7 @@ SUMS = {row.name for row in SUM.rows}
 AT_0 = [(0, name, 2) for name in NAMES if name in SUMS]
 AT_0 += [(0, row.name, times) for phase in (NORMS, CELL) for row in phase.rows for times in (1, 3)]
 AT_1 = [(1, name, 3 if name in NORM_ROWS else 2) for name in NAMES if name not in SUMS]
-# How many servers there are, and which of them are killed in the same job: where, and at what time
-# that they come there.
+# The number of servers, and the kills of one job: which server, at which row, at which visit of it.
 Kills = tuple[tuple[int, str, int], ...]
 CASES: list[tuple[int, Kills]] = [(1, ((0, name, 1),)) for name in NAMES]
 CASES += [(2, tuple(filter(None, each))) for each in itertools.zip_longest(AT_0, AT_1)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -352,6 +353,41 @@ def test_what_is_killed_has_counted_all(tmp_path: Path) -> None:
     assert calls(figures) == {("client", "Y", "OK"): 3, ("client", "Z", "OK"): 1}
     assert figures["rows"][0]["total_ns"] == 21
     assert figures["processes"]["with_rpcs"] == 2
+
+
+def test_what_cannot_be_counted_is_told(tmp_path: Path) -> None:
+    """The folder of the trace takes no more files: the program runs, and a line says so."""
+    text = """
+    import os, resource, sys
+    from _tensorwire_rpctrace.patches import Tracer
+    recorder = next(x for x in sys.meta_path if isinstance(x, Tracer))._recorder
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    recorder.add(recorder.row(("calls", "client", "unary_unary", "/x/Y", "OK")), 5)
+    print("ran")
+    """
+    done, figures = run(tmp_path, sys.executable, script(tmp_path, "full.py", text))
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert re.search(r"process \d+ is not counted: .*File too large", done.stderr), done.stderr
+    assert figures["rows"] == []
+
+
+def test_a_grpcio_that_is_another_inside_is_told(tmp_path: Path) -> None:
+    """Its modules are there, and not what is changed in them: the program runs."""
+    package = tmp_path / "grpc"
+    package.mkdir()
+    (package / "__init__.py").write_text("from grpc import _channel, _server")
+    (package / "_channel.py").write_text("class Channel: pass")
+    (package / "_server.py").write_text("")
+    command = (sys.executable, script(tmp_path, "other.py", "import grpc; print(grpc.__file__)"))
+    done, figures = run(tmp_path, *command)
+    assert (done.returncode, done.stdout) == (0, f"{package / '__init__.py'}\n"), done.stderr
+    assert [each.partition(":")[0] for each in figures["unknown"]] == [
+        "grpc._channel",
+        "grpc._server",
+    ]
+    assert "not traced, as this grpcio is another inside: grpc._channel: " in done.stderr
 
 
 def test_nothing_is_held(tmp_path: Path) -> None:

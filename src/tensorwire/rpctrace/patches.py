@@ -44,10 +44,20 @@ class TracedMethod:
         self._name = (side, arity, method)
         self._rows: dict[tuple[str, ...], int] = {}
 
+    def begin(self) -> int:
+        """A call begins; returns the time, for `ended`."""
+        self._recorder.begin_call()
+        return perf_counter_ns()
+
+    def not_begun(self) -> None:
+        """Takes back a `begin`: grpcio has refused to make the call."""
+        self._recorder.end_call()
+
     def ended(self, began_ns: int, code: str) -> None:
         """Counts a call that is over."""
         took = perf_counter_ns() - began_ns
         self._recorder.add(self._row("calls", code), took)
+        self._recorder.end_call()
 
     def serialize(self, serializer: Any, message: Any) -> Any:
         """What the serializer makes of a message; None: the message is bytes."""
@@ -216,10 +226,14 @@ class Tracer:
             if watched is None:
                 begin(call, *given)
                 return
-            began = perf_counter_ns()
+            began = watched.begin()
             out = functools.partial(watched.serialize, given[7])
             into = functools.partial(watched.deserialize, given[8])
-            begin(call, *given[:7], out, into, *given[9:])
+            try:
+                begin(call, *given[:7], out, into, *given[9:])
+            except BaseException:
+                watched.not_begun()
+                raise
             # Not by the call's own method, which would keep the call: dropped ones are cancelled.
             state = weakref.ref(call)
             call._cython_call.add_done_callback(lambda: watched.ended(began, _code_of_aio(state())))
@@ -252,7 +266,7 @@ def _patch_blocking(kind: Any, name: str) -> None:
         watched = vars(self).get(_TRACE)
         if watched is None:
             return call(self, *args, **named)
-        began, code = perf_counter_ns(), "OK"
+        began, code = watched.begin(), "OK"
         try:
             return call(self, *args, **named)
         except BaseException as error:
@@ -272,8 +286,12 @@ def _patch_nowait(kind: Any, name: str) -> None:
         watched = vars(self).get(_TRACE)
         if watched is None:
             return call(self, *args, **named)
-        began = perf_counter_ns()
-        made = call(self, *args, **named)
+        began = watched.begin()
+        try:
+            made = call(self, *args, **named)
+        except BaseException:
+            watched.not_begun()
+            raise
         state = weakref.ref(made)  # one that is dropped is cancelled, so nothing here holds it
 
         def ended() -> None:
@@ -341,7 +359,7 @@ class TracedHandler:
 
     def __init__(self, handler: Any, watched: TracedMethod) -> None:
         self._handler, self._watched = handler, watched
-        self._began = perf_counter_ns()
+        self._began = watched.begin()
         self._over = False
 
     def __getattr__(self, name: str) -> Any:

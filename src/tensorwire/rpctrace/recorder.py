@@ -6,10 +6,12 @@ has `NAME.keys`, a line of JSON for each row, and `NAME.rows`, the rows: a distr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import mmap
 import os
+import sys
 import threading
 import time
 
@@ -22,6 +24,8 @@ WORDS = HEAD + 2 * BUCKETS
 ROWS = 1024
 """Row 0 counts what had no row left."""
 
+_SETTLE_S = 0.1  # by so much a program may end later that has calls under way
+
 Key = tuple[str, ...]
 """("calls", side, arity, method, code); ("messages", side, arity, method, direction, protocol);
 ("unknown", module, error) of grpcio."""
@@ -31,7 +35,8 @@ class Recorder:
     """The rows of this process. Any thread may use it; a forked child gets rows of its own.
 
     Args:
-        folder: of the files. What cannot be written there is counted nowhere.
+        folder: of the files. If none can be made there, a line on stderr says that nothing of this
+            process is counted, unless the folder is gone: then the trace is over.
     """
 
     def __init__(self, folder: str) -> None:
@@ -39,8 +44,10 @@ class Recorder:
         self._keys: dict[Key, int] = {("lost",): 0}
         self._words: memoryview | None = None
         self._key_file = -1
+        self._running = 0
         self._lock = threading.RLock()  # also entered by a __del__ in the middle of `add`
         os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self._settle)
 
     def row(self, key: Key) -> int:
         """The row of a key; 0 when there is none left."""
@@ -72,6 +79,22 @@ class Recorder:
             words[at + HEAD + bucket] += 1
             words[at + HEAD + BUCKETS + bucket] += value
 
+    def begin_call(self) -> None:
+        """A call is under way until `end_call`."""
+        with self._lock:
+            self._running += 1
+
+    def end_call(self) -> None:
+        """It is over, and counted if it is to be."""
+        with self._lock:
+            self._running -= 1
+
+    def _settle(self) -> None:
+        """Waits for what other threads of grpcio are about to count, whose calls have ended."""
+        until = time.monotonic() + _SETTLE_S
+        while self._running > 0 and time.monotonic() < until:
+            time.sleep(0.001)
+
     def _open(self) -> memoryview:
         size = ROWS * WORDS * 8
         name = os.path.join(self._folder, f"{os.getpid()}-{time.monotonic_ns()}")
@@ -86,7 +109,11 @@ class Recorder:
                 return memoryview(mmap.mmap(rows, size)).cast("q")
             finally:
                 os.close(rows)
-        except OSError:
+        except OSError as error:
+            if os.path.isdir(self._folder):
+                text = f"tensorwire rpc trace: process {os.getpid()} is not counted: {error}\n"
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr
+                    sys.stderr.write(text)
             return memoryview(bytearray(size)).cast("q")
 
     def _tell(self, key: Key) -> None:
@@ -95,6 +122,7 @@ class Recorder:
 
     def _forked(self) -> None:
         self._lock = threading.RLock()
+        self._running = 0  # those of the parent are not ours
         self._words = None
         if self._key_file >= 0:
             os.close(self._key_file)
