@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 import stat
 import threading
 from collections.abc import Iterator
@@ -185,8 +186,10 @@ def test_a_reader_is_no_member(capfd: pytest.CaptureFixture[str]) -> None:
         for each in (early, late):
             each.close()
         member.check()
-        member.tell_readers()
-        assert member.readers == []
+        deadline = time.monotonic() + 10
+        while member.readers:  # until the Node's thread has seen that they are gone
+            assert time.monotonic() < deadline
+            member.tell_readers()
     assert "turned away" not in capfd.readouterr().err
 
 
