@@ -44,6 +44,7 @@ def run(folder: Path, durable: str, *options: str, end: str = "pass") -> "tuple[
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_may_decline(tmp_path: Path) -> None:
     """A killed worker ends the job, which tells how to go on."""
     end = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -80,6 +81,7 @@ def test_true_and_none_are_what_the_launcher_says(tmp_path: Path) -> None:
     assert out.count("trained") == 2
 
 
+@pytest.mark.slow
 def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "False if rank else None", "--durable")
     assert code == 1

@@ -431,6 +431,7 @@ for step in range(10**6):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["worker", "server"])
 def test_a_death_ends_the_job(who: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

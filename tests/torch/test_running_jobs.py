@@ -59,6 +59,7 @@ def started(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     return job
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_is_shown_and_not_disturbed(folder: Path) -> None:
     assert jobs() == []
     assert "no job" in status()

@@ -69,6 +69,7 @@ def run_under_torchrun(pair: tuple[Host, Host], script: Path, **environment: str
             agent.kill()
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts(pair: tuple[Host, Host], tmp_path: Path) -> None:
     """A server is beside the first worker of each host."""
     script = tmp_path / "script.py"
