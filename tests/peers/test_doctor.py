@@ -22,12 +22,13 @@ from click.testing import CliRunner
 
 import tensorwire as tw
 from tensorwire.bench.raw_socket import RawClient, RawServer
-from tensorwire.bench.rows import Report
+from tensorwire.bench.rows import Report, Row
 from tensorwire.cli import main
 from tensorwire.doctor.dialogue import CLIENT_REGION, SERVER_REGION, Dialogue
 from tensorwire.doctor.examine import examine_peer
-from tensorwire.doctor.measure import Effort
+from tensorwire.doctor.measure import Effort, PathProbe
 from tensorwire.doctor.serve import Doctor
+from tensorwire.errors import PeerLostError
 from tensorwire.memory import Handle
 
 SECRET = "a secret of sixteen bytes and more"
@@ -318,6 +319,19 @@ def test_a_stopped_peer_is_an_error_in_time() -> None:
             server.send_signal(signal.SIGCONT)
         assert client.returncode == 2
         assert "was not examined" in out
+
+
+def test_a_loss_that_the_node_has_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A raw socket may see it first; then what it knows is told."""
+
+    def fail(*_: object) -> Iterator[Row]:
+        raise PeerLostError("the raw socket was reset")
+        yield  # a generator, as the one in its place
+
+    monkeypatch.setattr(PathProbe, "measure", fail)
+    with tw.Node("lost") as node:
+        found = examine_peer(node.address, TINY)
+    assert found.failure == "lost while shm was measured: the raw socket was reset"
 
 
 # ---- a Node that is no doctor
