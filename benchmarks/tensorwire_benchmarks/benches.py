@@ -4,10 +4,12 @@
 real models that gradients are produced where they are needed: `plan` does that, `copy` is the same
 transport without that analysis, `computation` the same workers with no exchange. After all its
 turns `copy` must have the very bits of `plan`. `parameters` has sparse tables with Adagrad; what
-servers do for other optimizers is measured in `optimizers`.
+servers do for other optimizers is measured in `optimizers`, and `LINKS` are its shaped links.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tensorwire_benchmarks import alone, verdicts
 from tensorwire_benchmarks.bench import ALONE, Bench
@@ -21,7 +23,7 @@ from tensorwire_benchmarks.systems import (
     PLAN,
     SYSTEMS,
 )
-from tensorwire_benchmarks.workloads.catalog import DLRM_ADAGRAD, MODELS, WORKLOADS, workload
+from tensorwire_benchmarks.workloads.catalog import DLRM_ADAGRAD, MODELS, WORKLOADS, named, workload
 
 OPTIMIZERS = ("sgd", "adamw")
 
@@ -80,3 +82,22 @@ PARAMETERS = Bench(
     alone=lambda bench, model, settings: ([], []),
     judge=verdicts.judge_parameters,
 )
+
+LINKS = Bench(
+    name="parameters",
+    called="models on links",
+    models=(replace(named("mlp50", MODELS), steps=20),),
+    quick=(replace(named("mlp50", MODELS), steps=6).reduced(),),
+    wires=("1gbit", "2.5gbit", "5gbit"),
+    usual=("1gbit", "2.5gbit", "5gbit"),
+    systems=(SYSTEMS[0], GRPC),
+    names=(OWN, LIMIT, GRPC.name),
+    own=OWN,
+    stem="{wire}.{model}",
+    joint=".",
+    whole="",
+    alone=lambda bench, model, settings: ([], []),
+    judge=verdicts.judge_links,
+    links={"1gbit": 1000, "2.5gbit": 2500, "5gbit": 5000},
+)
+"""Push and pull between two hosts, whose cores do not bound them as long as CPU suffices."""

@@ -33,7 +33,7 @@ from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
-from tensorwire_benchmarks.benches import OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
+from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
 from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
@@ -246,46 +246,58 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
 @names("--optimizers", known=CASES, help=f"Only these optimizers: {', '.join(CASES)}.")
 @names("--libraries", known=LIBRARIES, help=f"Only these: {', '.join(LIBRARIES)}.")
 @names("--wires", known=PARAMETERS.wires, help="Only the tables, on these: shm, tcp.")
+@names(
+    "--links",
+    known=LINKS.wires,
+    help=f"Only push and pull, over these: {', '.join(LINKS.wires)}; it needs root.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Only the tables, so many steps (30).")
 def parameters(
     quick: bool, optimizers: tuple[str, ...] | None, libraries: tuple[str, ...] | None,
-    wires: tuple[str, ...] | None, steps: int | None, json_path: Path | None,
-    figure_path: Path | None, strict: bool,
+    wires: tuple[str, ...] | None, links: tuple[str, ...] | None, steps: int | None,
+    json_path: Path | None, figure_path: Path | None, strict: bool,
 ) -> None:  # fmt: skip
-    """What do optimizers, sparse tables and the loops of other libraries cost?
+    """What do optimizers, sparse tables, links and the loops of other libraries cost?
 
     Of each optimizer of torch.optim: what a server does per MiB, beside torch's own step on the
     same bytes, in turns, with one thread. A model with sparse tables and Adagrad: whole steps of
     two workers beside torch's DistributedDataParallel over gloo, and beside workers that train by
     themselves. Whole steps of Lightning's Trainer and of Hugging Face's, beside their own
-    DistributedDataParallel over gloo: a net for digits, ResNet-18 and GPT-2 small.
+    DistributedDataParallel over gloo: a net for digits, ResNet-18 and GPT-2 small. Push and pull of
+    50 MiB by two workers over links of 1, 2.5 and 5 Gbit/s between two network namespaces, beside a
+    raw socket that carries both ways at once and a parameter server on gRPC, with the CPU seconds
+    of both sides.
 
     \b
     A first look:
         tensorwire bench parameters --quick
 
     \b
-    Everything, kept for comparison, a quarter of an hour:
+    Everything, kept for comparison, half an hour:
         tensorwire bench parameters --json parameters.json --figure parameters.svg
 
     \b
     One question only:
         tensorwire bench parameters --optimizers NAdam,Muon
         tensorwire bench parameters --libraries lightning
+        tensorwire bench parameters --links 1gbit
 
     \b
     The libraries:
         pip install 'tensorwire[integrations]'
     """  # noqa: D301 (\b is what click reads)
     settings = _settings(PARAMETERS, quick, None, wires=wires, steps=steps)
-    if sum(map(bool, (optimizers, libraries, wires or steps))) > 1:
+    if sum(map(bool, (optimizers, libraries, links, wires or steps))) > 1:
         raise click.UsageError(
-            "--optimizers, --libraries and --wires with --steps are three questions: ask for one, "
-            "or for all by none of them"
+            "--optimizers, --libraries, --links and --wires with --steps are four questions: ask "
+            "for one, or for all by none of them"
         )
-    everything = not (optimizers or libraries or wires or steps)
+    everything = not (optimizers or libraries or links or wires or steps)
     if not (everything or wires or steps):
         settings.models = ()
+    linked = _settings(LINKS, quick, None, wires=links)
+    if not (everything or links):
+        linked.models = ()
     own = OptimizerSettings(optimizers or (CASES if everything else ()))
     loops = LibrarySettings(libraries or (LIBRARIES if everything else ()))
     if quick:
@@ -295,6 +307,8 @@ def parameters(
     def run(tell: Told) -> Report:
         found = engine.run(PARAMETERS, settings, tell)
         try:
+            if linked.models and not found.settings["interrupted"]:
+                found.add(engine.run(LINKS, linked, tell), "links")
             if not found.settings["interrupted"]:
                 measure_optimizers(found, own, lambda name: tell(0, 1, name))
                 measure_libraries(found, loops, lambda name: tell(0, 1, name))

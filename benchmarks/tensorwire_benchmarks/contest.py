@@ -219,10 +219,11 @@ class WireContest:
         timeout_s = 60 + 20 * self._each_s[name] * (count + _WARM)
         taken = running.run(count + _WARM, timeout_s)
         holds = self._systems[name].holds
-        held = running.run(count + _WARM, timeout_s, held=True)[0] if holds else None
+        held = running.run(count + _WARM, timeout_s, held=True) if holds else None
         turns.add(*taken, _WARM)
         if held is not None:
-            turns.add_isolated(held, _WARM)
+            workers, _, cpu_server_s = held
+            turns.add_isolated(workers, cpu_server_s, _WARM)
 
     # --- rows -----------------------------------------------------------------------------------
 
@@ -260,7 +261,12 @@ class WireContest:
             limit = self.turns[LIMIT].samples["exchange"]
             row = row.beside(turn_ratio(limit, turns.samples[what]))
         if what == "isolated":
-            return dataclasses.replace(row, note="all gradients are there when it begins")
+            return dataclasses.replace(
+                row,
+                cpu_seconds_local=turns.cpu_isolated_s / turns.steps_isolated,
+                cpu_seconds_remote=turns.cpu_isolated_server_s / turns.steps_isolated,
+                note="all gradients are there when it begins",
+            )
         note = self._limit_note() if name == LIMIT else self._note(name, turns)
         local = turns.cpu_exchange_s if what == "exchange" else turns.cpu_workers_s
         return dataclasses.replace(

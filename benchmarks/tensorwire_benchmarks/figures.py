@@ -96,8 +96,11 @@ class Turns:
     Attributes:
         samples: seconds, turn by turn; by the names of `seconds_of`, and "isolated": exchanges of
             steps that were held, of which nothing else is kept.
-        cpu_workers_s, cpu_exchange_s, cpu_server_s: sums over all steps, workers together.
+        cpu_workers_s, cpu_exchange_s, cpu_server_s: sums over all steps that were not held, workers
+            together.
         steps_with_cpu: how many these are.
+        cpu_isolated_s, cpu_isolated_server_s, steps_isolated: the same of the exchanges of steps
+            that were held.
     """
 
     samples: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
@@ -105,6 +108,9 @@ class Turns:
     cpu_exchange_s: float = 0.0
     cpu_server_s: float = 0.0
     steps_with_cpu: int = 0
+    cpu_isolated_s: float = 0.0
+    cpu_isolated_server_s: float = 0.0
+    steps_isolated: int = 0
 
     def add(
         self, workers: Sequence[Steps], cpu_workers_s: float, cpu_server_s: float, warm: int
@@ -117,10 +123,13 @@ class Turns:
         self.cpu_exchange_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
         self.steps_with_cpu += len(workers[0])
 
-    def add_isolated(self, workers: Sequence[Steps], warm: int) -> None:
-        """Adds a turn of steps that were held, but for the first `warm`."""
+    def add_isolated(self, workers: Sequence[Steps], cpu_server_s: float, warm: int) -> None:
+        """Adds a turn of steps that were held; the first `warm` count for CPU time only."""
         kept = [steps[warm:] for steps in workers]
         self.samples["isolated"].append(seconds_of("exchange", kept))
+        self.cpu_isolated_s += sum(t.exchange_cpu_s for steps in workers for t in steps)
+        self.cpu_isolated_server_s += cpu_server_s
+        self.steps_isolated += len(workers[0])
 
     def all(self, what: str) -> list[float]:
         """The samples of all turns."""

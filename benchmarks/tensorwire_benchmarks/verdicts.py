@@ -5,13 +5,14 @@ A bar that was not measured is said to be so; it never counts as met.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorwire.bench.harness import Ratio
 from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 from tensorwire.bench.verdicts import Figure, by_limit, ratio
 from tensorwire_benchmarks.figures import End, Extra
-from tensorwire_benchmarks.systems import COMPUTATION, COPY, LIMIT, OWN, PLAN
+from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN
 
 TRAINING_BARS = (
     ("shm.{}.exchange", LIMIT, 2.0),
@@ -40,6 +41,10 @@ TABLES_BAR = 2.0
 LIBRARIES_BAR = 1.0
 COPY_BAR = 1.5
 LINK_BAR = 0.95
+FIRST_LINK = "1gbit"
+MOST_BUSY = 0.7
+"""Of all cores, on faster links than the first; above it the bar counts on the slower one."""
+CPU_BAR = 0.5
 ALONE_BAR_US = 200.0
 BITS_STEPS = 20
 IN_PLACE_BAR = 99.0
@@ -66,6 +71,58 @@ def judge_parameters(report: Report, models: Sequence[str]) -> list[Verdict]:
         for name in models
         for wire in ("shm", "tcp")
     ]
+
+
+def judge_links(report: Report, models: Sequence[str]) -> list[Verdict]:
+    """Push and pull on links, by the limit and by CPU seconds beside gRPC.
+
+    On a link that keeps this machine's cores busy it is they that are measured: such a link has no
+    verdict, and the next slower one counts.
+    """
+    found = []
+    for name in models:
+        for wire in report.settings.get("wires", ()):
+            case = f"{wire}.{name}.isolated"
+            busy = _busy(report, case)
+            told = (f"{case} by a raw socket, both ways at once", ">=", LINK_BAR, "")
+            if busy is not None and busy > MOST_BUSY and wire != FIRST_LINK:
+                share = f"{100 * busy:.0f} % of all cores is busy, more than {100 * MOST_BUSY:.0f}"
+                value = None if (row := _row(report, case, OWN)) is None else row.ratio_to_limit
+                why = f"{share}: cores bound it, not the link ({value:.2f} of it)"
+                found.append(Verdict.of(*told, None, None, why))
+            else:
+                found.append(_of_row(report, case, OWN, ratio, told))
+            found.append(_less_cpu(report, case))
+    return found
+
+
+def _busy(report: Report, case: str) -> float | None:
+    """The share of all cores that both ends of an exchange use."""
+    row = _row(report, case, OWN)
+    seconds = None if row is None else _cpu_seconds(row)
+    if row is None or seconds is None or row.seconds_median is None:
+        return None
+    return seconds / row.seconds_median / (os.cpu_count() or 1)
+
+
+def _cpu_seconds(row: Row) -> float | None:
+    if row.cpu_seconds_local is None or row.cpu_seconds_remote is None:
+        return None
+    return row.cpu_seconds_local + row.cpu_seconds_remote
+
+
+def _less_cpu(report: Report, case: str) -> Verdict:
+    """CPU seconds of both sides per exchange, which moves the same bytes, by those of gRPC."""
+    seconds = [
+        None if (row := _row(report, case, system)) is None else _cpu_seconds(row)
+        for system in (OWN, GRPC.name)
+    ]
+    name = f"{case} CPU seconds of both sides, by those of gRPC"
+    own_s, grpc_s = seconds
+    if own_s is None or not grpc_s:
+        missing = _missing(report, case, OWN, GRPC.name)
+        return Verdict.of(name, "<=", CPU_BAR, "x", None, None, missing)
+    return Verdict.of(name, "<=", CPU_BAR, "x", own_s / grpc_s, None)
 
 
 def judge_libraries(report: Report, cases: Sequence[str]) -> list[Verdict]:

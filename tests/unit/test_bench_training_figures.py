@@ -51,9 +51,11 @@ def test_turns_leave_out_the_warm_steps_but_for_cpu_time() -> None:
     assert turns.samples["exchange"] == [[4], [3, 4]]
     assert turns.samples["step"] == [[11], [8, 11]]
     assert turns.steps_with_cpu == 4
-    turns.add_isolated([FIRST, SECOND], warm=1)
+    turns.add_isolated([FIRST, SECOND], cpu_server_s=0.5, warm=1)
     assert turns.samples["isolated"] == [[4]]
     assert turns.steps_with_cpu == 4
+    assert turns.steps_isolated == 2
+    assert (turns.cpu_isolated_s, turns.cpu_isolated_server_s) == (1.0, 0.5)
     assert (turns.cpu_workers_s, turns.cpu_server_s, turns.cpu_exchange_s) == (6.0, 2.0, 2.0)
 
 

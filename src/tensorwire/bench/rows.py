@@ -164,6 +164,15 @@ class Report:
         wanted = (case, system, size_bytes)
         return next((row for row in self.rows if (row.case, row.system, row.bytes) == wanted), None)
 
+    def add(self, other: Report, name: str) -> None:
+        """Takes over what another run on this machine has found; `settings[name]` are its own."""
+        self.rows += other.rows
+        self.comparisons += other.comparisons
+        self.verdicts += other.verdicts
+        self.settings[name] = other.settings
+        self.settings["warnings"] += other.settings["warnings"]
+        self.settings["interrupted"] |= other.settings["interrupted"]
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data. Not-a-number never appears: it becomes null."""
         return {
