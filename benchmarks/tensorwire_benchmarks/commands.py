@@ -31,6 +31,7 @@ from tensorwire_benchmarks import engine, report, rpc_names
 from tensorwire_benchmarks import faults as fault_bench
 from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
+from tensorwire_benchmarks import scaling as scaling_bench
 from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
@@ -43,6 +44,7 @@ from tensorwire_benchmarks.modes_training import TASKS, TrainingSettings
 from tensorwire_benchmarks.optimizers import CASES, OptimizerSettings
 from tensorwire_benchmarks.optimizers import judge as judge_optimizers
 from tensorwire_benchmarks.optimizers import measure as measure_optimizers
+from tensorwire_benchmarks.scaling_report import draw_scaling
 from tensorwire_benchmarks.verdicts import judge_libraries
 from tensorwire_benchmarks.workloads.catalog import MODELS, WORKLOADS, named, workload
 
@@ -251,13 +253,19 @@ def show_workloads(models: tuple[str, ...] | None, tiny: bool, json_path: Path |
     known=LINKS.wires,
     help=f"Only push and pull, over these: {', '.join(LINKS.wires)}; it needs root.",
 )
+@click.option(
+    "--scaling",
+    "only_scaling",
+    is_flag=True,
+    help="Only more workers and servers, each on a host of its own; it needs root.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Only the tables, so many steps (30).")
 def parameters(
     quick: bool, optimizers: tuple[str, ...] | None, libraries: tuple[str, ...] | None,
-    wires: tuple[str, ...] | None, links: tuple[str, ...] | None, steps: int | None,
-    json_path: Path | None, figure_path: Path | None, strict: bool,
+    wires: tuple[str, ...] | None, links: tuple[str, ...] | None, only_scaling: bool,
+    steps: int | None, json_path: Path | None, figure_path: Path | None, strict: bool,
 ) -> None:  # fmt: skip
-    """What do optimizers, sparse tables, links and the loops of other libraries cost?
+    """What do optimizers, tables, links and other libraries' loops cost?
 
     Of each optimizer of torch.optim: what a server does per MiB, beside torch's own step on the
     same bytes, in turns, with one thread. A model with sparse tables and Adagrad: whole steps of
@@ -266,7 +274,9 @@ def parameters(
     DistributedDataParallel over gloo: a net for digits, ResNet-18 and GPT-2 small. Push and pull of
     50 MiB by two workers over links of 1, 2.5 and 5 Gbit/s between two network namespaces, beside a
     raw socket that carries both ways at once and a parameter server on gRPC, with the CPU seconds
-    of both sides.
+    of both sides. And jobs of one to eight workers and one to four servers at a switch of 200
+    Mbit/s, whose workers sleep where a recorded step computed: sync and async, beside what the
+    links let through. The figure is of optimizers, or with --scaling of scaling.
 
     \b
     A first look:
@@ -281,18 +291,19 @@ def parameters(
         tensorwire bench parameters --optimizers NAdam,Muon
         tensorwire bench parameters --libraries lightning
         tensorwire bench parameters --links 1gbit
+        tensorwire bench parameters --scaling --figure scaling.svg
 
     \b
     The libraries:
         pip install 'tensorwire[integrations]'
     """  # noqa: D301 (\b is what click reads)
     settings = _settings(PARAMETERS, quick, None, wires=wires, steps=steps)
-    if sum(map(bool, (optimizers, libraries, links, wires or steps))) > 1:
+    if sum(map(bool, (optimizers, libraries, links, only_scaling, wires or steps))) > 1:
         raise click.UsageError(
-            "--optimizers, --libraries, --links and --wires with --steps are four questions: ask "
-            "for one, or for all by none of them"
+            "--optimizers, --libraries, --links, --scaling and --wires with --steps are five "
+            "questions: ask for one, or for all by none of them"
         )
-    everything = not (optimizers or libraries or links or wires or steps)
+    everything = not (optimizers or libraries or links or only_scaling or wires or steps)
     if not (everything or wires or steps):
         settings.models = ()
     linked = _settings(LINKS, quick, None, wires=links)
@@ -300,9 +311,11 @@ def parameters(
         linked.models = ()
     own = OptimizerSettings(optimizers or (CASES if everything else ()))
     loops = LibrarySettings(libraries or (LIBRARIES if everything else ()))
+    growth = scaling_bench.ScalingSettings()
     if quick:
         own = dataclasses.replace(own, tensors=4, pairs=8)
         loops = dataclasses.replace(loops, models=loops.models[:1])
+        growth = scaling_bench.ScalingSettings(workers=(1, 2), servers=(1,), batch=8, steps=4)
 
     def run(tell: Told) -> Report:
         found = engine.run(PARAMETERS, settings, tell)
@@ -311,6 +324,8 @@ def parameters(
                 found.add(engine.run(LINKS, linked, tell), "links")
             if not found.settings["interrupted"]:
                 measure_optimizers(found, own, lambda name: tell(0, 1, name))
+                if everything or only_scaling:
+                    scaling_bench.measure(found, growth, tell)
                 measure_libraries(found, loops, lambda name: tell(0, 1, name))
         except KeyboardInterrupt:
             found.settings["interrupted"] = True
@@ -319,7 +334,8 @@ def parameters(
         return found
 
     carry_out(
-        run, report.print_training, report.draw_parameters,
+        run, report.print_training,
+        draw_scaling if only_scaling else report.draw_parameters,
         json_path=json_path, figure_path=figure_path, strict=strict,
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Two hosts in one kernel, joined by a link of a chosen speed.
+"""Hosts in one kernel: two joined by a link, or several at a switch, at a chosen speed.
 
-They are network namespaces; a token bucket shapes what each sends. Needs root, and `ip` and `tc`
-(Debian's iproute2). What the two share is memory and cores; whoever wants them apart must not use
-shared memory. Nothing of the machine's own network is touched, and all is taken away at the end.
+They are network namespaces; token buckets shape what each sends, and at a switch what each gets.
+Needs root, and `ip` and `tc` (Debian's iproute2). What hosts share is memory and cores; whoever
+wants them apart must not use shared memory. Nothing of the machine's own network is touched, and
+all is taken away at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 _CLONE_NEWNET = 0x40000000
 _PREFIX = "10.213.88."
 _QUEUE_MS = 10  # what the link queues at most
+_SWITCH_QUEUE_MS = 50  # several may send to one host at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,45 @@ def two_hosts(megabits: int) -> Iterator[Hosts]:
         yield a, b
 
 
-def _bucket(host: Host, megabits: int) -> list[str]:
+@contextlib.contextmanager
+def switched_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
+    """Hosts at one switch; each sends at most so fast, and gets at most so fast.
+
+    The switch queues what comes for a host from several others, as switches do.
+
+    Raises:
+        ValueError: more hosts than there are addresses.
+        subprocess.CalledProcessError: `ip` or `tc` failed.
+    """
+    if not 1 <= count <= 200:
+        raise ValueError(f"a switch has 1 to 200 hosts, not {count}")
+    tag = f"tws{os.getpid() % 100000}"
+    switch = f"{tag}s"
+    hosts = [Host(f"{tag}h{i}", f"{_PREFIX}{i + 1}", f"v{i}") for i in range(count)]
+    with contextlib.ExitStack() as stack:
+        for name in (switch, *(host.name for host in hosts)):
+            _run("ip", "netns", "add", name)
+            stack.callback(_run, "ip", "netns", "del", name)
+        inside = ("ip", "netns", "exec", switch)
+        _run(*inside, "ip", "link", "add", "bridge", "type", "bridge")
+        _run(*inside, "ip", "link", "set", "bridge", "up")
+        for host in hosts:
+            _run("ip", "link", "add", host.device, "netns", host.name, "type", "veth",
+                 "peer", "name", host.device, "netns", switch)  # fmt: skip
+            _run(*inside, "ip", "link", "set", host.device, "master", "bridge", "up")
+            _run(*inside, *_bucket(host, megabits, _SWITCH_QUEUE_MS))
+            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", host.device))
+            _run(*host.command("ip", "link", "set", host.device, "up"))
+            _run(*host.command("ip", "link", "set", "lo", "up"))
+            _run(*host.command(*_bucket(host, megabits, _SWITCH_QUEUE_MS)))
+        yield hosts
+
+
+def _bucket(host: Host, megabits: int, queue_ms: int = _QUEUE_MS) -> list[str]:
     burst = max(megabits * 125, 16 << 10)  # what one millisecond carries, and a large packet
     return [
         *("tc", "qdisc", "replace", "dev", host.device, "root", "tbf"),
-        *("rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"),
+        *("rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{queue_ms}ms"),
     ]
 
 

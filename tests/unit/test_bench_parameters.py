@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 from tensorwire.bench.rows import Report, Row
 from tensorwire.cli import main
+from tensorwire_benchmarks import link, scaling
+from tensorwire_benchmarks.scaling_report import draw_scaling
 from tensorwire_benchmarks.verdicts import judge_links
 
 
@@ -55,6 +57,7 @@ def test_a_library_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.M
         ["--wires", "shm"],
         ["--libraries", "lightning"],
         ["--links", "1gbit"],
+        ["--scaling"],
     ],
 )
 def test_options_that_make_no_sense(wrong: list[str]) -> None:
@@ -89,3 +92,68 @@ def test_a_link_is_judged_by_its_limit_and_by_cpu(monkeypatch: pytest.MonkeyPatc
     assert found[1].measured == pytest.approx(1.9 / 3)
     assert "75 % of all cores is busy" in found[4].detail
     assert "grpc" in found[5].detail
+
+
+# ---- more workers and servers
+
+STEP = {"forward_s": 1.0, "backward_s": 2.0, "ready": [(0, 2.0)]}
+RECORDING = scaling.Recording("a net", [("w", [250, 1000])], "", ["lr"], [0.1], [], [STEP])
+
+
+def test_what_links_let_through() -> None:
+    """A megabyte of gradients, links of a megabyte per second."""
+
+    def seconds(mode: str, workers: int, servers: int) -> float:
+        return scaling.limit_seconds(scaling.Point(mode, workers, servers), RECORDING, 1e6)
+
+    assert seconds("sync", 1, 1) == 1 + 2 + 1
+    assert seconds("sync", 4, 1) == 1 + 4 + 4  # the push takes longer than backward
+    assert seconds("sync", 4, 4) == seconds("sync", 1, 4) == 4  # a worker's own link
+    assert seconds("async", 4, 1) == 4  # one link, at all times
+    assert seconds("async", 8, 1) == 8
+
+
+def test_scaling_is_judged_by_linear_or_by_links(tmp_path: Path) -> None:
+    settings = scaling.ScalingSettings(modes=("sync",), workers=(1, 2, 4), servers=(1,))
+    report = Report("parameters", {"cpu": "a machine"})
+    report.settings["scaling"] = {
+        name: getattr(settings, name) for name in scaling.ScalingSettings.__slots__
+    }
+    for count, own, limit in ((1, 1.0, 0.9), (2, 1.05, 0.9), (4, None, 1.8)):
+        case = scaling.Point("sync", count, 1).case
+        report.rows += [
+            Row("parameters", case, "tensorwire", 8, seconds_median=own, note="it broke"),
+            Row("parameters", case, "limit", 8, seconds_median=limit),
+        ]
+    two, four = scaling.judge(report, settings)
+    assert two.met
+    assert two.measured == pytest.approx(1 / 1.05)
+    assert (four.met, four.detail) == (None, "it broke")
+    report.rows[4] = Row("parameters", report.rows[4].case, "tensorwire", 8, seconds_median=2.5)
+    _, four = scaling.judge(report, settings)
+    assert "or by the 0.50 of it that links let through" in four.name
+    assert (four.met, four.measured) == (False, pytest.approx(0.8))
+    draw_scaling(report, tmp_path / "scaling.svg")
+    assert "4 workers" not in (tmp_path / "scaling.svg").read_text()
+    with pytest.raises(ValueError, match="no measured scaling"):
+        draw_scaling(Report("parameters", {}), tmp_path / "other.svg")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(link.missing(200) is not None, reason=str(link.missing(200)))
+def test_two_workers_on_hosts_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    options = ["--quick", "--scaling", "--json", str(path)]
+    result = CliRunner().invoke(main, ["bench", "parameters", *options])
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    rows = {(row["case"], row["system"]): row for row in report["rows"]}
+    assert len(rows) == 8
+    for mode in scaling.MODES:
+        for count in (1, 2):
+            case = scaling.Point(mode, count, 1).case
+            own, limit = rows[case, "tensorwire"], rows[case, "limit"]
+            assert own["seconds_median"] >= 0.9 * limit["seconds_median"] > 0, own
+            assert own["bytes"] > 900_000
+    assert 0 < report["settings"]["scaling"]["link_bytes_per_s"] < 200e6 / 8
+    assert sum(verdict["met"] is not None for verdict in report["verdicts"]) == 2

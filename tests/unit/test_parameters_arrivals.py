@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tensorwire.parameters import Layout, Spec, TensorSpec
-from tensorwire.parameters.regions import UNIT_BYTES, units_of
+from tensorwire.parameters.regions import units_of
 from tensorwire.parameters.server.arrivals import Announced, ArrivingUnits
 
 SGD = "torch.optim.SGD"
@@ -25,16 +25,17 @@ def layout(*elements: int, kinds: tuple[str, ...] = ()) -> Layout:
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("elements", [(1,), (10, 300_000, 7), (2_000_000,), (131_072,) * 9])
 def test_units_cover_a_share_once(servers: int, elements: tuple[int, ...]) -> None:
-    for share in layout(*elements).deal(servers):
+    whole = layout(*elements)
+    for share in whole.deal(servers):
         units = units_of(share)
         assert [index for unit in units for index in unit] == list(range(len(share.cells)))
         for unit in units:
             cells = [share.cells[index] for index in unit]
-            assert len(cells) == 1 or cells[-1].stop - cells[0].start <= UNIT_BYTES
+            assert len(cells) == 1 or cells[-1].stop - cells[0].start <= whole.cell_bytes
         # As few as that allows.
         for one, other in pairwise(units):
             first, next_ = share.cells[one.start], share.cells[other.start]
-            assert next_.stop - first.start > UNIT_BYTES
+            assert next_.stop - first.start > whole.cell_bytes
 
 
 def test_a_share_without_cells_has_no_units() -> None:

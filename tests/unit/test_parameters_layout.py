@@ -228,3 +228,20 @@ def test_twice_the_same_name() -> None:
     tensor = TensorSpec("a", "float32", (1,))
     with pytest.raises(ValueError, match="two tensors"):
         Spec("x", (), 1, 1, (tensor, tensor)).check()
+
+
+@pytest.mark.parametrize(
+    ("elements", "cell_bytes"),
+    [(1, 128 << 10), (250_000, 128 << 10), (1 << 20, 512 << 10), (3 << 20, 1 << 20)],
+)
+def test_small_stores_have_small_cells(elements: int, cell_bytes: int) -> None:
+    """Named for a bug: of a model below 1 MiB one server had everything, and others nothing."""
+    layout = Layout(
+        Spec("torch.optim.SGD:", (), 1, 1, (TensorSpec("a", "float32", (elements,), "trained"),))
+    )
+    assert layout.cell_bytes == cell_bytes
+    shares = layout.deal(4)
+    if elements >= 250_000:
+        sizes = [share.size_bytes for share in shares]
+        assert max(sizes) - min(sizes) <= cell_bytes
+        assert min(sizes) > 0

@@ -20,7 +20,7 @@ from tensorwire.errors import UnavailableError
 _IN_REPOSITORY = {
     "training": "What does a synchronous training step cost?",
     "placement": "What does placing gradients gain, on real models?",
-    "parameters": "What do optimizers, sparse tables and the loops of other libraries cost?",
+    "parameters": "What do optimizers, tables, links and other libraries' loops cost?",
     "faults": "Does a job whose processes are killed compute the same, and what does that cost?",
     "rpc": "What do large messages cost in gRPC, and what with tensorwire.rpc?",
     "modes": "What do the modes of a job gain, and what do they cost?",

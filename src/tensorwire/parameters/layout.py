@@ -26,6 +26,11 @@ ALIGN_BYTES = 64
 CELL_BYTES = 1 << 20
 """The reduced gradient of a cell stays in a core's cache; in smaller ones the calls weigh more."""
 
+_LEAST_CELL_BYTES = 128 << 10
+_CELLS = 8
+"""A store has so many cells at least, as far as they are not smaller than that: several servers
+share the work, and gradients leave over a network before backward has made the last."""
+
 FORMAT = 5
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
@@ -232,12 +237,15 @@ class Layout:
         places: one per tensor, in the Spec's order.
         cells: in the order of their bytes; together they cover [0, size_bytes) exactly once.
         size_bytes: of the whole range, a multiple of ALIGN_BYTES, at least that.
+        cell_bytes: of a cell at most, but for tables and tensors that must not be cut.
     """
 
-    def __init__(self, spec: Spec, cell_bytes: int = CELL_BYTES) -> None:
+    def __init__(self, spec: Spec, cell_bytes: int | None = None) -> None:
+        if cell_bytes is None:
+            cell_bytes = _cell_bytes_of(sum(padded(each.size_bytes) for each in spec.tensors))
         if cell_bytes <= 0 or cell_bytes % ALIGN_BYTES:
             raise ValueError(f"a cell has a multiple of {ALIGN_BYTES} bytes, not {cell_bytes}")
-        self.spec = spec
+        self.spec, self.cell_bytes = spec, cell_bytes
         places: dict[int, Extent] = {}
         cells: list[Cell] = []
         offset = 0
@@ -411,6 +419,14 @@ def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:
     if tensor.kind != "rows":
         return 0, 0
     return tensor.row_bytes, 0 if tensor.row_bytes % ALIGN_BYTES == 0 else -index
+
+
+def _cell_bytes_of(size_bytes: int) -> int:
+    """Of a store of so many bytes: CELL_BYTES, or where it is small a half of it, and so on."""
+    found = CELL_BYTES
+    while found > _LEAST_CELL_BYTES and size_bytes < _CELLS * found:
+        found //= 2
+    return found
 
 
 def _whole_rows(row_bytes: int, cell_bytes: int) -> int:

@@ -46,9 +46,6 @@ AVERAGE = "average of weights"
 """The name of the array of state that has the averages of the values of trained tensors."""
 
 
-UNIT_BYTES = 1 << 20
-"""Of one write over a network: large enough to be worth it, small beside what is under way."""
-
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _REPLY_BLOCK_BYTES = mailbox_bytes(REPLY_BYTES)
 _STAMP_BYTES = 8
@@ -98,11 +95,11 @@ def reply_block(server: int) -> slice:
 def units_of(share: Share) -> tuple[range, ...]:
     """Units: the runs of a share's cells that travel together over a network.
 
-    They have at most UNIT_BYTES, or are one cell, or all cells of a table. A worker writes a unit
-    when it has all its gradients, and the write raises the unit's word to the number of the write.
-    The commit goes ahead and tells these numbers, as stamps. So a server can work on what comes
-    first, and send back new values, while the rest is on its way: both ways of a link are used. No
-    result relies on the order of writes.
+    They have at most `layout.cell_bytes`, or are one cell, or all cells of a table. A worker writes
+    a unit when it has all its gradients, and the write raises the unit's word to the number of the
+    write. The commit goes ahead and tells these numbers, as stamps. So a server can work on what
+    comes first, and send back new values, while the rest is on its way: both ways of a link are
+    used. No result relies on the order of writes.
     """
     units: list[range] = []
     tables = {table.cells.start: table.cells for table in tables_of(share)}
@@ -113,7 +110,7 @@ def units_of(share: Share) -> tuple[range, ...]:
         elif (
             units
             and share.cells[units[-1].start].kind != "rows"
-            and cell.stop - share.cells[units[-1].start].start <= UNIT_BYTES
+            and cell.stop - share.cells[units[-1].start].start <= share.layout.cell_bytes
         ):
             units[-1] = range(units[-1].start, index + 1)
         else:

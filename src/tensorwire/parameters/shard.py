@@ -24,7 +24,7 @@ from tensorwire.walk import Walk
 from .contributions import Contribution, Contributions
 from .journal import MOST_THREADS, Journal, Numbers
 from .kernel import Kernel, Lookup, Rows, Scalars, TableStep, Tile
-from .layout import Cell, Share
+from .layout import CELL_BYTES, Cell, Share
 from .messages import (
     ABSENT,
     POOLED,
@@ -38,7 +38,7 @@ from .rows import Table, read_part, tables_of
 from .step import Arrivals, Changed, Exchange, Publisher, Step
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
-_MIN_CELLS_PER_THREAD = 2  # a pool costs some tens of microseconds
+_MIN_CELLS_PER_THREAD = 2  # of CELL_BYTES; a pool costs some tens of microseconds
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ShardMemory:
 
 
 def threads_for(cells: int, most: int) -> int:
-    """Returns how many threads work on a number of cells."""
+    """Returns how many threads work on so many cells of CELL_BYTES."""
     return max(1, min(most, cells // _MIN_CELLS_PER_THREAD, MOST_THREADS))
 
 
@@ -129,7 +129,8 @@ class Shard:
         self._reduced_rows: dict[int, Rows] = {}
         # As plain integers: for a handful of them numpy's calls cost more than the sums.
         self._counts = memory.counts.data
-        threads = threads_for(len(self._worked_on), threads)
+        trained_bytes = sum(share.cells[i].stop - share.cells[i].start for i in self._trained)
+        threads = threads_for(-(-trained_bytes // CELL_BYTES) + len(self._tables), threads)
         self.threads = threads
         # The caller works too.
         self._pool = ThreadPoolExecutor(threads - 1, "tensorwire-apply") if threads > 1 else None

@@ -1,0 +1,395 @@
+"""How does training get faster with more workers and more servers, each on a host of its own?
+
+Hosts are network namespaces at a switch (`link`), so that links are what is scarce and not this
+machine's cores: workers sleep where a recorded step of a real model computed, and push each
+gradient when the recorded backward had made it. All replay the same step at a time: what unequal
+workers cost is a question of `modes`. Servers are real ones. In sync the rate of W
+workers is W times that of one as long as links carry a burst in time; in async as long as they
+carry the mean. The limit beside each row is that arithmetic, with the link's speed as a raw socket
+has it in the same run:
+
+    sync    forward + max(backward, push) + pull, both over the busiest link
+    async   the same for a worker alone, or what the busiest link needs for a step of everybody
+
+A row of a machine that was busy for more than 70 % is void, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorwire.bench import machine
+from tensorwire.bench.harness import median
+from tensorwire.bench.processes import PairError
+from tensorwire.bench.raw_socket import RawClient, RawServer
+from tensorwire.bench.rows import Report, Row, Verdict
+from tensorwire.command import Told
+from tensorwire_benchmarks import link
+from tensorwire_benchmarks.link import Host
+from tensorwire_benchmarks.systems import LIMIT, OWN
+from tensorwire_benchmarks.traffic import FLOAT_BYTES
+
+MODES = ("sync", "async")
+BAR = 0.9
+MOST_BUSY = 0.7
+_WARM = 2  # steps of each worker that do not count
+_RAW_BYTES = 4 << 20
+_PATIENCE_S = 120.0
+_PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """What to run.
+
+    Attributes:
+        modes: some of `MODES`.
+        workers, servers: every pair of these is a job.
+        megabits: of each host's link, both ways.
+        batch: samples of a recorded step.
+        steps: that each worker makes in each job.
+    """
+
+    modes: Sequence[str] = MODES
+    workers: Sequence[int] = (1, 2, 4, 8)
+    servers: Sequence[int] = (1, 2, 4)
+    megabits: int = 200
+    batch: int = 128
+    steps: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Steps of a real model, and its store; see `scaling_record.py`."""
+
+    model: str
+    tensors: list[tuple[str, list[int]]]
+    optimizer: str
+    hyper_names: list[str]
+    hyper: list[float]
+    scalars: list[str]
+    steps: list[dict[str, Any]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all gradients."""
+        sizes = [shape for _, shape in self.tensors]
+        return FLOAT_BYTES * sum(_product(shape) for shape in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A job: its mode, its workers and its servers."""
+
+    mode: str
+    workers: int
+    servers: int
+
+    @property
+    def case(self) -> str:
+        """As in rows."""
+        workers, servers = (
+            f"{count} {what}{'s' if count > 1 else ''}"
+            for count, what in ((self.workers, "worker"), (self.servers, "server"))
+        )
+        return f"scaling.{self.mode}: {workers}, {servers}"
+
+
+def limit_seconds(point: Point, recording: Recording, bytes_per_s: float) -> float:
+    """What a step of each worker takes at least, on links of such a speed."""
+    own_s = recording.size_bytes / bytes_per_s
+    shared_s = own_s * point.workers / point.servers
+    busiest_s = max(own_s, shared_s) if point.mode == "sync" else own_s
+    seconds: list[float] = [
+        step["forward_s"] + max(step["backward_s"], busiest_s) + busiest_s
+        for step in recording.steps
+    ]
+    return max(median(seconds), shared_s)
+
+
+def points(settings: ScalingSettings) -> list[Point]:
+    """All jobs, in the order in which they run."""
+    return [
+        Point(mode, workers, servers)
+        for mode in settings.modes
+        for servers in settings.servers
+        for workers in settings.workers
+    ]
+
+
+def measure(report: Report, settings: ScalingSettings, tell: Told) -> None:
+    """Adds the rows, and verdicts on them; where there can be no such links, rows say why."""
+    every = points(settings)
+    report.settings["scaling"] = described = dataclasses.asdict(settings)
+    tell(0, len(every), "scaling: records steps")
+    try:
+        recording = record(settings)
+        count = max(settings.workers) + max(settings.servers)
+        if reason := link.missing(settings.megabits):
+            raise PairError(reason)
+        with link.switched_hosts(count, settings.megabits) as hosts:
+            speed = raw_speed(hosts[0], hosts[1])
+            described |= {"model": recording.model, "link_bytes_per_s": speed}
+            for done, point in enumerate(every):
+                tell(done, len(every), point.case)
+                report.rows += _rows(point, settings, recording, hosts, speed)
+    except (PairError, subprocess.CalledProcessError) as error:
+        measured = {row.case for row in report.rows}
+        report.rows += [
+            Row("parameters", point.case, OWN, 0, note=str(error))
+            for point in every
+            if point.case not in measured
+        ]
+    report.verdicts += judge(report, settings)
+
+
+def record(settings: ScalingSettings) -> Recording:
+    """Runs the real model, in a process of its own."""
+    command = [sys.executable, "-m", "tensorwire_benchmarks.scaling_record"]
+    done = subprocess.run(
+        [*command, str(settings.batch), "8"],
+        env=_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise PairError(f"no step could be recorded: {_last_line(done.stderr)}")
+    return Recording(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def raw_speed(first: Host, second: Host) -> float:
+    """Bytes per second of a raw socket from one host to another."""
+
+    def within(host: Host, act: Callable[[], Any]) -> Any:
+        host.enter()
+        return act()
+
+    with ThreadPoolExecutor(1) as here, ThreadPoolExecutor(1) as there:
+        server = there.submit(within, second, lambda: RawServer(second.address)).result()
+        try:
+            port, token = there.submit(server.listen, "send", _RAW_BYTES).result()
+            client = here.submit(
+                within, first, lambda: RawClient(second.address, port, token, "send", _memory())
+            ).result()
+            try:
+                seconds: list[float] = list(here.submit(client.run, 5).result())
+            finally:
+                client.close()
+        finally:
+            server.close()
+    return _RAW_BYTES / median(seconds)
+
+
+# --- one job ------------------------------------------------------------------------------------
+
+
+def _rows(
+    point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host],
+    speed: float,
+) -> list[Row]:  # fmt: skip
+    """The row of a job, and that of its limit."""
+    size_bytes = recording.size_bytes
+    limit_s = limit_seconds(point, recording, speed)
+    note = f"{recording.model}; links of {settings.megabits} Mbit/s, a raw socket {speed / 1e6:.1f}"
+    limit = Row(
+        "parameters", point.case, LIMIT, size_bytes, seconds_median=limit_s, note=f"{note} MB/s"
+    )
+    row = Row("parameters", point.case, OWN, size_bytes)
+    try:
+        seconds, cpu_workers, cpu_servers = _run(point, settings, recording, hosts)
+    except PairError as error:
+        return [dataclasses.replace(row, note=str(error)), limit]
+    row = row.timed(seconds)
+    assert row.seconds_median is not None
+    busy = (cpu_workers + cpu_servers) * point.workers / row.seconds_median / (os.cpu_count() or 1)
+    note = f"{100 * busy:.0f} % of all cores busy"
+    if busy > MOST_BUSY:
+        note = f"void, because cores bound it: {note}, {row.seconds_median:.3g} s per step"
+        return [Row("parameters", point.case, OWN, size_bytes, note=note), limit]
+    row = dataclasses.replace(
+        row,
+        ratio_to_limit=limit_s / row.seconds_median,
+        cpu_seconds_local=cpu_workers,
+        cpu_seconds_remote=cpu_servers,
+        note=note,
+    )
+    return [row, limit]
+
+
+def _run(
+    point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
+) -> tuple[list[float], float, float]:
+    """Seconds of all steps that count; CPU seconds of workers, and servers, per worker's step."""
+    shared = _environment(
+        TENSORWIRE_SECRET=secrets.token_hex(32), TENSORWIRE_TRANSPORTS="tcp", OMP_NUM_THREADS="1"
+    )
+    plan = {
+        **dataclasses.asdict(recording),
+        "mode": point.mode,
+        "count": _WARM + settings.steps,
+    }
+    with contextlib.ExitStack() as stack:
+        servers, addresses = [], list[str]()
+        for index in range(point.servers):
+            process, address = stack.enter_context(
+                _server(point, index, addresses, hosts[index], shared)
+            )
+            servers.append(process)
+            addresses.append(address)
+        own_hosts = hosts[max(settings.servers) :]
+        workers = [
+            stack.enter_context(
+                _process(
+                    own_hosts[rank].command(
+                        sys.executable, "-P", str(_PACKAGE / "scaling_worker.py")
+                    ),
+                    {
+                        **shared,
+                        "TENSORWIRE_RANK": str(rank),
+                        "TENSORWIRE_WORKERS": str(point.workers),
+                        "TENSORWIRE_SERVERS": ",".join(addresses),
+                    },
+                )
+            )
+            for rank in range(point.workers)
+        ]
+        before = [machine.process_cpu_seconds(each.pid) for each in servers]
+        with ThreadPoolExecutor(point.workers) as pool:
+            told = list(pool.map(lambda worker: _told(worker, plan), workers))
+        # They leave when all workers have, which these have done: what they used is in their wait.
+        used = [_cpu_of_ended(each) for each in servers]
+    count = point.workers * (_WARM + settings.steps)
+    seconds = [second for each in told for second in each["seconds"][_WARM:]]
+    cpu_workers = sum(each["cpu_s"] for each in told) / count
+    cpu_servers = sum(after - first for after, first in zip(used, before, strict=True)) / count
+    return seconds, cpu_workers, cpu_servers
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _server(
+    point: Point, index: int, others: Sequence[str], host: Host, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server and its address."""
+    ours, theirs = os.pipe()
+    command = host.command(
+        *(sys.executable, "-P", "-m", "tensorwire.torch.server", "--index", str(index)),
+        *("--workers", str(point.workers), "--count", str(point.servers)),
+        *("--listen", f"{host.address}:0", "--address-fd", str(theirs)),
+        *(("--servers", ",".join(others)) if others else ()),
+    )
+    with os.fdopen(ours) as channel:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+            pass_fds=[theirs],
+        ) as process:  # fmt: skip
+            os.close(theirs)
+            try:
+                address = channel.readline().strip()
+                if not address:
+                    assert process.stderr is not None
+                    said = process.stderr.read().decode(errors="replace")
+                    raise PairError(f"server {index} gave no address: {_last_line(said)}")
+                yield process, address
+            finally:
+                process.kill()
+
+
+def _told(worker: subprocess.Popen[str], plan: dict[str, Any]) -> dict[str, Any]:
+    try:
+        out, err = worker.communicate(json.dumps(plan) + "\n", timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired as error:
+        raise PairError(f"a worker did not end within {_PATIENCE_S:g} s") from error
+    if worker.returncode:
+        raise PairError(f"a worker ended with code {worker.returncode}: {_last_line(err)}")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def _cpu_of_ended(process: subprocess.Popen[bytes]) -> float:
+    """Waits for its end, and returns the CPU seconds that it used in its life."""
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return machine.process_cpu_seconds(process.pid)
+    except ProcessLookupError as error:
+        raise PairError("a server has ended, and nobody knows what it used") from error
+
+
+def _environment(**more: str) -> dict[str, str]:
+    paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def _memory() -> Any:
+    import numpy as np
+
+    return np.ones(_RAW_BYTES, np.uint8)
+
+
+def _product(shape: Sequence[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= length
+    return result
+
+
+# --- bars ---------------------------------------------------------------------------------------
+
+
+def judge(report: Report, settings: ScalingSettings) -> list[Verdict]:
+    """The rate of W workers by W times that of one, or by as much of that as links let through."""
+    found = {(row.case, row.system): row for row in report.rows}
+    verdicts = []
+    for point in points(settings):
+        if point.workers == 1:
+            continue
+        alone = dataclasses.replace(point, workers=1)
+        name = f"{point.case}: rate by {point.workers} times that of one"
+        own, one, limit, limit_of_one = (
+            None if (row := found.get(key)) is None else row.seconds_median
+            for key in (
+                (point.case, OWN), (alone.case, OWN), (point.case, LIMIT), (alone.case, LIMIT)
+            )
+        )  # fmt: skip
+        if own is None or one is None or limit is None or limit_of_one is None:
+            rows = (found.get((case, OWN)) for case in (point.case, alone.case))
+            notes = (row.note for row in rows if row is not None and not row.measured)
+            missing = "; ".join(notes) or "one worker was not measured"
+            verdicts.append(Verdict.of(name, ">=", BAR, "", None, None, missing))
+            continue
+        allowed = min(1.0, limit_of_one / limit)
+        linear = one / own
+        detail = f"{linear:.3g} of linear"
+        if allowed < 1:
+            name += f", or by the {allowed:.2f} of it that links let through"
+        verdicts.append(Verdict.of(name, ">=", BAR, "", linear / allowed, None, detail))
+    return verdicts

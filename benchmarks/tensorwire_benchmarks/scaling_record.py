@@ -1,0 +1,76 @@
+"""Records what workers of `scaling.py` replay: steps of a real model, and what its store is.
+
+A program of its own, because the bench itself does without torch. It prints one line of JSON, the
+fields of `scaling.Recording`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tensorwire.torch.kernels import ParameterKind, describe, kernel_of
+from tensorwire_benchmarks.modes_tasks import task
+
+_MODEL = "characters"
+_WARM = 2
+
+
+def _record(batch: int, steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    exercise = task(_MODEL)
+    network = exercise.build()
+    names = [name for name, _ in network.named_parameters()]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    kinds = {
+        ParameterKind(0, each.dtype, each.dim(), False, tuple(each.shape))
+        for each in network.parameters()
+    }
+    text = describe(optimizer, kinds, None, False)
+    kernel = kernel_of(text)
+    ready: list[tuple[int, float]] = []
+    for index, parameter in enumerate(network.parameters()):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, index=index: ready.append((index, time.perf_counter()))
+        )
+    inputs, labels = exercise.train
+    found = []
+    for step in range(_WARM + steps):
+        rows = torch.arange(step * batch, (step + 1) * batch) % len(inputs)
+        ready.clear()
+        begin = time.perf_counter()
+        loss = F.cross_entropy(network(inputs[rows]).flatten(0, -2), labels[rows].flatten())
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        optimizer.zero_grad()
+        found.append(
+            {
+                "forward_s": middle - begin,
+                "backward_s": end - middle,
+                "ready": [(index, at - middle) for index, at in ready],
+            }
+        )
+    group = optimizer.param_groups[0]
+    return {
+        "model": f"{_MODEL}, batches of {batch}",
+        "tensors": [
+            (name, list(parameter.shape))
+            for name, parameter in zip(names, network.parameters(), strict=True)
+        ],
+        "optimizer": text,
+        "hyper_names": list(kernel.hyper),
+        "hyper": [float(group[name]) for name in kernel.hyper],
+        "scalars": list(kernel.scalars),
+        "steps": found[_WARM:],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_record(int(sys.argv[1]), int(sys.argv[2]))))

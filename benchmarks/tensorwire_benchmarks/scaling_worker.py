@@ -1,0 +1,89 @@
+"""A worker of `scaling.py`, without torch: it sleeps where a recorded step computed.
+
+Each gradient is pushed at the moment at which the recorded backward had made it. It reads a line
+of JSON, and prints one with the seconds of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from tensorwire.membership import WorkerMember, World
+from tensorwire.parameters import (
+    APPLY,
+    PUBLISH,
+    PUSHED,
+    Commit,
+    Mode,
+    OwnPaceStore,
+    RemoteStore,
+    Spec,
+    TensorSpec,
+)
+
+
+def main() -> None:
+    """Trains so many steps of one job."""
+    plan = json.loads(sys.stdin.readline())
+    world = World.from_environment()
+    assert world is not None
+    member = WorkerMember.join(world)
+    tensors = tuple(
+        TensorSpec(name, "float32", tuple(shape), "trained", 0) for name, shape in plan["tensors"]
+    )
+    spec = Spec(
+        plan["optimizer"], tuple(plan["hyper_names"]), 1, world.slices, tensors, 1,
+        tuple(plan["scalars"]),
+    )  # fmt: skip
+    if plan["mode"] == "sync":
+        store = RemoteStore(member, 0, spec)
+    else:
+        store = OwnPaceStore(member, 0, spec, Mode(plan["mode"]))
+    random = np.random.default_rng(world.rank)
+    gradients = [
+        random.standard_normal(each.elements).astype(np.float32).view(np.uint8) for each in tensors
+    ]
+    (mine,) = world.my_slices
+    hyper = (tuple(plan["hyper"]),)
+    all_pushed = bytes([PUSHED]) * len(tensors)
+
+    def advance(operation: int, present: bytes) -> None:
+        store.settle()
+        version = store.version + 1
+        store.commit(mine, Commit(version, operation, 0, 1.0, float("inf"), 1.0, hyper, present))
+        store.wait()
+
+    if mine == 0:
+        for tensor, values in enumerate(gradients):
+            store.push(0, tensor, values)
+    advance(PUBLISH, all_pushed if mine == 0 else bytes(len(tensors)))
+    seconds, steps = [], plan["steps"]
+    cpu = time.process_time()
+    for number in range(plan["count"]):
+        step = steps[number % len(steps)]
+        begin = time.monotonic()
+        time.sleep(step["forward_s"])
+        backward = time.monotonic()
+        for tensor, at in step["ready"]:
+            _sleep_until(backward + at)
+            store.push(mine, tensor, gradients[tensor])
+        _sleep_until(backward + step["backward_s"])
+        advance(APPLY, all_pushed)
+        seconds.append(time.monotonic() - begin)
+    cpu = time.process_time() - cpu
+    store.release()
+    member.close()
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu}), flush=True)
+
+
+def _sleep_until(at: float) -> None:
+    if (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+if __name__ == "__main__":
+    main()
