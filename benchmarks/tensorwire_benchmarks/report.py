@@ -18,12 +18,12 @@ from tensorwire.bench.report import add_groups, figure, new_table, show_seconds
 from tensorwire.bench.rows import Report, Row, format_seconds
 from tensorwire_benchmarks.bench import ALONE
 from tensorwire_benchmarks.parts import PARTS
-from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, LIMIT, OWN, PLAN
+from tensorwire_benchmarks.systems import COMPUTATION, COPY, GRPC, GRPC_ATTACHED, LIMIT, OWN, PLAN
 
 Parts = dict[tuple[str, str], dict[str, float]]
 """Seconds of each part by (workload/wire, system)."""
 
-_DRAWN = (PLAN.name, COPY.name, GRPC.name)
+_DRAWN = (PLAN.name, COPY.name, GRPC.name, GRPC_ATTACHED.name)
 _COLUMNS = 4
 _COLORS = {OWN: "#0072B2", "ddp-gloo": "#CC79A7", "grpc": "#E69F00"}  # Okabe–Ito
 _COMPUTATION = "#bbbbbb"

@@ -32,6 +32,8 @@ PLACEMENT_BARS = (
     ("{}/shm/isolated", "grpc", 15.0, True),
     ("{}/shm/exposed", "grpc", 15.0, True),
     ("{}/shm", "grpc", 15.0, True),
+    # The device beside an RPC that moves large messages one-sidedly on the same transport.
+    ("{}/shm/isolated", "grpc-tensorwire", 2.69, True),
     ("{}/tcp/isolated", "grpc", 4.0, False),
     ("{}/tcp/exposed", "grpc", 4.0, False),
     ("{}/tcp", "grpc", 4.0, False),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _PACKAGE = "tensorwire_benchmarks.systems"
 _TORCH = ("torch", "pip install 'tensorwire[torch]'")
@@ -30,6 +30,7 @@ class System:
             at most and roughly.
         exchanges: False if its workers have nothing to do with each other.
         holds: whether it can leave all of its exchange until backward is over.
+        options: more arguments of its server.
     """
 
     name: str
@@ -40,6 +41,7 @@ class System:
     copies: int = 8
     exchanges: bool = True
     holds: bool = True
+    options: tuple[str, ...] = ()
 
     @property
     def in_job(self) -> bool:
@@ -62,7 +64,8 @@ class System:
             own = ["--index", "0", "--workers", str(workers), "--listen", f"{host}:0"]
             return [*own, "--threads", str(threads)]
         where = f"unix:{os.path.join(folder, 'grpc')}" if wire == "shm" else f"{host}:0"
-        return ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
+        own = ["--workers", str(workers), "--optimizer", optimizer, "--listen", where]
+        return [*own, *self.options]
 
 
 OWN = "tensorwire"
@@ -90,6 +93,15 @@ GRPC = System(
     {"shm": "a unix socket", "tcp": "loopback TCP"},
     copies=28,
 )
+GRPC_ATTACHED = replace(
+    GRPC,
+    name="grpc-tensorwire",
+    trainer=f"{_PACKAGE}.grpc_worker:AttachedTrainer",
+    needs=(*GRPC.needs, ("tensorwire.rpc", "it comes with tensorwire")),
+    carries={"shm": "a unix socket and shared memory", "tcp": "loopback TCP, twice"},
+    options=("--attached",),
+)
+"""The same program with the channel and the server of `tensorwire.rpc`."""
 PLAN, COPY = _own("plan"), _own("copy", "CopyTrainer")
 SYNC, ASYNC = _own("sync", "SyncTrainer"), _own("async", "AsyncTrainer")
 BOUNDED = _own("bounded", "BoundedTrainer")

@@ -226,19 +226,20 @@ def _handlers(grpc: Any, shard: GrpcShard) -> dict[str, Any]:
     }
 
 
-def listen(shard: GrpcShard, workers: int, where: str) -> tuple[Any, str]:
+def listen(shard: GrpcShard, workers: int, where: str, library: str = "grpc") -> tuple[Any, str]:
     """Serves in threads of its own.
 
     Args:
         shard: what is served.
         workers: how many there are; the stream of each holds a thread.
         where: as on the command line.
+        library: makes the server, as grpcio does.
 
     Returns:
         The server, and the address for workers.
     """
     grpc: Any = importlib.import_module("grpc")
-    server = grpc.server(
+    server = importlib.import_module(library).server(
         ThreadPoolExecutor(2 * workers),
         handlers=[grpc.method_handlers_generic_handler(SERVICE, _handlers(grpc, shard))],
         options=OPTIONS,
@@ -254,13 +255,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--optimizer", required=True)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
+    parser.add_argument("--attached", action="store_true", help="large messages travel beside gRPC")
     parser.add_argument("--address-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     shard = GrpcShard(torch, options.workers, options.optimizer)
-    server, address = listen(shard, options.workers, options.listen)
+    library = "tensorwire.rpc" if options.attached else "grpc"
+    server, address = listen(shard, options.workers, options.listen, library)
     os.write(options.address_fd, f"{address}\n".encode())
     os.close(options.address_fd)
     server.wait_for_termination()

@@ -124,13 +124,18 @@ def _blocks(torch: Any, module: Any, parameters: Iterable[Any]) -> list[_Block]:
 class GrpcTrainer(Trainer):
     """One worker.
 
+    Attributes:
+        library: makes the channel, as grpcio does.
+
     Raises:
         ValueError: gradients are sparse, and the optimizer is not `PLAIN_SGD`.
     """
 
+    library = "grpc"
+
     def __init__(self, place: TrainerPlace, module: Any) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        grpc: Any = importlib.import_module("grpc")
+        library: Any = importlib.import_module(self.library)
         self.module = module
         self._place = place
         order = list(reversed(list(module.parameters())))
@@ -148,7 +153,7 @@ class GrpcTrainer(Trainer):
             parameter.data = part.view_as(parameter)
         for parameter in order:
             parameter.register_post_accumulate_grad_hook(self._arrived)
-        self._channel = grpc.insecure_channel(place.server, options=OPTIONS)
+        self._channel = library.insecure_channel(place.server, options=OPTIONS)
         self._set_bucket_bytes = self._channel.unary_unary(f"/{SERVICE}/Configure")
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         stream = self._channel.stream_stream(f"/{SERVICE}/Stream")
@@ -254,3 +259,9 @@ class GrpcTrainer(Trainer):
     def close(self) -> None:
         self._outgoing.put(None)
         self._channel.close()
+
+
+class AttachedTrainer(GrpcTrainer):
+    """One worker whose large messages travel beside gRPC."""
+
+    library = "tensorwire.rpc"
