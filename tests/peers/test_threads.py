@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,16 @@ def blocked(pair: Any) -> list["Future[Any]"]:
         background(pair.near.accept),
         background(pair.near.accept, PATIENCE_S),
     ]
+
+
+def test_several_threads_accept_and_each_peer_goes_to_one_of_them(transport: str) -> None:
+    with Node("host", transports=[transport]) as host, ExitStack() as guests:
+        accepted: list[Future[Any]] = [background(host.accept, PATIENCE_S) for _ in range(8)]
+        names = [f"guest-{number}" for number in range(len(accepted))]
+        for name in names:
+            guest = guests.enter_context(Node(name, transports=[transport]))
+            guest.connect(host.address)
+        assert sorted(each.result(PATIENCE_S).name for each in accepted) == names
 
 
 def test_closing_ends_all_waits(transport: str) -> None:

@@ -350,6 +350,25 @@ def test_another_kind_under_a_name(tmp_path: Path, here: str, there: str) -> Non
     assert first.state == {"old": 1}, "what comes before it was loaded"
 
 
+@pytest.mark.parametrize(
+    "position",
+    [
+        3,
+        {"epoch": 1, "passes": {}},
+        {"epoch": "1", "passes": {}, "over": {}},
+        {"epoch": 1, "passes": {"0": [1, 2]}, "over": {}},
+        {"epoch": 1, "passes": {}, "over": {"0": "1"}},
+    ],
+)
+def test_a_position_that_cannot_be_one(tmp_path: Path, position: Any) -> None:
+    path, into = tmp_path / "checkpoint", Kept()
+    head = {"format": 1, "epochs": 2, "seed": 7, "position": position}
+    torch.save({"model": some(), "tensorwire": head}, path)
+    with pytest.raises(ValueError, match="does not tell where in its data it was"):
+        fill(path, model=into)
+    assert into.state is None, "nothing was loaded"
+
+
 def test_a_checkpoint_that_knows_no_plain_values(tmp_path: Path) -> None:
     path, into = tmp_path / "checkpoint", Kept()
     head = {"format": 1, "epochs": 2, "seed": 7}

@@ -42,6 +42,7 @@ def path(setup: CheckSetup) -> None:
     told = setup.peer.path
     assert told.transport == setup.transport
     assert told.wire
+    assert told.copies == {"rdma": 0, "shm": 1, "tcp": 2}[setup.transport]
     assert told.reason
     assert setup.peer.name == "far"
     assert setup.peer.address == setup.target.address()
