@@ -44,6 +44,12 @@ opt.close()
 job.close()
 """
 
+ON_ONE_CORE = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
 
 class JobAtWork:
     """A job of `tensorwire run` in a folder of its own.
@@ -53,6 +59,7 @@ class JobAtWork:
 
     Args:
         paused: it waits behind its first step until `go_on`.
+        one_core: each server computes with one thread, so that nothing goes on when that stops.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class JobAtWork:
         *arguments: str,
         momentum: float = 0.0,
         paused: bool = False,
+        one_core: bool = False,
         **environ: str,
     ) -> None:
         self.folder = folder
@@ -68,6 +76,8 @@ class JobAtWork:
             self.pause()
         (folder / "script.py").write_text(SCRIPT.replace("MOMENTUM", str(momentum)))
         command = [sys.executable, "-m", "tensorwire", "run", *arguments, "script.py"]
+        if one_core:
+            command = [sys.executable, "-c", ON_ONE_CORE, *command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
         self.process = subprocess.Popen(command, cwd=folder, env=environment)
         self.await_file("ready-0")

@@ -19,8 +19,6 @@ from tensorwire.files import JobReader
 from tensorwire.files.job import find_way
 from tensorwire.parameters.reading import LEASE_BYTES, LOST_S, MOST_LENT
 
-pytest.importorskip("torch")
-
 SHM, TCP = None, ("tcp",)
 CUT_BY_SERVERS = ("--workers", "2", "--servers", "2")
 
@@ -35,8 +33,8 @@ def check_one_version(data: bytes, version: int) -> None:
     assert (values == version - 2).all(), (values.min(), values.max(), version)
 
 
-def held(reader: JobReader) -> list[int]:
-    found: list[int] = reader.status()["snapshots"]["0"]
+def held(reader: JobReader) -> list[list[int]]:
+    found: list[list[int]] = reader.status()["snapshots"]["0"]
     return found
 
 
@@ -83,10 +81,14 @@ def test_what_is_read_while_it_trains_is_of_one_version(
 def test_a_version_that_is_half_made_is_not_read(folder: Path) -> None:
     environ = {"ROWS": "8000", "TENSORWIRE_FAIL": "server-0:cell.changed:80:stop"}
     with (
-        training(folder, "--workers", "1", "--no-durable", paused=True, **environ) as job,
+        training(
+            folder, "--workers", "1", "--no-durable", paused=True, one_core=True, **environ
+        ) as job,
         JobReader(job.address, timeout_s=1.0) as reader,
     ):
         tensor, server = reader.store().tensor("a"), job.servers[0].pid
+        with JobReader(job.address) as patient:
+            patient.read(patient.store().tensor("a"))
         reader.read(tensor)
         job.go_on()
         while f"{server} (python) T" not in Path(f"/proc/{server}/stat").read_text():

@@ -27,6 +27,7 @@ _ERRNOS: tuple[tuple[type[BaseException], int], ...] = (
     (UnavailableError, errno.EOPNOTSUPP),
     (PermissionError, errno.EACCES),
     (MemoryError, errno.ENOMEM),
+    (LookupError, errno.ENOENT),
 )
 
 
@@ -45,7 +46,7 @@ def as_os_errors(path: str) -> Iterator[None]:
         if error.errno is not None:
             raise
         raise _translated(error, path) from error
-    except (TensorwireError, MemoryError) as error:
+    except (TensorwireError, MemoryError, LookupError) as error:
         raise _translated(error, path) from error
 
 

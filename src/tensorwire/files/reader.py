@@ -123,6 +123,14 @@ class JobReader:
                 found = self._stores[number] = ReadStore.find(number, self._doors)
             return found
 
+    def has_store(self, number: int) -> bool:
+        """A store is open."""
+        try:
+            self.store(number)
+        except LookupError:
+            return False
+        return True
+
     # ---- reading
 
     def read(

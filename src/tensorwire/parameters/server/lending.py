@@ -192,9 +192,9 @@ class Lending:
                             self._copies.remove(copy)
                             self._discard(copy)
 
-    def held(self) -> list[int]:
-        """The versions of which there are snapshots."""
-        return sorted({each.version for each in self._copies if each.regions})
+    def held(self) -> list[tuple[int, bool]]:
+        """The versions of which there are snapshots, and whether they are whole."""
+        return sorted((each.version, each.whole) for each in self._copies if each.regions)
 
     def _next(self) -> int:
         """The first version that can be copied from now on."""
