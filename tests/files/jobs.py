@@ -24,7 +24,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.a = torch.nn.Parameter(torch.zeros(rows, 1000))
         self.b = torch.nn.Parameter(torch.zeros(7))
-        self.h = torch.nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
+        self.h = torch.nn.Parameter(torch.zeros(5, 4, dtype=torch.bfloat16))
     def forward(self):
         return -(self.a.sum() + self.b.sum() + self.h.sum().float())
 model = Model()

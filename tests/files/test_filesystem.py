@@ -18,7 +18,7 @@ from jobs import training
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.files.names import file_name, tensor_name
-from tensorwire.files.tree import Content, Entry
+from tensorwire.files.tree import FileContent, TreeEntry
 
 
 def errno_of(attempt: Callable[[], object]) -> int | None:
@@ -37,20 +37,20 @@ class FakeTree:
         self.files: dict[str, bytes] = {}
         self.folders = {""}
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> TreeEntry:
         if path in self.folders:
-            return Entry(path, is_folder=True)
+            return TreeEntry(path, is_folder=True)
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "", path)
-        return Entry(path, size_bytes=len(self.files[path]), version=3)
+        return TreeEntry(path, size_bytes=len(self.files[path]), version=3)
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[TreeEntry]:
         found = (self.folders | self.files.keys()) - {""}
         return [self.entry(each) for each in sorted(found) if each.rpartition("/")[0] == path]
 
-    def open(self, path: str) -> Content:
+    def open(self, path: str) -> FileContent:
         self.entry(path)
-        return Content.of_bytes(self.files[path])
+        return FileContent.of_bytes(self.files[path])
 
 
 class Filled(TensorwireFileSystem):

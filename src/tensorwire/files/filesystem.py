@@ -22,7 +22,7 @@ from tensorwire.memory.handle import split_address
 
 from .errors import as_os_errors, refuse
 from .reader import JobReader
-from .tree import Content, Entry, Tree
+from .tree import FileContent, Tree, TreeEntry
 
 _SCHEME = "tw://"
 _BUFFER_BYTES = 1 << 20
@@ -189,7 +189,7 @@ class TensorwireFileSystem(AbstractFileSystem):
         lasts = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
         if not len(paths) == len(firsts) == len(lasts):
             raise ValueError("cat_ranges takes as many starts and ends as paths")
-        contents: dict[str, Content] = {}
+        contents: dict[str, FileContent] = {}
         found: list[Any] = []
         try:
             for path, start, end in zip(paths, firsts, lasts, strict=True):
@@ -283,7 +283,7 @@ class TensorwireFileSystem(AbstractFileSystem):
 class OpenFile(io.RawIOBase):
     """A content as a file of Python. One thread at a time."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: FileContent) -> None:
         super().__init__()
         self._content, self._at = content, 0
         self.size, self.version = content.size_bytes, content.version
@@ -331,7 +331,7 @@ class OpenFile(io.RawIOBase):
                 super().close()
 
 
-def _info(entry: Entry) -> dict[str, Any]:
+def _info(entry: TreeEntry) -> dict[str, Any]:
     told: dict[str, Any] = {
         "name": entry.path,
         "size": None if entry.is_folder else entry.size_bytes,

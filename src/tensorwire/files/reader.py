@@ -27,7 +27,7 @@ from tensorwire.parameters.snapshot import Reply, RequestOutcome
 
 from .job import Way, find_way, make_node
 from .lease import DoorLease
-from .snapshot import ReaderSnapshot
+from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
 
 _CONNECT_S = 10.0
@@ -210,6 +210,19 @@ class JobReader:
                 if time.monotonic() > deadline:
                     raise TimeoutError("versions followed faster than they could be asked for")
                 wanted, ahead = first + ahead, min(2 * ahead + 1, _MOST_AHEAD)
+
+    def sealed_model(self, store: int = 0) -> SealedModel:
+        """The newest version as a file that `safetensors.safe_open` maps, until it is closed.
+
+        Raises:
+            BusyError, MemoryError, TimeoutError, PeerLostError: as for `snapshot`.
+        """
+        snapshot = self.snapshot(store)
+        try:
+            return snapshot.sealed()
+        except BaseException:
+            snapshot.close()
+            raise
 
     def _ask_all(self, ask: Ask, deadline: float) -> list[Reply]:
         """What each server answers."""

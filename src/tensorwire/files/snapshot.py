@@ -132,6 +132,13 @@ class ReaderSnapshot:
             for transfer in transfers:
                 transfer.wait(_WAIT_S)
 
+    def sealed(self) -> SealedModel:
+        """The model file as a file of this host, for who maps it; see `SealedModel`."""
+        if (path := self.server_path) is not None:
+            return SealedModel(path, self, -1)
+        descriptor = self.sealed_copy()
+        return SealedModel(f"/proc/{os.getpid()}/fd/{descriptor}", self, descriptor)
+
     @property
     def server_path(self) -> str | None:
         """The server's own memory as a file of this host that holds the model file, if it does."""
@@ -162,6 +169,47 @@ class ReaderSnapshot:
     def _check(self) -> None:
         if self._closed:
             raise ClosedError(f"the snapshot of version {self.version} was closed")
+
+
+class SealedModel:
+    """One version as a model.safetensors that `safetensors.safe_open(path)` maps; use `with`.
+
+    It is memory, and nothing is on a disk. It lies at the server where that is of this host and has
+    all of it, so that nobody copies; else in this process. Either way nobody can map it for
+    writing, and what was mapped stays when it is closed. The path is good for all processes of this
+    user.
+
+    Args:
+        path: of the file.
+        snapshot: that it shows, owned from now on.
+        descriptor: of this process's memory, owned; -1: the server has it.
+
+    Attributes:
+        path: "/proc/PID/fd/N", until `close`.
+        version: of the values.
+        size_bytes: of the file.
+        is_copy: it is a copy of this process.
+    """
+
+    def __init__(self, path: str, snapshot: ReaderSnapshot, descriptor: int) -> None:
+        self.path, self.version, self.size_bytes = path, snapshot.version, snapshot.size_bytes
+        self.is_copy = descriptor >= 0
+        self._snapshot, self._descriptor = snapshot, descriptor
+        if self.is_copy:
+            snapshot.close()  # the servers need not hold it
+
+    def __enter__(self) -> SealedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as nobody has it mapped. Idempotent."""
+        self._snapshot.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _bytes_of(region: RemoteRegion) -> bytes | memoryview:

@@ -19,14 +19,14 @@ from .errors import as_os_errors, refuse
 from .names import file_name, tensor_name
 from .npy import npy_header
 from .reader import JobReader
-from .snapshot import ReaderSnapshot
+from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
 
 MODEL, NPY = "model.safetensors", ".npy"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TreeEntry:
     """A file or folder.
 
     Attributes:
@@ -75,13 +75,13 @@ class Tree:
 
     # ---- what there is
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> TreeEntry:
         """What is at a path; raises ENOENT or ENOTDIR."""
         parts = _parts(path)
         with as_os_errors(path):
             return self._find(path, parts).entry()
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[TreeEntry]:
         """What is in a folder; raises ENOENT or ENOTDIR."""
         parts = _parts(path)
         with as_os_errors(path):
@@ -92,7 +92,7 @@ class Tree:
 
     # ---- contents
 
-    def open(self, path: str) -> Content:
+    def open(self, path: str) -> FileContent:
         """The content of a file, of one version until it is closed; raises EISDIR and others."""
         parts = _parts(path)
         with as_os_errors(path):
@@ -100,6 +100,23 @@ class Tree:
             if isinstance(found, _Folder):
                 raise refuse(errno.EISDIR, path)
             return found.open()
+
+    def sealed(self, path: str) -> SealedModel:
+        """A model.safetensors as a file of this host that can be mapped; raises EINVAL for others.
+
+        What it is good for and until when: see `SealedModel`.
+        """
+        parts = _parts(path)
+        with as_os_errors(path):
+            found = self._find(path, parts)
+            if not isinstance(found, _ModelItem):
+                raise refuse(errno.EINVAL, path, f"only a {MODEL} can be mapped")
+            snapshot = found.snapshot()
+            try:
+                return snapshot.sealed()
+            except BaseException:
+                snapshot.close()
+                raise
 
     # ---- snapshots
 
@@ -148,8 +165,8 @@ class Tree:
         told = self.reader.status()["snapshots"].get(str(store), [])
         return sorted(mine + [each for each in told if each not in mine])
 
-    def _find(self, path: str, parts: Sequence[str]) -> _Node:
-        node: _Node = _root(self)
+    def _find(self, path: str, parts: Sequence[str]) -> _Item:
+        node: _Item = _root(self)
         for number, part in enumerate(parts):
             if not isinstance(node, _Folder):
                 raise refuse(errno.ENOTDIR, "/".join(parts[:number]))
@@ -160,7 +177,7 @@ class Tree:
         return node
 
 
-class Content:
+class FileContent:
     """The content of an open file. One thread at a time.
 
     Attributes:
@@ -182,11 +199,11 @@ class Content:
         self._read_part = read_part or read
 
     @staticmethod
-    def of_bytes(data: bytes, version: int | None = None) -> Content:
+    def of_bytes(data: bytes, version: int | None = None) -> FileContent:
         """A content that is here."""
-        return Content(len(data), lambda start, stop: data[start:stop], version)
+        return FileContent(len(data), lambda start, stop: data[start:stop], version)
 
-    def __enter__(self) -> Content:
+    def __enter__(self) -> FileContent:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,20 +225,20 @@ class Content:
         self._close()
 
 
-class _Node:
+class _Item:
     def __init__(self, tree: Tree, path: str) -> None:
         self.tree, self.path = tree, path
 
-    def entry(self) -> Entry:
+    def entry(self) -> TreeEntry:
         """As it is listed."""
         raise NotImplementedError
 
-    def open(self) -> Content:
+    def open(self) -> FileContent:
         """A file's content."""
         raise NotImplementedError
 
 
-class _Folder(_Node):
+class _Folder(_Item):
     """A folder: names, and what they are names of."""
 
     def __init__(
@@ -229,34 +246,34 @@ class _Folder(_Node):
         tree: Tree,
         path: str,
         names: Callable[[], Sequence[str]],
-        child: Callable[[str, str], _Node],
+        child: Callable[[str, str], _Item],
     ) -> None:
         super().__init__(tree, path)
         self.names, self._child = names, child
 
-    def entry(self) -> Entry:
-        return Entry(self.path, is_folder=True)
+    def entry(self) -> TreeEntry:
+        return TreeEntry(self.path, is_folder=True)
 
-    def child(self, name: str) -> _Node:
+    def child(self, name: str) -> _Item:
         """What has a name here; LookupError if nothing has."""
         return self._child(f"{self.path}/{name}" if self.path else name, name)
 
 
-class _Text(_Node):
+class _Text(_Item):
     """A file of status/: short, read as a whole."""
 
     def __init__(self, tree: Tree, path: str, text: Callable[[], str]) -> None:
         super().__init__(tree, path)
         self._text = text
 
-    def entry(self) -> Entry:
-        return Entry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
+    def entry(self) -> TreeEntry:
+        return TreeEntry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
 
-    def open(self) -> Content:
-        return Content.of_bytes(self._text().encode())
+    def open(self) -> FileContent:
+        return FileContent.of_bytes(self._text().encode())
 
 
-class _Array(_Node):
+class _Array(_Item):
     """A tensor or state as an .npy file, as it is now or in a snapshot."""
 
     def __init__(
@@ -266,24 +283,24 @@ class _Array(_Node):
         self._tensor, self._version = tensor, version
         self._header = npy_header(tensor.spec.dtype, tensor.spec.shape)
 
-    def entry(self) -> Entry:
+    def entry(self) -> TreeEntry:
         spec, version = self._tensor.spec, self._version
         version = self._tensor.store.version() if version is None else version
         size = len(self._header) + self._tensor.size_bytes
-        return Entry(
+        return TreeEntry(
             self.path, False, size, version, spec.dtype, spec.shape, self.tree.seen(version)
         )
 
-    def open(self) -> Content:
+    def open(self) -> FileContent:
         if self._version is None:
             return self._live()
         number = self._tensor.store.number
         needs_state = self._tensor.state is not None
         with self.tree.held_snapshot(number, self._version, needs_state) as snapshot:
             data = snapshot.tensor_bytes(self._tensor, self._header)
-        return Content.of_bytes(data, self._version)
+        return FileContent.of_bytes(data, self._version)
 
-    def _live(self) -> Content:
+    def _live(self) -> FileContent:
         """Read when it is read first, all of it if not all is asked for: of one version."""
         size = len(self._header) + self._tensor.size_bytes
         kept: list[bytes] = []
@@ -300,20 +317,20 @@ class _Array(_Node):
             first, last = max(start - base, 0), stop - base
             return self.tree.reader.read(self._tensor, first, last, head).data
 
-        return Content(size, read, None, kept.clear, self.path, read_part)
+        return FileContent(size, read, None, kept.clear, self.path, read_part)
 
 
-class _Model(_Node):
+class _ModelItem(_Item):
     """A model.safetensors: the newest snapshot, or one that there is."""
 
     def __init__(self, tree: Tree, path: str, store: ReadStore, version: int | None) -> None:
         super().__init__(tree, path)
         self._store, self._version = store, version
 
-    def entry(self) -> Entry:
+    def entry(self) -> TreeEntry:
         version = self._store.version() if self._version is None else self._version
         size = model_file(self._store.layout, self._store.number, version).size_bytes
-        return Entry(self.path, False, size, version, modified=self.tree.seen(version))
+        return TreeEntry(self.path, False, size, version, modified=self.tree.seen(version))
 
     def snapshot(self) -> ReaderSnapshot:
         """What the file has, until it is closed."""
@@ -322,9 +339,9 @@ class _Model(_Node):
             return self.tree.reader.snapshot(number)
         return self.tree.held_snapshot(number, self._version, False)
 
-    def open(self) -> Content:
+    def open(self) -> FileContent:
         snapshot = self.snapshot()
-        return Content(
+        return FileContent(
             snapshot.size_bytes, snapshot.read, snapshot.version, snapshot.close, self.path
         )
 
@@ -332,7 +349,7 @@ class _Model(_Node):
 # ---- the folders
 
 
-def _fixed(tree: Tree, path: str, children: dict[str, Callable[[str], _Node]]) -> _Folder:
+def _fixed(tree: Tree, path: str, children: dict[str, Callable[[str], _Item]]) -> _Folder:
     return _Folder(tree, path, lambda: sorted(children), lambda at, name: children[name](at))
 
 
@@ -343,7 +360,7 @@ def _root(tree: Tree) -> _Folder:
         own = _of_store(tree, "", min(numbers)).names() if numbers else []
         return sorted([*own, "status", *many])
 
-    def child(path: str, name: str) -> _Node:
+    def child(path: str, name: str) -> _Item:
         if name == "status":
             return _status(tree, path)
         if name == "stores":
@@ -369,14 +386,14 @@ def _of_store(tree: Tree, path: str, number: int) -> _Folder:
         {
             "params": lambda at: _params(tree, at, store, None),
             "optimizer": lambda at: _optimizer(tree, at, store, None),
-            MODEL: lambda at: _Model(tree, at, store, None),
+            MODEL: lambda at: _ModelItem(tree, at, store, None),
             "snapshots": lambda at: _snapshots(tree, at, store),
         },
     )
 
 
 def _params(tree: Tree, path: str, store: ReadStore, version: int | None) -> _Folder:
-    def child(at: str, name: str) -> _Node:
+    def child(at: str, name: str) -> _Item:
         return _Array(tree, at, store.tensor(_tensor_of(name)), version)
 
     return _Folder(tree, path, lambda: [f"{file_name(each)}{NPY}" for each in store.names], child)
@@ -386,12 +403,12 @@ def _optimizer(tree: Tree, path: str, store: ReadStore, version: int | None) -> 
     trained = set(store.layout.trained) if store.states else set()
     names = [name for index, name in enumerate(store.names) if index in trained]
 
-    def child(at: str, name: str) -> _Node:
+    def child(at: str, name: str) -> _Item:
         tensor = tensor_name(name)
         if tensor not in names or file_name(tensor) != name:
             raise LookupError(name)
 
-        def array(at: str, state: str) -> _Node:
+        def array(at: str, state: str) -> _Item:
             return _Array(tree, at, store.tensor(tensor, _tensor_of(state)), version)
 
         return _Folder(tree, at, lambda: [f"{file_name(s)}{NPY}" for s in store.states], array)
@@ -403,12 +420,12 @@ def _snapshots(tree: Tree, path: str, store: ReadStore) -> _Folder:
     def listed() -> dict[int, bool]:
         return dict(tree.snapshots(store.number))
 
-    def child(at: str, name: str) -> _Node:
+    def child(at: str, name: str) -> _Item:
         version = _number(name)
         whole = listed()[version]
-        children: dict[str, Callable[[str], _Node]] = {
+        children: dict[str, Callable[[str], _Item]] = {
             "params": lambda at: _params(tree, at, store, version),
-            MODEL: lambda at: _Model(tree, at, store, version),
+            MODEL: lambda at: _ModelItem(tree, at, store, version),
         }
         if whole:
             children["optimizer"] = lambda at: _optimizer(tree, at, store, version)
@@ -418,15 +435,15 @@ def _snapshots(tree: Tree, path: str, store: ReadStore) -> _Folder:
 
 
 def _status(tree: Tree, path: str) -> _Folder:
-    def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], _Node]:
+    def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], _Item]:
         return lambda at: _Text(
             tree, at, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
         )
 
-    def version(at: str) -> _Node:
+    def version(at: str) -> _Item:
         return _Text(tree, at, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
 
-    def of_stores(name: str) -> Callable[[str], _Node]:
+    def of_stores(name: str) -> Callable[[str], _Item]:
         return text(lambda told: (each[name] for each in told["stores"]))
 
     return _fixed(
