@@ -35,7 +35,8 @@ def parts(file: ModelFile, layout: Layout, values: np.ndarray, servers: int) -> 
     for server, share in enumerate(layout.deal(servers)):
         held = file.held(share, server == 0)
         memory = np.zeros(held_bytes(held), np.uint8)
-        file.fill(memory, values[share.start : share.stop], share, server == 0)
+        for at, piece in file.pieces(values[share.start : share.stop], share, server == 0):
+            memory[at : at + len(piece)] = piece
         for start, stop, at in held:
             whole[start:stop] = memory[at : at + stop - start]
             filled[start:stop] += 1

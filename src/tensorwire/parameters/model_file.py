@@ -10,7 +10,7 @@ Source: the description of the format in the safetensors repository.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -118,23 +118,21 @@ class ModelFile:
             at += size
         return found
 
-    def fill(self, memory: Bytes, values: Bytes, share: Share, first: bool) -> None:
-        """Writes what a server has of the file into its memory.
+    def pieces(self, values: Bytes, share: Share, first: bool) -> Iterator[tuple[int, Bytes]]:
+        """What a server's part of the file consists of: where each piece goes, and its bytes.
 
         Args:
-            memory: of `held` bytes.
             values: of the share.
             share: of the server.
             first: it is the one that has the header, too.
         """
         at = 0
         if first:
+            yield 0, np.frombuffer(self.header, np.uint8)
             at = len(self.header)
-            memory[:at] = np.frombuffer(self.header, np.uint8)
         for run in sorted(self.runs(share), key=lambda each: each.at):
-            size = run.stop - run.start
-            memory[at : at + size] = values[run.start - share.start : run.stop - share.start]
-            at += size
+            yield at, values[run.start - share.start : run.stop - share.start]
+            at += run.stop - run.start
 
 
 def model_file(layout: Layout, store: int, version: int) -> ModelFile:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tensorwire.errors import ClosedError, UnavailableError
 from tensorwire.memory import Node, Region
 from tensorwire.memory.lent import LentRegion
@@ -35,8 +37,8 @@ from ..reading import (
 from ..regions import ServerRegions
 from ..shard import ShardMemory
 from ..snapshot import Parts, Reply, RequestOutcome
+from .sealed import SealedMemory
 
-_CHUNK_BYTES = 16 << 20
 _MOST_AHEAD = 1 << 16  # versions that somebody may wait for
 
 Arrays = Mapping[str, Bytes]
@@ -49,17 +51,15 @@ class Copy:
     Attributes:
         version, whole: of it; see `Ask`.
         holders: who has asked for it, by what `Lending` was told.
-        regions: of the copy; empty until it is made.
+        regions: of the copy, that of the model last; empty until it is made.
         told: what they are told; None until it is made, or where it cannot be.
-        descriptor: of the model's region; -1: none.
     """
 
     version: int
     whole: bool
     holders: set[object] = field(default_factory=set)
-    regions: list[Region] = field(default_factory=list)
+    regions: list[SealedMemory] = field(default_factory=list)
     told: Reply | None = None
-    descriptor: int = -1
 
 
 class Lending:
@@ -74,6 +74,7 @@ class Lending:
         lent: the regions that can be read as they are, by the name of what is in them.
         places: what is where in them, or at another server's door; empty: nothing is read as it is.
         ring: wakes the door's thread.
+        threads: that copy.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Lending:
         lent: Mapping[str, Region],
         places: Mapping[str, ReadPlace],
         ring: Callable[[], None],
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self._node, self.store, self._share = node, store, regions.share
         self._first = regions.server == 0
         self._memory, self._make_arrays, self._ring = memory, arrays, ring
@@ -226,7 +229,7 @@ class Lending:
         try:
             state = self._copy_state(copy, f"{name}/state") if copy.whole else ""
             self._copy_model(copy, f"{name}/model")
-            told = Copied(f"{name}/model", state, os.getpid(), copy.descriptor)
+            told = Copied(f"{name}/model", state, os.getpid(), copy.regions[-1].descriptor)
             copy.told = Reply(RequestOutcome.DONE, told.to_text())
         except ClosedError:
             self._discard(copy)
@@ -237,34 +240,32 @@ class Lending:
 
     def _copy_model(self, copy: Copy, name: str) -> None:
         file = model_file(self._share.layout, self.store, copy.version)
-        size = held_bytes(file.held(self._share, self._first))
-        region = self._node.allocate(max(size, 1), name=name, access="r")
-        copy.regions.append(region)
-        file.fill(region.array()[:size], self._memory.master, self._share, self._first)
-        copy.descriptor = region.descriptor()
+        size = max(held_bytes(file.held(self._share, self._first)), 1)
+        pieces = file.pieces(self._memory.master, self._share, self._first)
+        copy.regions.append(
+            SealedMemory(self._node, name, size, pieces, self._threads, self._check)
+        )
 
     def _copy_state(self, copy: Copy, name: str) -> str:
         arrays = self._make_arrays()
         parts = Parts.of(copy.version, arrays)
-        region = self._node.allocate(parts.size_bytes, name=name, access="r")
-        copy.regions.append(region)
-        memory = region.array()
-        parts.write_head(memory)
-        for part, array in arrays.items():
-            target = memory[parts.place(part)]
-            for start in range(0, len(array), _CHUNK_BYTES):
-                if self._closed:
-                    raise ClosedError("the store is freed")
-                target[start : start + _CHUNK_BYTES] = array[start : start + _CHUNK_BYTES]
+        head = np.zeros(Parts.head_bytes(), np.uint8)
+        parts.write_head(head)
+        pieces = [(0, head), *((parts.place(part).start, each) for part, each in arrays.items())]
+        size = parts.size_bytes
+        copy.regions.append(
+            SealedMemory(self._node, name, size, pieces, self._threads, self._check)
+        )
         return name
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is freed")
 
     def _discard(self, copy: Copy) -> None:
         for region in copy.regions:
             region.free()
         copy.regions.clear()
-        if copy.descriptor >= 0:
-            os.close(copy.descriptor)
-            copy.descriptor = -1
 
 
 def _lend(node: Node, name: str, region: Region) -> LentRegion:

@@ -104,7 +104,7 @@ class Versions:
         self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = self._make_gatherer(opening, calls)
         self._snapshots = Snapshots(opening, memory, fail)
-        self._lending = _lend(opening, self._publication, memory)
+        self._lending = _lend(opening, self._publication, memory, threads)
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
@@ -240,7 +240,9 @@ class Versions:
                 self._kept_steps[index] = _KEPT_STEPS
 
 
-def _lend(opening: Opening, publication: Publication, memory: ShardMemory) -> Lending | None:
+def _lend(
+    opening: Opening, publication: Publication, memory: ShardMemory, threads: int
+) -> Lending | None:
     """What readers see of the store, if there is a door for them."""
     if opening.door is None:
         return None
@@ -255,7 +257,15 @@ def _lend(opening: Opening, publication: Publication, memory: ShardMemory) -> Le
     places |= {state(name): ReadPlace(here, lent_name(store, state(name)), 0) for name in states}
     arrays = partial(whole_arrays, memory, opening.regions.share.size_bytes)
     lending = Lending(
-        opening.door.node, store, opening.regions, memory, arrays, lent, places, opening.door.ring
+        opening.door.node,
+        store,
+        opening.regions,
+        memory,
+        arrays,
+        lent,
+        places,
+        opening.door.ring,
+        threads,
     )
     opening.door.add(lending)
     return lending
