@@ -1,13 +1,14 @@
 """What does it cost to read a running job as files?
 
-A job of one worker and one server with a model of 500 MiB stands still, but for the last case. Each
-way takes turns with what it is measured beside.
+A job of one worker and one server with a model of 512 MiB stands still; in the last case one of
+64 MiB trains. Each way takes turns with what it is measured beside.
 
 parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a fresh `bytes` (the
 limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
-sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: all of the
-model is taken and every byte of it read, beside torch.save to tmpfs and torch.load. training: steps
-per second while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
+sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
+taken until its tensors are here, beside torch.save to tmpfs and torch.load; snapshot_read: and
+every byte of them is read, on both sides. training: steps per second while somebody reads 100 MB/s
+of parameters by fsspec, beside steps that nobody looks at.
 
 Not measured: TCP, other hosts, a mount.
 """
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,13 @@ from tensorwire.bench.rows import Comparison, Report, Row
 from tensorwire.bench.verdicts import Bar
 from tensorwire.command import Told
 from tensorwire.errors import UnavailableError
+from tensorwire.files import SealedModel
 from tensorwire.membership import running_servers
 
 MIB = 1 << 20
 OURS, COPY, TMPFS, TORCH, ALONE = "tensorwire", "copy", "tmpfs", "torch", "alone"
-PARAMETER, RANDOM, MAPPED, SNAPSHOT, TRAINING = CASES = (
-    "parameter", "random", "mapped", "snapshot", "training",
+PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, TRAINING = CASES = (
+    "parameter", "random", "mapped", "snapshot", "snapshot_read", "training",
 )  # fmt: skip
 _SMALL_BYTES = 4096
 _READ_BYTES_PER_S = 100e6
@@ -80,9 +83,15 @@ def run(settings: FilesSettings, tell: Told) -> Report:
     }
     report = Report("files", about, settings=described)
     try:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            with _job(Path(folder), settings) as address:
-                _measure_all(report, settings, Path(folder), address, tell)
+        still = [case for case in settings.cases if case != TRAINING]
+        for cases in (still, [TRAINING] if TRAINING in settings.cases else []):
+            if cases:
+                total_mib = settings.total_mib if cases is still else settings.large_mib
+                with (
+                    tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+                    _job(Path(folder), settings.large_mib, total_mib) as address,
+                ):
+                    _measure_all(report, settings, cases, Path(folder), address, tell)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.settings["load_average_after"] = machine.load_average()
@@ -91,7 +100,12 @@ def run(settings: FilesSettings, tell: Told) -> Report:
 
 
 def _measure_all(
-    report: Report, settings: FilesSettings, folder: Path, address: str, tell: Told
+    report: Report,
+    settings: FilesSettings,
+    cases: Sequence[str],
+    folder: Path,
+    address: str,
+    tell: Told,
 ) -> None:
     ways = _Ways(folder, address, settings.large_mib * MIB)
     total = settings.total_mib // settings.large_mib * settings.large_mib * MIB
@@ -99,11 +113,12 @@ def _measure_all(
         PARAMETER: (settings.large_mib * MIB, ways.parameter),
         RANDOM: (_SMALL_BYTES, ways.random),
         MAPPED: (settings.large_mib * MIB, ways.mapped),
-        SNAPSHOT: (total, ways.snapshot),
+        SNAPSHOT: (total, partial(ways.snapshot, False)),
+        SNAPSHOT_READ: (total, partial(ways.snapshot, True)),
     }
     with contextlib.closing(ways):
-        for number, case in enumerate(settings.cases):
-            tell(number, len(settings.cases), case)
+        for case in cases:
+            tell(settings.cases.index(case), len(settings.cases), case)
             if case == TRAINING:
                 _measure_training(report, settings, folder, ways)
             else:
@@ -167,6 +182,7 @@ class _Ways:
         self._file.write_bytes(data)
         self._start = len(data) - large_bytes
         self._random = np.random.default_rng(0)
+        self._kept: SealedModel | None = None
 
     def close(self) -> None:
         """Ends the connection."""
@@ -212,33 +228,38 @@ class _Ways:
             with safe_open(path, framework="np") as opened:
                 opened.get_tensor("p0").sum()
 
-        self._kept = model  # until the ways are gone
+        self._kept = model
         return {
             OURS: lambda: _timed(lambda: read(model.path)),
             TMPFS: lambda: _timed(lambda: read(str(file))),
         }
 
-    def snapshot(self) -> Mapping[str, Way]:
-        """All of a version, from the wish until every byte is here."""
+    def snapshot(self, read: bool) -> Mapping[str, Way]:
+        """All of a version, from the wish until its tensors are here; `read`: every byte of them.
+
+        Ours are mapped when they are here, those of torch.load are in memory of their own.
+        """
         import torch
         from safetensors import safe_open
 
-        kept = getattr(self, "_kept", None)
-        if kept is not None:
-            kept.close()
+        if self._kept is not None:
+            self._kept.close()
         reader = self._fs.tree.reader
         with reader.sealed_model() as model, safe_open(model.path, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
         file = self._folder / "model.pt"
 
+        def use(found: Mapping[str, Any]) -> None:
+            for tensor in found.values() if read else ():
+                tensor.sum()
+
         def ours() -> None:
             with reader.sealed_model() as model, safe_open(model.path, framework="pt") as opened:
-                for name in opened.keys():
-                    opened.get_tensor(name).sum()
+                use({name: opened.get_tensor(name) for name in opened.keys()})
 
         def theirs() -> None:
             torch.save(tensors, file)
-            torch.load(file)
+            use(torch.load(file))
 
         return {OURS: lambda: _timed(ours), TORCH: lambda: _timed(theirs)}
 
@@ -249,17 +270,20 @@ class _Ways:
         if not busy:
             yield count
             return
-        command = [sys.executable, "-m", f"{__package__}.files_reader", self._fs.address]
-        command += [self._path, str(_READ_BYTES_PER_S)]
+        script = Path(__file__).with_name("files_reader.py")
+        command = [sys.executable, str(script), self._fs.address, self._path]
+        command.append(str(_READ_BYTES_PER_S))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdout.readline()
+            if process.stdout.readline() != b"reads\n":
+                raise UnavailableError("the reader of the bench has not started")
             try:
                 yield count
             finally:
                 process.stdin.close()
-                count[0] = int(process.stdout.read() or 0)
+                told = process.stdout.read()
+        count[0] = int(told)  # or it has failed
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -288,11 +312,11 @@ def _steps_in(folder: Path, window_s: float) -> float:
 
 
 @contextlib.contextmanager
-def _job(folder: Path, settings: FilesSettings) -> Iterator[str]:
+def _job(folder: Path, large_mib: int, total_mib: int) -> Iterator[str]:
     """A job, standing still; the address of its server."""
     script = Path(__file__).with_name("files_worker.py")
     command: list[Any] = [sys.executable, "-m", "tensorwire", "run", "--workers", "1", script]
-    command += [folder, settings.large_mib, settings.total_mib]
+    command += [folder, large_mib, total_mib]
     before = {each.address for each in running_servers()}
     with subprocess.Popen(list(map(str, command))) as process:
         try:
