@@ -18,7 +18,8 @@ import torch
 import tensorwire.torch as tw
 torch.set_num_threads(1)
 rows, pause = int(os.environ.get("ROWS", "300")), float(os.environ.get("PAUSE", "0"))
-job = tw.init()
+mode = os.environ.get("MODE", "sync")
+job = tw.init(mode=mode)
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -38,7 +39,8 @@ while True:
         time.sleep(pause)
     while pathlib.Path("pause").exists() and not pathlib.Path("go").exists():
         time.sleep(0.01)
-    if job.mean(float(pathlib.Path("go").exists())) > 0:
+    over = pathlib.Path("go").exists()
+    if over if mode == "async" else job.mean(float(over)) > 0:
         break
 opt.close()
 job.close()

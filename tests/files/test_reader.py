@@ -52,11 +52,15 @@ def await_held(reader: JobReader, count: int, timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("--workers", "1"), CUT_BY_SERVERS])
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [(("--workers", "1"), "sync"), (CUT_BY_SERVERS, "sync"), (CUT_BY_SERVERS, "async")],
+)
 def test_what_is_read_while_it_trains_is_of_one_version(
-    folder: Path, arguments: tuple[str, ...]
+    folder: Path, arguments: tuple[str, ...], mode: str
 ) -> None:
-    with training(folder, *arguments) as job:
+    durable = ["--no-durable"] if mode == "async" else []
+    with training(folder, *arguments, *durable, MODE=mode) as job:
         for transports in (SHM, TCP):
             with JobReader(job.address, transports=transports) as reader:
                 large, small = (reader.store().tensor(name) for name in ("a", "b"))

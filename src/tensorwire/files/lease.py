@@ -9,7 +9,7 @@ import numpy as np
 
 from tensorwire.errors import StaleHandleError, TensorwireError, TimeoutError
 from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
-from tensorwire.parameters.reading import ANSWERS, ASKS, BELL, LEASE_BYTES, Ask, lease_name
+from tensorwire.parameters.reading import ANSWERS, ASKS, BELL, HEART_S, LEASE_BYTES, Ask, lease_name
 from tensorwire.parameters.snapshot import Reply
 
 _WORD_BYTES = 64  # of a mailbox, before its message
@@ -56,6 +56,7 @@ class DoorLease:
         """
         assert self._region is not None
         answers, count, pause = self._region[ANSWERS], np.zeros(1, np.uint64), 1e-4
+        beat_at = time.monotonic() + HEART_S
         while True:
             answers[:8].read(count).wait(10.0)
             if int(count[0]) >= self._number:
@@ -67,6 +68,9 @@ class DoorLease:
                 raise TimeoutError(
                     f"{self._door.name!r} at {self._door.address} did not answer in time"
                 )
+            if time.monotonic() > beat_at:  # a version may take long
+                self.beat()
+                beat_at += HEART_S
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
 

@@ -226,9 +226,16 @@ class JobReader:
 
     def _ask_all(self, ask: Ask, deadline: float) -> list[Reply]:
         """What each server answers."""
-        for lease in self._leases:
-            lease.send(ask)
-        return [lease.answer(deadline) for lease in self._leases]
+        try:
+            for lease in self._leases:
+                lease.send(ask)
+            return [lease.answer(deadline) for lease in self._leases]
+        except TensorwireError:
+            # One server does not answer: no snapshot is complete any more, and none must be kept.
+            for lease in self._leases:
+                lease.give_up()
+            self._held.clear()
+            raise
 
     def _hold(self, ask: Ask) -> None:
         self._held.append(ask)

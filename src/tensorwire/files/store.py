@@ -40,9 +40,7 @@ class ReadStore:
         self.layout: Layout = facts[0].layout()
         self.shares: tuple[Share, ...] = self.layout.deal(facts[0].servers)
         self._facts = facts
-        live = [each.places for each in facts]
-        names = {name for places in live for name in places} - {VALUES}
-        self.states = sorted(name.removeprefix(state("")) for name in names)
+        self.states = sorted(facts[0].states)
         self._regions: dict[tuple[int, str], RemoteRegion] = {}
         self._words = [door.region(version_name(self.number)) for door in doors]
         self._indices = {tensor.name: i for i, tensor in enumerate(self.layout.spec.tensors)}

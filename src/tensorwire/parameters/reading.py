@@ -91,6 +91,7 @@ class StoreFacts:
         store: its number.
         server: index of the server, of so many `servers`.
         spec: what workers have declared, as `Spec.to_json` has it.
+        states: the names of the optimizer's states.
         places: where its share lies of "values" and of each state of the optimizer, by the names
             of a snapshot's parts; empty where only snapshots can be read.
     """
@@ -99,6 +100,7 @@ class StoreFacts:
     server: int
     servers: int
     spec: str
+    states: tuple[str, ...]
     places: dict[str, ReadPlace]
 
     def to_json(self) -> bytes:
@@ -116,8 +118,9 @@ class StoreFacts:
                 str(name): ReadPlace(int(server), str(region), int(at))
                 for name, (server, region, at) in raw.pop("places").items()
             }
+            states = tuple(str(each) for each in raw.pop("states"))
             numbers = {name: int(raw.pop(name)) for name in ("store", "server", "servers")}
-            return StoreFacts(spec=str(raw.pop("spec")), places=places, **numbers)
+            return StoreFacts(spec=str(raw.pop("spec")), states=states, places=places, **numbers)
         except MALFORMED as error:
             raise ValueError(f"a server tells nothing sensible of a store: {error!r}") from error
 

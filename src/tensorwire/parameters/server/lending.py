@@ -34,7 +34,7 @@ from ..reading import (
     version_name,
     word_of,
 )
-from ..regions import ServerRegions
+from ..regions import AVERAGE, ServerRegions
 from ..shard import ShardMemory
 from ..snapshot import Parts, Reply, RequestOutcome
 from .sealed import SealedMemory
@@ -107,7 +107,9 @@ class Lending:
         except UnavailableError:  # the memory of a job without shm cannot be seen by another Node
             places = {}
         spec = regions.share.layout.spec.to_json().decode()
-        facts = StoreFacts(store, regions.server, regions.servers, spec, dict(places)).to_json()
+        server, servers = regions.server, regions.servers
+        states = (*memory.states, *(() if memory.average is None else (AVERAGE,)))
+        facts = StoreFacts(store, server, servers, spec, states, dict(places)).to_json()
         told = node.allocate(8 + len(facts), name=facts_name(store), access="r")
         self._stack.callback(told.free)
         told.array()[8:] = bytearray(facts)
