@@ -63,6 +63,7 @@ void bind_node(nb::module_& m) {
           },
           "descriptor"_a, "name"_a, "id"_a, "generation"_a, "size_bytes"_a, "writable"_a,
           "readable"_a)
+      .def("lend", &Node::lend, "descriptor"_a, "size_bytes"_a, "name"_a)
       .def("listener", &Node::duplicate_listener, nb::call_guard<WithoutGil>())
       .def("region", &Node::region, "name"_a)
       .def("free", &Node::free, "region"_a, nb::call_guard<WithoutGil>())

@@ -136,6 +136,20 @@ std::shared_ptr<Mapping> Mapping::restore(int memory, size_t size) {
   return result;
 }
 
+std::shared_ptr<Mapping> Mapping::lend(int memory, size_t size) {
+  Descriptor own(duplicate_descriptor(memory));
+  std::string wrong = flaw(own.get(), whole_pages(size));
+  if (wrong.empty() && (::fcntl(own.get(), F_GETFL) & O_ACCMODE) != O_RDONLY) {
+    wrong = "that is not opened for reading alone";
+  }
+  if (!wrong.empty()) throw Error(Code::kInvalid, "a region cannot lend memory " + wrong);
+  std::shared_ptr<Mapping> result(new Mapping);
+  result->size_ = size;
+  result->map(own.get(), whole_pages(size), PROT_READ, MAP_SHARED);
+  result->descriptor_ = std::move(own);
+  return result;
+}
+
 int Mapping::duplicate() {
   std::lock_guard lock(mutex_);
   if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");

@@ -31,6 +31,12 @@ class Mapping {
   // Throws kInvalid, kNoMemory or kBusy.
   static std::shared_ptr<Mapping> restore(int memory, size_t size);
 
+  // Maps memory of another Node of this process for reading alone, at least `size` bytes of it. The
+  // descriptor was opened for reading alone, so that who gets it cannot map it for writing; it
+  // stays the caller's, and the mapping has one of its own. Verified as by import(). Throws
+  // kInvalid, kNoMemory or kBusy.
+  static std::shared_ptr<Mapping> lend(int memory, size_t size);
+
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;

@@ -172,10 +172,20 @@ std::shared_ptr<Region> Node::restore(int memory, const RegionFacts& facts) {
   return regions_->restore(memory, facts);
 }
 
+std::shared_ptr<Region> Node::lend(int memory, uint64_t size, const std::string& name) {
+  check_open();
+  if (fabric_.rdma) {
+    throw Error(Code::kUnavailable,
+                "a NIC registers memory for writing: leave rdma out of the transports of a Node "
+                "that lends memory for reading");
+  }
+  return regions_->lend(memory, size, name);
+}
+
 std::shared_ptr<Region> Node::region(const std::string& name) const {
   check_open();
   auto region = regions_->find(name);
-  if (!region) {
+  if (!region || region->lent) {
     throw Error(Code::kNotFound, "this Node has no region named '" + name + "'");
   }
   return region;

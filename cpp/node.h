@@ -59,6 +59,9 @@ class Node : public std::enable_shared_from_this<Node> {
                                    bool mappable = false);
   // A region of an earlier process, see RegionTable::restore. Throws kUnavailable without shm.
   std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
+  // A region over memory of another Node of this process, see RegionTable::lend. Throws
+  // kUnavailable with rdma.
+  std::shared_ptr<Region> lend(int memory, uint64_t size, const std::string& name);
   std::shared_ptr<Region> region(const std::string& name) const;
   // Takes the region away from peers; returns when none of them can place bytes in it through
   // this Node any more. (On shm a peer that mapped it keeps its mapping of the old memory.)

@@ -96,6 +96,19 @@ std::shared_ptr<Region> RegionTable::restore(int memory, const RegionFacts& fact
   return enter(std::move(region), true);
 }
 
+std::shared_ptr<Region> RegionTable::lend(int memory, uint64_t size, const std::string& name) {
+  if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
+  check_region_name(name);
+  auto region = std::make_shared<Region>();
+  region->size = size;
+  region->access = {true, false};
+  region->name = name;
+  region->lent = true;
+  region->generation = random_id();
+  region->mapping = Mapping::lend(memory, size);
+  return enter(std::move(region), false);
+}
+
 void RegionTable::check_name(const std::string& name) const {
   if (closed_) throw Error(Code::kClosed, "the Node is closed");
   if (name.empty() || !names_.contains(name)) return;

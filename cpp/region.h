@@ -60,6 +60,7 @@ struct Region : RegionFacts {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
+  bool lent = false;    // mapped for reading alone, here too
   uint64_t lessee = 0;  // the peer that asked for it, 0 = this process
   std::atomic<bool> freed{false};
   std::shared_ptr<Leased> leased;  // counts this region if a peer asked for it
@@ -81,6 +82,9 @@ class RegionTable {
   // generation, so that handles of then are good now. See Mapping::restore. Throws kInvalid (also:
   // name or slot taken, access "r"), kNoMemory, kBusy, kClosed.
   std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
+  // A region over memory of another Node of this process, which peers may read and nobody may write
+  // here. See Mapping::lend. Throws kInvalid (size, name), kNoMemory, kBusy, kClosed.
+  std::shared_ptr<Region> lend(int memory, uint64_t size, const std::string& name);
   std::shared_ptr<Region> find(const std::string& name) const;  // null if there is none
   std::shared_ptr<Region> find(uint32_t id, uint64_t generation) const;
   // Takes it out of the table; peers' handles go stale. The memory lives until the last user.

@@ -29,6 +29,7 @@ from tensorwire.bench.rows import Report
 from tensorwire.command import Command, Told, check_file, terminal
 from tensorwire_benchmarks import engine, report, rpc_names
 from tensorwire_benchmarks import faults as fault_bench
+from tensorwire_benchmarks import files as file_bench
 from tensorwire_benchmarks import modes as mode_bench
 from tensorwire_benchmarks import rpc as rpc_bench
 from tensorwire_benchmarks import scaling as scaling_bench
@@ -506,5 +507,43 @@ def modes(
     )  # fmt: skip
 
 
-COMMANDS = (training, placement, parameters, faults, rpc, modes, show_workloads)
+@click.command(cls=Command)
+@json_option("Write all rows, the machine and the verdicts to FILE.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a measured bar is missed.")
+@click.option("--quick", is_flag=True, help="A small model and few turns: a look.")
+@names("--cases", known=file_bench.CASES, help=f"Only these: {', '.join(file_bench.CASES)}.")
+def files(
+    json_path: Path | None, strict: bool, quick: bool, cases: tuple[str, ...] | None
+) -> None:  # fmt: skip
+    """What does it cost to read a running job as files?
+
+    A parameter of 64 MiB by fsspec beside a copy and a file on tmpfs; blocks of 4 KiB; one tensor
+    of a mapped model beside the same file on tmpfs; a snapshot of 512 MiB taken and read beside
+    torch.save and torch.load; and steps while somebody reads 100 MB/s. Some three minutes and 4 GiB
+    of memory; other work on the machine spoils the figures.
+
+    \b
+    A look, half a minute:
+        tensorwire bench files --quick
+
+    \b
+    Everything, kept for comparison:
+        tensorwire bench files --json files.json
+    """  # noqa: D301 (\b is what click reads)
+    for needed in ("torch", "fsspec", "safetensors"):
+        if importlib.util.find_spec(needed) is None:
+            raise click.ClickException(
+                f"this bench needs {needed}: pip install 'tensorwire[torch,files]'"
+            )
+    settings = file_bench.FilesSettings()
+    if quick:
+        settings = file_bench.FilesSettings(large_mib=4, total_mib=16, rounds=6, window_s=0.3)
+    settings = chosen(settings, cases=cases)
+    carry_out(
+        partial(file_bench.run, settings), print_report, lambda report, path: None,
+        json_path=json_path, figure_path=None, strict=strict,
+    )  # fmt: skip
+
+
+COMMANDS = (training, placement, parameters, faults, rpc, modes, files, show_workloads)
 """What `tensorwire bench` offers beside `memory`."""

@@ -8,6 +8,10 @@ from tensorwire.bench import machine
 from tensorwire.cli.bench import bench as bench_commands
 from tensorwire.cli.doctor import doctor as doctor_command
 from tensorwire.cli.explain import explain as explain_command
+from tensorwire.cli.files import cat as cat_command
+from tensorwire.cli.files import cp as cp_command
+from tensorwire.cli.files import ls as ls_command
+from tensorwire.cli.files import stat as stat_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.rpc import rpc as rpc_commands
 from tensorwire.cli.run import run as run_command
@@ -44,6 +48,10 @@ def main() -> None:
         tensorwire status
 
     \b
+    The parameters of such a job, as files:
+        tensorwire ls -l tw://127.0.0.1:41234/params
+
+    \b
     Where the tensors of a training script are, and which are copied:
         tensorwire explain train.py
 
@@ -55,6 +63,6 @@ def main() -> None:
 
 for _command in (
     info_command, doctor_command, bench_commands, run_command, serve_command, status_command,
-    explain_command, rpc_commands,
+    explain_command, rpc_commands, ls_command, cat_command, cp_command, stat_command,
 ):  # fmt: skip
     main.add_command(_command)

@@ -24,6 +24,7 @@ _IN_REPOSITORY = {
     "faults": "Does a job whose processes are killed compute the same, and what does that cost?",
     "rpc": "What do large messages cost in gRPC, and what with tensorwire.rpc?",
     "modes": "What do the modes of a job gain, and what do they cost?",
+    "files": "What does it cost to read a running job as files?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""

@@ -21,6 +21,7 @@ from .identity import (
 from .job_file import JobFile, RunningServer, running_servers, shown_command
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
+from .reading_secret import job_secret, reading_secret
 from .runtime import runtime_folder
 from .server import ServerMember
 from .status import StatusRegion, read_status, reader_name
@@ -62,6 +63,7 @@ __all__ = [
     "find_start",
     "hold_claim",
     "is_there",
+    "job_secret",
     "listed",
     "logged_jobs",
     "lost",
@@ -69,6 +71,7 @@ __all__ = [
     "open_node",
     "read_status",
     "reader_name",
+    "reading_secret",
     "refusal",
     "running_servers",
     "runtime_folder",

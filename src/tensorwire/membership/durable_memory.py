@@ -13,17 +13,20 @@ from .identity import RESTORED
 _REGION = "region "  # in front of a region's name: the key under which it is kept
 
 
-def open_node(name: str, store: DescriptorStore | None, **options: Any) -> Node:
+def open_node(
+    name: str, store: DescriptorStore | None, *, key: str = LISTENER, **options: Any
+) -> Node:
     """A member's Node; with a store, that of the member in whose place this one is.
 
     Args:
         name: of the Node.
         store: has the socket on which a predecessor listened, or gets that of this one.
+        key: under which the store has it.
         options: for `Node`.
     """
     if store is None:
         return Node(name, **options)
-    kept = store.take(LISTENER)
+    kept = store.take(key)
     if kept is not None:
         try:
             return Node(
@@ -37,7 +40,7 @@ def open_node(name: str, store: DescriptorStore | None, **options: Any) -> Node:
     node = Node(name, **options)
     descriptor = node.listener()
     try:
-        store.keep(LISTENER, {"incarnation": node.incarnation}, descriptor)
+        store.keep(key, {"incarnation": node.incarnation}, descriptor)
     finally:
         os.close(descriptor)
     return node

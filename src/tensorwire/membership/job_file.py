@@ -34,6 +34,8 @@ class RunningServer:
         started: seconds since 1970.
         secret: of the job; "" if it has none or is in a file.
         secret_file: where the secret is; "" if it is in no file.
+        door: where it listens for readers of parameters; "" if it lets none in.
+        reading_secret: by which they may read, and no more; "" if the job has no secret.
     """
 
     index: int
@@ -44,6 +46,8 @@ class RunningServer:
     started: float
     secret: str
     secret_file: str
+    door: str = ""
+    reading_secret: str = ""
 
 
 def shown_command(words: Sequence[str]) -> str:

@@ -255,23 +255,28 @@ class ServerMember:
             stores: of this server, as they are shown.
         """
         self.readers = [peer for peer in self.readers if not peer.lost]
-        if not self.readers:
-            return
+        if self.readers:
+            names = [peer.name for peer in self.readers]
+            self._status.write({"readers": names, **self.described(stores)})
+
+    def described(self, stores: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """This server, and who is in the job, as `tensorwire status` shows them.
+
+        Args:
+            stores: of this server, as they are shown.
+        """
         workers = [self._described(rank, self.workers.get(rank)) for rank in range(self.count)]
         servers = {index: peer.address for index, peer in self.servers.items()}
         servers[self.index] = self.node.address
-        self._status.write(
-            {
-                "readers": [peer.name for peer in self.readers],
-                "index": self.index,
-                "address": self.node.address,
-                "pid": os.getpid(),
-                "restarts": self._term if self.durable else None,
-                "servers": [servers[index] for index in sorted(servers)],
-                "workers": workers,
-                "stores": list(stores),
-            }
-        )
+        return {
+            "index": self.index,
+            "address": self.node.address,
+            "pid": os.getpid(),
+            "restarts": self._term if self.durable else None,
+            "servers": [servers[index] for index in sorted(servers)],
+            "workers": workers,
+            "stores": list(stores),
+        }
 
     def _described(self, rank: int, peer: Peer | None) -> dict[str, Any]:
         if peer is None:

@@ -18,6 +18,7 @@ from tensorwire._core import Transfer
 from .arguments import byte_count, descriptor_number, name_text, whole_number
 from .bandwidth import source_address
 from .handle import Handle, access_flags, join_address, split_address
+from .lent import LentRegion
 from .open_node import OpenNode
 from .path_warning import warn_if_slower
 from .peer import Peer
@@ -253,6 +254,33 @@ class Node:
             readable,
         )
         return Region(self._open, core, 0, core.size_bytes)
+
+    def lend(self, descriptor: int, *, name: str, size_bytes: int) -> LentRegion:
+        """Lets peers of this Node read memory that another Node of this process has.
+
+        For a Node whose peers may only read what the peers of the other one write: neither side
+        copies anything, and who is connected here reaches nothing else of the other Node. Peers
+        find it by `Peer.region(name)`, with access "r". On one host they get a descriptor that is
+        opened for reading alone, so that they cannot map the memory for writing.
+
+        Args:
+            descriptor: of the region's memory, opened for reading alone: what `os.open` gives for
+                "/proc/self/fd/N", where N is from `Region.descriptor`. It stays the caller's.
+            name: unique in this Node; `Node.region` does not find it.
+            size_bytes: how much of the memory, from its start.
+
+        Raises:
+            ValueError: a name that is taken, or a descriptor that is not of the memory of a region
+                with so many bytes, or is good for writing.
+            MemoryError: it cannot be mapped.
+            BusyError: no descriptor is left, or the Node has as many regions as it can have.
+            UnavailableError: this Node's transports have rdma.
+            ClosedError: the Node was closed.
+        """
+        core = self._core.lend(
+            descriptor_number(descriptor), byte_count(size_bytes), name_text(name, "region")
+        )
+        return LentRegion(self._open, core)
 
     def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:
         """Allocates a region of the right size and moves an array or tensor in.

@@ -88,6 +88,7 @@ class RequestOutcome(IntEnum):
     BUSY = 1  # as many as there may be are held
     REFUSED = 2
     NO_MEMORY = 3
+    PASSED = 4  # the version is no more in place; the text has the one that is
 
 
 class Reply(NamedTuple):

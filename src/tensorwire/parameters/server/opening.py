@@ -18,6 +18,7 @@ from ..contributions import Contribution
 from ..layout import Layout, Spec
 from ..messages import Description, DisagreementError
 from ..regions import RegionKind, ServerRegions, region_name
+from .door import ReaderDoor
 
 _OPENING_BYTES = 16 << 20  # for what all workers describe, compressed
 
@@ -26,6 +27,7 @@ class Opening:
     """A store as all workers want it, and the regions of it that this server has allocated.
 
     Attributes:
+        number: of the store.
         descriptions: of the workers, by rank.
         committers: who makes each commit of a version: slice 0's pipeline, then slice 1's.
         mapped: the workers that have this server's memory mapped, and can produce gradients there.
@@ -33,10 +35,18 @@ class Opening:
         durable: a successor of this server could go on with it.
         mode: how the steps of workers follow each other.
         closing: nobody waits for the store any more.
+        door: where readers come; None: there is none.
     """
 
-    def __init__(self, member: ServerMember, number: int, closing: threading.Event) -> None:
-        self.member, self.closing = member, closing
+    def __init__(
+        self,
+        member: ServerMember,
+        number: int,
+        closing: threading.Event,
+        door: ReaderDoor | None = None,
+    ) -> None:
+        self.member, self.closing, self.door = member, closing, door
+        self.number = number
         self._allocated: list[Region] = []
         workers = member.workers.items()
         self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
@@ -111,6 +121,12 @@ class Opening:
         name = self.regions.name(kind)
         found = [each for each in self._allocated if each.name == name]
         return found[0] if found else self.allocate(kind)
+
+    def allocated(self, kind: RegionKind) -> dict[str, Region]:
+        """The regions of a kind that are allocated here, by what their names say behind it."""
+        name = self.regions.name(kind)
+        found = [each for each in self._allocated if each.name.startswith(name)]
+        return {each.name.removeprefix(name).removeprefix("/"): each for each in found}
 
     def look_up(self, peer: Peer, kind: RegionKind) -> RemoteRegion:
         """A region that another server is about to allocate."""

@@ -131,7 +131,7 @@ class OwnPace(Versions):
         idle = replace(self._idle, version=version, flags=commit.flags, scale=commit.scale)
         idle = replace(idle, max_norm=commit.max_norm, hyper=commit.hyper)
         commits = [mine if i == index else idle for i in range(len(self._inbox.taken))]
-        finite, norm = self._shard.advance(commits, self._exchange, None, arriving)
+        finite, norm = self._change(version, commits, self._exchange, None, arriving)
         now = time.perf_counter()
         made = self._rounds[self._inbox.rank(index)]
         made.finite, made.norm, made.since = made.finite and finite, norm, now
@@ -207,7 +207,7 @@ class OwnPace(Versions):
         arriving = ArrivingUnits(self._opening.regions.units, announced)
         # Before the first step all views are alike, and get what is new alone.
         chunks = None if self._stepped else self._publication.begin(version)
-        self._shard.advance(commits, self._exchange, chunks, arriving)
+        self._change(version, commits, self._exchange, chunks, arriving)
         if chunks:
             wait_all(chunks.finish())
         for rank in dict.fromkeys(ranks):

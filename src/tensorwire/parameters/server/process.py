@@ -24,6 +24,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Node
 
 from ..kernel import Kernel
+from .door import ReaderDoor, open_door
 from .server import Server, most_threads
 
 _PR_SET_PDEATHSIG = 1
@@ -68,6 +69,7 @@ def serve(
     name = server_name(options.index)
     server: Server | None = None
     job_file: JobFile | None = None
+    door: ReaderDoor | None = None
     try:
         make_kernel = make_kernels(options)
         options_of_node = {"listen": options.listen, "advertise": options.advertise}
@@ -79,10 +81,11 @@ def serve(
             if options.address_fd >= 0:
                 with os.fdopen(options.address_fd, "w") as channel:
                     channel.write(f"{node.address}\n")
-            job_file = _tell_of_job(options, node)
+            door = open_door(member, store, **options_of_node)
+            job_file = _tell_of_job(options, node, door)
             member.gather()
             threads = options.threads or most_threads()
-            server = Server(member, make_kernel, threads, collective)
+            server = Server(member, make_kernel, threads, collective, door)
             if collective:
                 collective.start(server.fail)
             server.run()
@@ -91,6 +94,8 @@ def serve(
         sys.stderr.write(f"{name.replace('-', ' ')}: {type(error).__name__}: {error}\n")
         return 1
     finally:
+        if door:
+            door.close()
         if server:
             server.join()
         if job_file:
@@ -119,7 +124,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _tell_of_job(options: argparse.Namespace, node: Node) -> JobFile | None:
+def _tell_of_job(
+    options: argparse.Namespace, node: Node, door: ReaderDoor | None
+) -> JobFile | None:
     """Lets `tensorwire status` find the job; without that the job runs as well."""
     told = RunningServer(
         index=options.index,
@@ -130,6 +137,8 @@ def _tell_of_job(options: argparse.Namespace, node: Node) -> JobFile | None:
         started=time.time(),
         secret=os.environ.get("TENSORWIRE_SECRET", ""),
         secret_file=os.environ.get("TENSORWIRE_SECRET_FILE", ""),
+        door=door.address if door else "",
+        reading_secret=door.secret if door else "",
     )
     try:
         return JobFile(told)

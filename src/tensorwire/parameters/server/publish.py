@@ -39,13 +39,19 @@ class RemoteView(NamedTuple):
 
 
 class Publication:
-    """Where the parameters of a share lie, its `master`, and to which views they are written."""
+    """Where the parameters of a share lie, its `master`, and to which views they are written.
+
+    Attributes:
+        master: the parameters.
+        place: the server that has them, the kind of its region, and where in that they begin.
+    """
 
     def __init__(self, opening: Opening) -> None:
         regions, servers = opening.regions, opening.member.servers
         self._share = share = regions.share
         self._views: list[RemoteView] = []
         self.master: Bytes = np.empty(0, np.uint8)
+        self.place = regions.server, RegionKind.VIEW, share.start
         part, whole = slice(share.start, share.stop), Selection(share.layout)
         if regions.server in opening.homes:
             self.master = opening.allocate(RegionKind.VIEW).array()[part]
@@ -53,6 +59,7 @@ class Publication:
             region = opening.look_up(servers[home], RegionKind.VIEW)
             if region.mapped and not self.master.size:
                 self.master = region.array()[part]
+                self.place = home, RegionKind.VIEW, share.start
             elif share.size_bytes:
                 self._views.append(RemoteView(region, whole, None))
         for rank, each in sorted(opening.descriptions.items()):
@@ -66,6 +73,7 @@ class Publication:
                 self._views.append(RemoteView(region, selection, changes))
         if not self.master.size:
             self.master = opening.allocate(RegionKind.MASTER).array()[: share.size_bytes]
+            self.place = regions.server, RegionKind.MASTER, 0
 
     def begin(self, version: int) -> Chunks | None:
         """What publishes a version, while it is made; None: nobody has to be written to."""

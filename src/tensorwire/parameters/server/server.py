@@ -27,6 +27,7 @@ from ..messages import (
     DisagreementError,
 )
 from ..regions import RegionKind
+from .door import ReaderDoor
 from .gather import Calls
 from .opening import Opening
 from .own_pace import OwnPace
@@ -59,6 +60,7 @@ class Server:
         make_kernel: makes the arithmetic for a Spec's optimizer; ValueError if it cannot.
         threads: for each store's arithmetic.
         collective: on server 0, to tell who waits there.
+        door: where readers come; None: there is none.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Server:
         make_kernel: Callable[[str], Kernel],
         threads: int = 1,
         collective: CollectiveServer | None = None,
+        door: ReaderDoor | None = None,
     ) -> None:
+        self.door = door
         self.member, self.make_kernel, self.threads = member, make_kernel, threads
         self.calls = Calls(member, collective)
         self._collective, self._policy = collective, EndJob()
@@ -157,6 +161,8 @@ class Server:
         while True:
             self._watch()
             self.member.tell_readers(list(self._described()))
+            if self.door is not None:
+                self.door.tell(lambda: list(self._described()))
             words = [word.value for word in self.member.words]
             if all(word >= GOODBYE for word in words):
                 return False
@@ -296,7 +302,7 @@ class StoreServer:
         return self.versions
 
     def _describe(self) -> None:
-        self._opening = Opening(self._server.member, self.number, self.closing)
+        self._opening = Opening(self._server.member, self.number, self.closing, self._server.door)
         self._last = _last_published(self._opening)
 
     def _make_ready(self) -> None:

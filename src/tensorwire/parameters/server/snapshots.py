@@ -5,8 +5,7 @@ has the version it asks for and has not committed the next one, so that the vers
 at all servers, until the copy is there: a successor can make the copy again, and all servers have
 the same version in it. What is held is noted in memory that outlives this process.
 
-Who is no worker holds no version back by a commit: for such a reader the store's thread would have
-to wait with the next version. A mailbox for its requests has its place behind those of workers.
+Who is no worker holds no version back by a commit; lending.py makes copies for those.
 """
 
 from __future__ import annotations
@@ -248,14 +247,7 @@ class Snapshots:
     def _arrays(self) -> Mapping[str, Bytes]:
         """What a snapshot consists of, by the names of its parts."""
         memory, size = self._memory, self._opening.regions.share.size_bytes
-        arrays = {VALUES: memory.master[:size]}
-        arrays |= {state(name): each[:size] for name, each in memory.states.items()}
-        if memory.average is not None:
-            arrays[state(AVERAGE)] = memory.average[:size]
-        arrays[COUNTS] = memory.counts.view(np.uint8)
-        arrays[AVERAGED] = memory.averaged.view(np.uint8)
-        arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
-        return arrays
+        return {VALUES: memory.master[:size], **whole_arrays(memory, size)}
 
     def _allocate(self, held: Loan) -> Region:
         size = Parts.of(held.version, self._arrays()).size_bytes
@@ -278,3 +270,14 @@ class Snapshots:
         """Who held a snapshot has ended; one that takes its place has none."""
         peer = self._member.workers.get(rank)
         return peer is None or peer.lost or self._member.has_left(rank)
+
+
+def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
+    """What a shard of so many bytes has besides values, by the names of a snapshot's parts."""
+    arrays = {state(name): each[:size_bytes] for name, each in memory.states.items()}
+    if memory.average is not None:
+        arrays[state(AVERAGE)] = memory.average[:size_bytes]
+    arrays[COUNTS] = memory.counts.view(np.uint8)
+    arrays[AVERAGED] = memory.averaged.view(np.uint8)
+    arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
+    return arrays

@@ -15,12 +15,17 @@ from tensorwire.walk import Walk
 from ..journal import Journal
 from ..kernel import Kernel
 from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, Bytes, Commit, Result
+from ..reading import ReadPlace, lent_name
 from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
+from ..snapshot import VALUES, state
+from ..step import Exchange
+from .arrivals import ArrivingUnits
 from .gather import Calls, EverySlice, Gathered, Gatherer
+from .lending import Lending
 from .opening import Opening
 from .publish import Chunks, Norms, Publication, Results
-from .snapshots import Snapshots
+from .snapshots import Snapshots, whole_arrays
 
 _KEPT_STEPS = 8  # in which nothing is pushed into a slot, before it gives its pages back
 
@@ -64,7 +69,7 @@ class Versions:
         results: Results,
         fail: Callable[[BaseException], None],
     ) -> None:
-        self._results = results
+        self._results, self._opening = results, opening
         spec, size = opening.spec, opening.regions.share.size_bytes
         kernel = make_kernel(spec.optimizer)
         if kernel.hyper != spec.hyper:
@@ -99,6 +104,7 @@ class Versions:
         self._shard = Shard(opening.regions.share, kernel, memory, threads, self._journal)
         self._gatherer = self._make_gatherer(opening, calls)
         self._snapshots = Snapshots(opening, memory, fail)
+        self._lending = _lend(opening, self._publication, memory, threads)
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
@@ -134,8 +140,12 @@ class Versions:
 
     def lend(self) -> None:
         """From now on snapshots are made of what is in place."""
-        self._snapshots.present = self._journal.published if self._journal else 1
+        version = self._journal.published if self._journal else 1
+        self._snapshots.present = version
         self._snapshots.start()
+        if self._lending is not None:
+            # A predecessor may have been in the middle of the next version.
+            self._lending.open(version, settled=version == 1)
 
     def note_opened(self) -> None:
         """Notes the version that a store begins with."""
@@ -157,10 +167,27 @@ class Versions:
     def _step(self, making: Making) -> None:
         making.chunks = self._publication.begin(making.version)
         exchange = partial(self._norms.exchange, making.version)
-        finite, norm = self._shard.advance(
-            making.gathered.commits, exchange, making.chunks, making.gathered.arriving
-        )
+        finite, norm = self._change(
+            making.version, making.gathered.commits, exchange, making.chunks,
+            making.gathered.arriving,
+        )  # fmt: skip
         making.result = Result(making.version, finite, norm)
+
+    def _change(
+        self,
+        version: int,
+        commits: Sequence[Commit],
+        exchange: Exchange,
+        chunks: Chunks | None,
+        arriving: ArrivingUnits,
+    ) -> tuple[bool, float]:
+        """Makes the values those of a version; readers see whether it is under way."""
+        if self._lending is None:
+            return self._shard.advance(commits, exchange, chunks, arriving)
+        self._lending.begin(version)
+        told = self._shard.advance(commits, exchange, chunks, arriving)
+        self._lending.done(version)
+        return told
 
     def _complete(self, making: Making) -> None:
         """Waits until all views have the new values, and tells how long all took."""
@@ -186,6 +213,10 @@ class Versions:
 
     def close(self) -> None:
         """Ends the threads, frees the snapshots, and lets go of the commits."""
+        if self._lending is not None:
+            if self._opening.door is not None:
+                self._opening.door.remove(self._lending)
+            self._lending.close()
         self._snapshots.close()
         self._shard.close()
         self._gatherer.close()
@@ -207,6 +238,37 @@ class Versions:
             if self._unused[index] == self._kept_steps[index]:
                 slot.discard()
                 self._kept_steps[index] = _KEPT_STEPS
+
+
+def _lend(
+    opening: Opening, publication: Publication, memory: ShardMemory, threads: int
+) -> Lending | None:
+    """What readers see of the store, if there is a door for them."""
+    if opening.door is None:
+        return None
+    home, kind, at = publication.place
+    here = opening.regions.server
+    own = RegionKind.VIEW, RegionKind.MASTER
+    lent = {str(each): region for each in own for region in opening.allocated(each).values()}
+    states = opening.allocated(RegionKind.STATE)
+    lent |= {state(name): region for name, region in states.items()}
+    store = opening.number
+    places = {VALUES: ReadPlace(home, lent_name(store, kind), at)}
+    places |= {state(name): ReadPlace(here, lent_name(store, state(name)), 0) for name in states}
+    arrays = partial(whole_arrays, memory, opening.regions.share.size_bytes)
+    lending = Lending(
+        opening.door.node,
+        store,
+        opening.regions,
+        memory,
+        arrays,
+        lent,
+        places,
+        opening.door.ring,
+        threads,
+    )
+    opening.door.add(lending)
+    return lending
 
 
 def _open_journal(opening: Opening, kernel: Kernel, memory: ShardMemory, threads: int) -> Journal:

@@ -1,0 +1,371 @@
+"""`tw://HOST:PORT/…` for fsspec: a running job as files, to be read.
+
+Registered as the entry point `tw` of `fsspec.specs`; the tree itself is tree.py. docs/files.md has
+the files and the errors.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import io
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from fsspec import AbstractFileSystem
+from fsspec.utils import stringify_path
+
+from tensorwire.memory.handle import split_address
+
+from .errors import as_os_errors, refuse
+from .reader import JobReader
+from .tree import FileContent, Tree, TreeEntry
+
+_SCHEME = "tw://"
+_BUFFER_BYTES = 1 << 20
+
+
+class TensorwireFileSystem(AbstractFileSystem):
+    """A running job as files; read-only.
+
+    Paths are those behind the address: `params/layer.weight.npy`. Any thread. It connects when it
+    is used first, and keeps the connection until `close` or the end of the process.
+
+    Args:
+        address: "host:port" of server 0, for jobs of this host and user; else of its door.
+        secret: of readers; see `JobReader`. It is no part of a URL.
+        secret_file: a file with it.
+        transports: which may be used; None: all.
+        timeout_s: for answers, and for a version that is being made.
+
+    Raises:
+        ValueError: no address, or a malformed one.
+    """
+
+    protocol: ClassVar[str | tuple[str, ...]] = "tw"
+    root_marker = ""
+
+    def __init__(
+        self,
+        address: str = "",
+        secret: str | bytes | None = None,
+        secret_file: str | None = None,
+        transports: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if not address:
+            raise ValueError(
+                'tw:// needs the address of a job: "tw://HOST:PORT/…", or address="HOST:PORT"'
+            )
+        split_address(address)
+        self.address = address
+        self._options = {
+            "secret": secret,
+            "secret_file": secret_file,
+            "transports": transports,
+            "timeout_s": timeout_s,
+        }
+        self._opening = threading.Lock()
+        self._opened: list[Tree] = []
+        weakref.finalize(self, _close, self._opened)
+
+    @property
+    def tree(self) -> Tree:
+        """The tree, connected.
+
+        Raises:
+            OSError: nobody is there, or the secret is wrong.
+        """
+        with self._opening:
+            if not self._opened:
+                with as_os_errors(self.unstrip_protocol("")):
+                    reader = JobReader(self.address, **self._options)  # type: ignore[arg-type]
+                tree = Tree(reader)
+                weakref.finalize(self, tree.close)  # before the Node is closed at exit
+                self._opened.append(tree)
+            return self._opened[0]
+
+    def close(self) -> None:
+        """Ends the connection; the next use makes another one."""
+        with self._opening:
+            _close(self._opened)
+
+    # ---- paths
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(each) for each in path]
+        path = stringify_path(path)
+        if path.startswith(_SCHEME):
+            _check_url(path)
+            path = path.removeprefix(_SCHEME).partition("/")[2]
+        return path.strip("/")
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        path = stringify_path(path)
+        if not path.startswith(_SCHEME):
+            return {}
+        _check_url(path)
+        return {"address": path.removeprefix(_SCHEME).partition("/")[0]}
+
+    def unstrip_protocol(self, name: str) -> str:
+        """See fsspec: with the address."""
+        return f"{_SCHEME}{self.address}/{self._strip_protocol(name)}"
+
+    def to_dict(self, *, include_password: bool = True) -> dict[str, Any]:
+        """See fsspec; the secret is a password."""
+        told: dict[str, Any] = super().to_dict(include_password=include_password)
+        if not include_password:
+            told.pop("secret", None)
+        return told
+
+    # ---- what there is
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """See fsspec; a file lists itself."""
+        path = self._strip_protocol(path)
+        found = self.tree.entry(path)
+        entries = self.tree.entries(path) if found.is_folder else [found]
+        return [_info(each) if detail else each.path for each in entries]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """See fsspec; with dtype, shape and version of tensors."""
+        return _info(self.tree.entry(self._strip_protocol(path)))
+
+    def exists(self, path: str, **_: Any) -> bool:
+        """See fsspec; who cannot ask the job gets the error."""
+        try:
+            self.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def modified(self, path: str) -> datetime.datetime:
+        """When this process saw the version first."""
+        found = self.tree.entry(self._strip_protocol(path))
+        return datetime.datetime.fromtimestamp(found.modified, datetime.UTC)
+
+    def created(self, path: str) -> datetime.datetime:
+        """As `modified`: a version is a new file."""
+        return self.modified(path)
+
+    def ukey(self, path: str) -> str:
+        """What is the same as long as the content is: of the path and the version."""
+        found = self.tree.entry(self._strip_protocol(path))
+        version = found.modified if found.version is None else found.version
+        return hashlib.sha256(f"{self.address} {found.path} {version}".encode()).hexdigest()
+
+    # ---- contents
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
+        """See fsspec: bytes [start, end) of one version; from the end if they are negative."""
+        path = self._strip_protocol(path)
+        with self.tree.open(path) as content:
+            first, last = _range(content.size_bytes, start, end)
+            return content.read_part(first, last)
+
+    def cat_ranges(
+        self,
+        paths: Sequence[str],
+        starts: int | Sequence[int | None] | None,
+        ends: int | Sequence[int | None] | None,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **_: Any,
+    ) -> list[Any]:
+        """See fsspec: ranges of one file are of one version."""
+        if max_gap is not None:
+            raise NotImplementedError("tw:// joins no ranges; leave max_gap out")
+        firsts = list(starts) if isinstance(starts, Iterable) else [starts] * len(paths)
+        lasts = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
+        if not len(paths) == len(firsts) == len(lasts):
+            raise ValueError("cat_ranges takes as many starts and ends as paths")
+        contents: dict[str, FileContent] = {}
+        found: list[Any] = []
+        try:
+            for path, start, end in zip(paths, firsts, lasts, strict=True):
+                try:
+                    name = self._strip_protocol(path)
+                    if name not in contents:
+                        contents[name] = self.tree.open(name)
+                    content = contents[name]
+                    found.append(content.read(*_range(content.size_bytes, start, end)))
+                except OSError as error:
+                    if on_error == "raise":
+                        raise
+                    found.append(error)
+        finally:
+            for content in contents.values():
+                content.close()
+        return found
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
+        if mode != "rb":
+            raise _read_only(path)
+        return io.BufferedReader(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
+
+    def snapshot(self, store: int = 0, whole: bool = True) -> str:
+        """Takes a snapshot and holds it until `release`, `close` or the end; returns its folder.
+
+        Args:
+            store: number of the store.
+            whole: with the optimizer's state.
+        """
+        version = self.tree.take(store, whole)
+        return f"snapshots/{version}" if store == 0 else f"stores/{store}/snapshots/{version}"
+
+    def release(self, folder: str) -> None:
+        """Gives back a snapshot that `snapshot` has taken."""
+        parts = self._strip_protocol(folder).split("/")
+        try:
+            store = int(parts[1]) if parts[0] == "stores" else 0
+            version = int(parts[-1])
+        except (ValueError, IndexError):
+            raise refuse(errno.ENOENT, folder, "that is no snapshot") from None
+        self.tree.release(version, store)
+
+    # ---- what is refused
+
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        """Refused."""
+        raise _read_only(path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Refused, unless it is there."""
+        if not (exist_ok and self.isdir(path)):
+            raise _read_only(path)
+
+    def rmdir(self, path: str) -> None:
+        """Refused."""
+        raise _read_only(path)
+
+    def _rm(self, path: str) -> None:
+        raise _read_only(path)
+
+    def rm_file(self, path: str) -> None:
+        """Refused."""
+        raise _read_only(path)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Refused."""
+        raise _read_only(str(path))
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        """Refused."""
+        raise _read_only(path2)
+
+    def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise _read_only(path1)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Refused."""
+        raise _read_only(path)
+
+    def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        """Refused."""
+        raise _read_only(path)
+
+    def put_file(self, lpath: str, rpath: str, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise _read_only(rpath)
+
+
+class OpenFile(io.RawIOBase):
+    """A content as a file of Python. One thread at a time."""
+
+    def __init__(self, content: FileContent) -> None:
+        super().__init__()
+        self._content, self._at = content, 0
+        self.size, self.version = content.size_bytes, content.version
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See io."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a place in front of the file")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """See io."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """See io."""
+        view = memoryview(buffer).cast("B")
+        data = self._content.read(self._at, self._at + len(view))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        """See io."""
+        data = self._content.read(self._at)
+        self._at += len(data)
+        return data
+
+    def close(self) -> None:
+        """See io; what is lent for the file comes back."""
+        if not self.closed:
+            try:
+                self._content.close()
+            finally:
+                super().close()
+
+
+def _info(entry: TreeEntry) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "name": entry.path,
+        "size": None if entry.is_folder else entry.size_bytes,
+        "type": "directory" if entry.is_folder else "file",
+        "mode": 0o40555 if entry.is_folder else 0o100444,
+    }
+    if entry.is_folder:
+        told["size"] = 0
+    else:
+        told["mtime"] = entry.modified
+    more: Mapping[str, Any] = {"version": entry.version, "dtype": entry.dtype or None}
+    told |= {name: value for name, value in more.items() if value is not None}
+    if entry.dtype:
+        told["shape"] = entry.shape
+    return told
+
+
+def _range(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    first, last, _ = slice(start, end).indices(size)
+    return first, max(first, last)
+
+
+def _check_url(url: str) -> None:
+    if "@" in url.removeprefix(_SCHEME).partition("/")[0]:
+        raise ValueError(
+            "a tw:// URL has no user and no secret, which logs would show: give secret= or "
+            "secret_file=, or name a file in TENSORWIRE_READ_SECRET_FILE"
+        )
+
+
+def _read_only(path: str) -> OSError:
+    return refuse(errno.EROFS, path, "a job's files can only be read")
+
+
+def _close(trees: list[Tree]) -> None:
+    while trees:
+        trees.pop().close()

@@ -1,0 +1,95 @@
+"""Where a job lets readers in, and by which secret: from its file on this host, or as told."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from tensorwire.errors import UnavailableError
+from tensorwire.membership import LOOPBACK, RunningServer, running_servers
+from tensorwire.memory import Node
+
+READ_SECRET, READ_SECRET_FILE = "TENSORWIRE_READ_SECRET", "TENSORWIRE_READ_SECRET_FILE"
+
+
+class Way(NamedTuple):
+    """How readers reach a job: the address of the door, the secret, b"" if there is none."""
+
+    address: str
+    secret: bytes
+
+
+def find_way(
+    address: str, secret: str | bytes | None = None, secret_file: str | None = None
+) -> Way:
+    """How to reach the job whose server 0 is at an address.
+
+    Args:
+        address: of server 0 or of its door; of a job of another host or user that of the door,
+            which `tensorwire ls` shows.
+        secret: for reading; None: that in `secret_file`, else that which the environment names
+            (TENSORWIRE_READ_SECRET_FILE, TENSORWIRE_READ_SECRET), else that in the job's file, for
+            jobs of this host and user.
+        secret_file: a file with the secret.
+
+    Raises:
+        UnavailableError: the server lets no reader in.
+        OSError: a file with a secret cannot be read.
+    """
+    known = next((each for each in _running() if _is_at(each, address)), None)
+    if known is not None and not known.door:
+        raise UnavailableError(
+            f"the server at {address} lets no reader in; its own messages tell why"
+        )
+    if secret is None and (path := secret_file or os.environ.get(READ_SECRET_FILE)):
+        with open(path, "rb") as file:
+            secret = file.read().strip()
+    if secret is None:
+        secret = os.environ.get(READ_SECRET) or (known.reading_secret if known else "")
+    data = secret if isinstance(secret, bytes) else os.fsencode(secret)
+    return Way(known.door if known else address, data)
+
+
+def running_jobs() -> list[RunningServer]:
+    """The first servers of the jobs of this host and user that let readers in."""
+    return [each for each in _running() if each.index == 0 and each.door]
+
+
+def make_node(name: str, secret: bytes, transports: tuple[str, ...] | None) -> Node:
+    """A reader's Node, without the secret of a job that the environment may name.
+
+    Raises:
+        ValueError: the secret is too short.
+    """
+    if not secret:
+        with _without_job_secret():
+            return Node(name, transports=transports)
+    return Node(name, secret=secret, transports=transports)
+
+
+class _without_job_secret:
+    """Node takes the secret of the environment where it gets none; a reader has its own or none."""
+
+    def __enter__(self) -> None:
+        names = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
+        self._kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.update(self._kept)
+
+
+def _running() -> list[RunningServer]:
+    try:
+        return running_servers()
+    except (UnavailableError, OSError):
+        return []  # no file of a job is there
+
+
+def _is_at(server: RunningServer, address: str) -> bool:
+    return any(_same(address, each) for each in (server.address, server.door) if each)
+
+
+def _same(one: str, other: str) -> bool:
+    (host, _, port), (there, _, their) = one.rpartition(":"), other.rpartition(":")
+    here = host.startswith(LOOPBACK) and there.startswith(LOOPBACK)
+    return port == their and (host == there or here)

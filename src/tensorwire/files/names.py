@@ -1,0 +1,22 @@
+"""Names of tensors as names of files: nothing that patterns and URLs know. Pure."""
+
+from __future__ import annotations
+
+from urllib.parse import quote, unquote
+
+_SPECIAL = frozenset("/%:*?[]#\\")
+
+
+def file_name(name: str) -> str:
+    """A name that is one part of a path; different names give different ones."""
+    if name in (".", "..", ""):
+        return name.replace(".", "%2E") or "%"
+    return "".join(
+        quote(each, safe="") if each in _SPECIAL or not each.isprintable() else each
+        for each in name
+    )
+
+
+def tensor_name(file: str) -> str:
+    """The inverse of `file_name`; what that never gives is the name of nothing that there is."""
+    return "" if file == "%" else unquote(file, errors="strict")

@@ -1,0 +1,334 @@
+"""A reader of a running job that is no worker: it learns layout and version, and reads one-sidedly.
+
+It connects to the doors of the job's servers, where nothing can be written, and reads memory that
+they have. The job never waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tensorwire.errors import (
+    BusyError,
+    ClosedError,
+    StaleHandleError,
+    TensorwireError,
+    TimeoutError,
+    UnavailableError,
+)
+from tensorwire.membership import read_status, reader_name
+from tensorwire.memory import Node, Peer
+from tensorwire.parameters.reading import HEART_S, Ask, AskKind, Copied
+from tensorwire.parameters.snapshot import Reply, RequestOutcome
+
+from .job import Way, find_way, make_node
+from .lease import DoorLease
+from .snapshot import ReaderSnapshot, SealedModel
+from .store import ReadStore, StoredTensor
+
+_CONNECT_S = 10.0
+_STATUS_S = 5.0
+_TRIES = 4  # of reading what moved meanwhile, before a snapshot is asked for
+_MOST_AHEAD = 64  # how many versions later than possible a snapshot is asked for
+
+
+class Read(NamedTuple):
+    """What was read: the bytes, and the version that all of them are of."""
+
+    data: bytes
+    version: int
+
+
+class JobReader:
+    """Reads the parameters of a running job. Any thread; close it, or use `with`.
+
+    Args:
+        address: "host:port" of server 0, for jobs of this host and user; else of its door.
+        secret: for reading, see `find_way`.
+        secret_file: a file with it.
+        transports: which may be used; None: all. See `tensorwire.Node`.
+        timeout_s: for each answer, and for a version that is being made to be complete.
+
+    Attributes:
+        address: as given.
+
+    Raises:
+        PermissionError: the secret is not that of the job's readers.
+        PeerLostError: nobody listens there.
+        UnavailableError: there is no job, or one of another version of tensorwire.
+        TimeoutError: no answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: str | bytes | None = None,
+        secret_file: str | None = None,
+        transports: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.address, self._timeout_s = address, timeout_s
+        self._given = secret, secret_file
+        self._transports = None if transports is None else tuple(transports)
+        self._lock = threading.RLock()
+        self._node: Node | None = None
+        self._doors: list[Peer] = []
+        self._leases: list[DoorLease] = []
+        self._stores: dict[int, ReadStore] = {}
+        self._held: list[Ask] = []
+        self._heart: threading.Thread | None = None
+        self._pulse = threading.Event()
+        self._closed = False
+        self._connect()
+
+    def __enter__(self) -> JobReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections; the servers get back what they have lent. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    # ---- what there is
+
+    def status(self) -> dict[str, Any]:
+        """What server 0 says of the job: workers, servers, stores, snapshots; see docs/files.md."""
+        with self._lock:
+            node, door = self._connected()
+            return read_status(door, node.name, _STATUS_S)
+
+    def stores(self) -> list[int]:
+        """The numbers of the stores that are open: one for each optimizer of the job."""
+        return [int(each["number"]) for each in self.status()["stores"]]
+
+    def store(self, number: int = 0) -> ReadStore:
+        """What a store has and where.
+
+        Raises:
+            LookupError: there is none, or none yet.
+        """
+        with self._lock:
+            self._connected()
+            found = self._stores.get(number)
+            if found is None or found.is_over():
+                found = self._stores[number] = ReadStore.find(number, self._doors)
+            return found
+
+    def has_store(self, number: int) -> bool:
+        """A store is open."""
+        try:
+            self.store(number)
+        except LookupError:
+            return False
+        return True
+
+    # ---- reading
+
+    def read(
+        self, tensor: StoredTensor, start: int = 0, stop: int | None = None, header: bytes = b""
+    ) -> Read:
+        """Bytes [start, stop) of a tensor, of one version, with a header in front.
+
+        They are read again if the values moved meanwhile. If they always move they are taken from a
+        snapshot.
+
+        Args:
+            tensor: of `store`.
+            start: first byte.
+            stop: byte after the last; None: its end.
+            header: is put in front.
+
+        Raises:
+            TimeoutError: a version was begun and is not complete in time.
+            BusyError: they always move, and there are as many snapshots as there may be.
+            PeerLostError: the job is over, or a server is gone.
+        """
+        stop = tensor.size_bytes if stop is None else stop
+        deadline, tries, pause = time.monotonic() + self._timeout_s, 0, 1e-4
+        while tensor.is_live:
+            before = tensor.settled_version(start, stop)
+            if before is not None:
+                data = tensor.copy(start, stop, header)
+                if tensor.settled_version(start, stop) == before:
+                    return Read(data, before)
+                tries += 1
+                if tries == _TRIES:
+                    break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no version of {tensor.path!r} was complete for {self._timeout_s:g} s: a "
+                    "server is stopped or waits in the middle of one"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        with self.snapshot(tensor.store.number, whole=tensor.state is not None) as snapshot:
+            data = b"".join([header, snapshot.tensor_bytes(tensor)[start:stop]])
+            return Read(data, snapshot.version)
+
+    def snapshot(
+        self, store: int = 0, *, version: int | None = None, whole: bool = False
+    ) -> ReaderSnapshot:
+        """All values of one version, in memory that the servers lend until it is closed.
+
+        Args:
+            store: number of the store.
+            version: of a snapshot that somebody holds; None: the newest version.
+            whole: with the optimizer's state.
+
+        Raises:
+            BusyError: as many as there may be are held.
+            LookupError: there is no snapshot of that version.
+            MemoryError: a server has none left.
+            TimeoutError: a server is stopped, or no version is complete in time.
+            PeerLostError: the job is over, or a server is gone.
+        """
+        with self._lock:
+            found = self.store(store)
+            deadline = time.monotonic() + self._timeout_s
+            wanted, ahead = version or found.newest_version(), 0
+            while True:
+                ask = Ask(AskKind.MAKE, store, wanted, whole)
+                replies = self._ask_all(ask, deadline)
+                refused = [each for each in replies if each.outcome != RequestOutcome.DONE]
+                if not refused:
+                    copies = [Copied.from_text(each.text) for each in replies]
+                    self._hold(ask)
+                    return ReaderSnapshot(found, ask, copies, self._release)
+                self._ask_all(ask._replace(kind=AskKind.FREE), deadline)
+                first = _first_possible(refused, ask)
+                if version is not None:
+                    raise LookupError(f"there is no snapshot of version {version}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("versions followed faster than they could be asked for")
+                wanted, ahead = first + ahead, min(2 * ahead + 1, _MOST_AHEAD)
+
+    def sealed_model(self, store: int = 0) -> SealedModel:
+        """The newest version as a file that `safetensors.safe_open` maps, until it is closed.
+
+        Raises:
+            BusyError, MemoryError, TimeoutError, PeerLostError: as for `snapshot`.
+        """
+        snapshot = self.snapshot(store)
+        try:
+            return snapshot.sealed()
+        except BaseException:
+            snapshot.close()
+            raise
+
+    def _ask_all(self, ask: Ask, deadline: float) -> list[Reply]:
+        """What each server answers."""
+        try:
+            for lease in self._leases:
+                lease.send(ask)
+            return [lease.answer(deadline) for lease in self._leases]
+        except TensorwireError:
+            # One server does not answer: no snapshot is complete any more, and none must be kept.
+            for lease in self._leases:
+                lease.give_up()
+            self._held.clear()
+            raise
+
+    def _hold(self, ask: Ask) -> None:
+        self._held.append(ask)
+        if self._heart is None:
+            self._heart = threading.Thread(target=self._beat, name="tensorwire-heart", daemon=True)
+            self._heart.start()
+
+    def _release(self, ask: Ask) -> None:
+        """A snapshot is closed; another one of the same version keeps it at the servers."""
+        with self._lock:
+            if ask not in self._held:
+                return  # the connection is another one by now
+            self._held.remove(ask)
+            if ask not in self._held and not self._closed:
+                with contextlib.suppress(TensorwireError):
+                    deadline = time.monotonic() + self._timeout_s
+                    self._ask_all(ask._replace(kind=AskKind.FREE), deadline)
+
+    def _beat(self) -> None:
+        """Shows the servers that this process lives, as long as it holds snapshots."""
+        while True:
+            with self._lock:
+                if self._closed or not self._held:
+                    self._heart = None
+                    return
+                for lease in self._leases:
+                    lease.beat()
+            self._pulse.wait(HEART_S)
+
+    # ---- connections
+
+    def _connected(self) -> tuple[Node, Peer]:
+        """This side's Node, and the door of server 0."""
+        if self._closed:
+            raise ClosedError("the reader was closed")
+        if self._node is None or any(door.lost for door in self._doors):
+            self._disconnect()
+            self._connect()
+        assert self._node is not None
+        return self._node, self._doors[0]
+
+    def _connect(self) -> None:
+        way: Way = find_way(self.address, *self._given)
+        node = make_node(reader_name(), way.secret, self._transports)
+        try:
+            first = node.connect(way.address, timeout_s=_CONNECT_S)
+            doors = [first]
+            told = _doors_of(first, node.name)
+            doors += [node.connect(address, timeout_s=_CONNECT_S) for address in told[1:]]
+        except BaseException:
+            node.close()
+            raise
+        self._node, self._doors = node, doors
+        self._leases = [DoorLease(door, node.name) for door in doors]
+
+    def _disconnect(self) -> None:
+        node, self._node = self._node, None
+        self._doors, self._leases, self._stores, self._held = [], [], {}, []
+        self._pulse.set()
+        self._pulse = threading.Event()
+        if node is not None:
+            node.close()
+
+
+def _doors_of(door: Peer, reader: str) -> list[str]:
+    """The addresses of the doors of all servers; those of servers that start are waited for."""
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            told = read_status(door, reader, _STATUS_S)
+        except UnavailableError:
+            raise UnavailableError(
+                f"{door.name!r} at {door.address} is no door for readers: give the address that "
+                "`tensorwire ls` shows, or that of server 0 of a job on this host"
+            ) from None
+        addresses = told.get("doors")
+        if not isinstance(addresses, list) or not addresses:
+            raise UnavailableError(f"{door.name!r} at {door.address} is no door for readers")
+        if all(addresses):
+            return [str(each) for each in addresses]
+        if time.monotonic() > deadline:
+            missing = addresses.index("")
+            raise TimeoutError(f"server {missing} of the job lets no reader in")
+        time.sleep(0.05)
+
+
+def _first_possible(refused: Sequence[Reply], ask: Ask) -> int:
+    """The first version that all servers can still copy; raises what else they say."""
+    for each in refused:
+        if each.outcome == RequestOutcome.BUSY:
+            raise BusyError(f"{each.text}: wait until a reader closes one")
+        if each.outcome == RequestOutcome.NO_MEMORY:
+            raise MemoryError(each.text)
+        if each.outcome != RequestOutcome.PASSED:
+            raise StaleHandleError(f"no snapshot of version {ask.version}: {each.text}")
+    return max(int(each.text) for each in refused)

@@ -1,0 +1,504 @@
+"""The tree of files of a running job: what there is, how large it is, and what it says.
+
+It stands on a `JobReader`, and knows neither fsspec nor a terminal. Errors are OSErrors with the
+errno that docs/files.md tells.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.parameters.model_file import model_file
+
+from .errors import as_os_errors, refuse
+from .names import file_name, tensor_name
+from .npy import npy_header
+from .reader import JobReader
+from .snapshot import ReaderSnapshot, SealedModel
+from .store import ReadStore, StoredTensor
+
+MODEL, NPY = "model.safetensors", ".npy"
+
+
+@dataclass(frozen=True)
+class TreeEntry:
+    """A file or folder.
+
+    Attributes:
+        path: from the root, without a slash in front; "" is the root.
+        is_folder: it has no content of its own.
+        size_bytes: of a file as it is now.
+        version: of what is in it, for parameters and models; None: it has none.
+        dtype: of a tensor, as torch calls it; "" for other files.
+        shape: of a tensor.
+        modified: when this version was seen first, in seconds since 1970.
+    """
+
+    path: str
+    is_folder: bool = False
+    size_bytes: int = 0
+    version: int | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    modified: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+
+class Tree:
+    """The files of a job. Any thread. Closing it closes the reader.
+
+    Args:
+        reader: of the job.
+
+    Attributes:
+        reader: as given.
+    """
+
+    def __init__(self, reader: JobReader) -> None:
+        self.reader = reader
+        self._snapshots: dict[tuple[int, int], ReaderSnapshot] = {}
+        self._seen: dict[int, float] = {}
+
+    def close(self) -> None:
+        """Gives back the snapshots that `take` holds, and ends the connections. Idempotent."""
+        self._snapshots.clear()
+        self.reader.close()
+
+    # ---- what there is
+
+    def entry(self, path: str) -> TreeEntry:
+        """What is at a path; raises ENOENT or ENOTDIR."""
+        parts = _parts(path)
+        with as_os_errors(path):
+            return self._find(path, parts).entry()
+
+    def entries(self, path: str) -> list[TreeEntry]:
+        """What is in a folder; raises ENOENT or ENOTDIR."""
+        parts = _parts(path)
+        with as_os_errors(path):
+            found = self._find(path, parts)
+            if not isinstance(found, _Folder):
+                raise refuse(errno.ENOTDIR, path)
+            return [found.child(name).entry() for name in found.names()]
+
+    # ---- contents
+
+    def open(self, path: str) -> FileContent:
+        """The content of a file, of one version until it is closed; raises EISDIR and others."""
+        parts = _parts(path)
+        with as_os_errors(path):
+            found = self._find(path, parts)
+            if isinstance(found, _Folder):
+                raise refuse(errno.EISDIR, path)
+            return found.open()
+
+    def sealed(self, path: str) -> SealedModel:
+        """A model.safetensors as a file of this host that can be mapped; raises EINVAL for others.
+
+        What it is good for and until when: see `SealedModel`.
+        """
+        parts = _parts(path)
+        with as_os_errors(path):
+            found = self._find(path, parts)
+            if not isinstance(found, _ModelItem):
+                raise refuse(errno.EINVAL, path, f"only a {MODEL} can be mapped")
+            snapshot = found.snapshot()
+            try:
+                return snapshot.sealed()
+            except BaseException:
+                snapshot.close()
+                raise
+
+    # ---- snapshots
+
+    def take(self, store: int = 0, whole: bool = True) -> int:
+        """Takes a snapshot and holds it, under snapshots/; returns its version.
+
+        Args:
+            store: number of the store.
+            whole: with the optimizer's state.
+        """
+        with as_os_errors("snapshots"):
+            snapshot = self.reader.snapshot(store, whole=whole)
+        held = self._snapshots.setdefault((store, snapshot.version), snapshot)
+        if held is not snapshot:
+            snapshot.close()
+        return snapshot.version
+
+    def release(self, version: int, store: int = 0) -> None:
+        """Gives a snapshot back that `take` holds; raises ENOENT if it does not."""
+        snapshot = self._snapshots.pop((store, version), None)
+        if snapshot is None:
+            raise refuse(errno.ENOENT, f"snapshots/{version}", "this process does not hold it")
+        with as_os_errors(f"snapshots/{version}"):
+            snapshot.close()
+
+    # ---- for what is in the tree
+
+    def seen(self, version: int) -> float:
+        """When a version was seen first by this process."""
+        if len(self._seen) > 1000:
+            self._seen.clear()
+        return self._seen.setdefault(version, time.time())
+
+    def held_snapshot(self, store: int, version: int, whole: bool) -> ReaderSnapshot:
+        """A snapshot that there is, held once more."""
+        mine = self._snapshots.get((store, version))
+        whole = whole or (mine is not None and mine.whole) or self._is_whole(store, version)
+        return self.reader.snapshot(store, version=version, whole=whole)
+
+    def _is_whole(self, store: int, version: int) -> bool:
+        return [version, True] in self.snapshots(store)
+
+    def snapshots(self, store: int) -> list[list[Any]]:
+        """The versions of which there are snapshots, and whether they have the state."""
+        mine = [[v, s.whole] for (number, v), s in self._snapshots.items() if number == store]
+        told = self.reader.status()["snapshots"].get(str(store), [])
+        return sorted(mine + [each for each in told if each not in mine])
+
+    def _find(self, path: str, parts: Sequence[str]) -> _Item:
+        node: _Item = _root(self)
+        for number, part in enumerate(parts):
+            if not isinstance(node, _Folder):
+                raise refuse(errno.ENOTDIR, "/".join(parts[:number]))
+            try:
+                node = node.child(part)
+            except (LookupError, ValueError):
+                raise refuse(errno.ENOENT, path) from None
+        return node
+
+
+class FileContent:
+    """The content of an open file. One thread at a time.
+
+    Attributes:
+        size_bytes: of it.
+        version: of it; None: it has none.
+    """
+
+    def __init__(
+        self,
+        size_bytes: int,
+        read: Callable[[int, int], bytes],
+        version: int | None = None,
+        close: Callable[[], object] = lambda: None,
+        path: str = "",
+        read_part: Callable[[int, int], bytes] | None = None,
+    ) -> None:
+        self.size_bytes, self.version = size_bytes, version
+        self._read, self._close, self._path = read, close, path
+        self._read_part = read_part or read
+
+    @staticmethod
+    def of_bytes(data: bytes, version: int | None = None) -> FileContent:
+        """A content that is here."""
+        return FileContent(len(data), lambda start, stop: data[start:stop], version)
+
+    def __enter__(self) -> FileContent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop), as far as there are; raises ESTALE and others."""
+        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
+        with as_os_errors(self._path):
+            return self._read(start, stop) if start < stop else b""
+
+    def read_part(self, start: int, stop: int) -> bytes:
+        """Likewise, where nothing else will be read: no more than that is moved."""
+        with as_os_errors(self._path):
+            return self._read_part(start, stop) if start < stop else b""
+
+    def close(self) -> None:
+        """Gives back what it has; idempotent."""
+        self._close()
+
+
+class _Item:
+    def __init__(self, tree: Tree, path: str) -> None:
+        self.tree, self.path = tree, path
+
+    def entry(self) -> TreeEntry:
+        """As it is listed."""
+        raise NotImplementedError
+
+    def open(self) -> FileContent:
+        """A file's content."""
+        raise NotImplementedError
+
+
+class _Folder(_Item):
+    """A folder: names, and what they are names of."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        path: str,
+        names: Callable[[], Sequence[str]],
+        child: Callable[[str, str], _Item],
+    ) -> None:
+        super().__init__(tree, path)
+        self.names, self._child = names, child
+
+    def entry(self) -> TreeEntry:
+        return TreeEntry(self.path, is_folder=True)
+
+    def child(self, name: str) -> _Item:
+        """What has a name here; LookupError if nothing has."""
+        return self._child(f"{self.path}/{name}" if self.path else name, name)
+
+
+class _Text(_Item):
+    """A file of status/: short, read as a whole."""
+
+    def __init__(self, tree: Tree, path: str, text: Callable[[], str]) -> None:
+        super().__init__(tree, path)
+        self._text = text
+
+    def entry(self) -> TreeEntry:
+        return TreeEntry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
+
+    def open(self) -> FileContent:
+        return FileContent.of_bytes(self._text().encode())
+
+
+class _Array(_Item):
+    """A tensor or state as an .npy file, as it is now or in a snapshot."""
+
+    def __init__(
+        self, tree: Tree, path: str, tensor: StoredTensor, version: int | None = None
+    ) -> None:
+        super().__init__(tree, path)
+        self._tensor, self._version = tensor, version
+        self._header = npy_header(tensor.spec.dtype, tensor.spec.shape)
+
+    def entry(self) -> TreeEntry:
+        spec, version = self._tensor.spec, self._version
+        version = self._tensor.store.version() if version is None else version
+        size = len(self._header) + self._tensor.size_bytes
+        return TreeEntry(
+            self.path, False, size, version, spec.dtype, spec.shape, self.tree.seen(version)
+        )
+
+    def open(self) -> FileContent:
+        if self._version is None:
+            return self._live()
+        number = self._tensor.store.number
+        needs_state = self._tensor.state is not None
+        with self.tree.held_snapshot(number, self._version, needs_state) as snapshot:
+            data = snapshot.tensor_bytes(self._tensor, self._header)
+        return FileContent.of_bytes(data, self._version)
+
+    def _live(self) -> FileContent:
+        """Read when it is read first, all of it if not all is asked for: of one version."""
+        size = len(self._header) + self._tensor.size_bytes
+        kept: list[bytes] = []
+
+        def read(start: int, stop: int) -> bytes:
+            if not kept:
+                kept.append(self.tree.reader.read(self._tensor, header=self._header).data)
+            return kept[0] if (start, stop) == (0, size) else kept[0][start:stop]
+
+        def read_part(start: int, stop: int) -> bytes:
+            base, head = len(self._header), self._header[start:stop]
+            if stop <= base:
+                return head
+            first, last = max(start - base, 0), stop - base
+            return self.tree.reader.read(self._tensor, first, last, head).data
+
+        return FileContent(size, read, None, kept.clear, self.path, read_part)
+
+
+class _ModelItem(_Item):
+    """A model.safetensors: the newest snapshot, or one that there is."""
+
+    def __init__(self, tree: Tree, path: str, store: ReadStore, version: int | None) -> None:
+        super().__init__(tree, path)
+        self._store, self._version = store, version
+
+    def entry(self) -> TreeEntry:
+        version = self._store.version() if self._version is None else self._version
+        size = model_file(self._store.layout, self._store.number, version).size_bytes
+        return TreeEntry(self.path, False, size, version, modified=self.tree.seen(version))
+
+    def snapshot(self) -> ReaderSnapshot:
+        """What the file has, until it is closed."""
+        number = self._store.number
+        if self._version is None:
+            return self.tree.reader.snapshot(number)
+        return self.tree.held_snapshot(number, self._version, False)
+
+    def open(self) -> FileContent:
+        snapshot = self.snapshot()
+        return FileContent(
+            snapshot.size_bytes, snapshot.read, snapshot.version, snapshot.close, self.path
+        )
+
+
+# ---- the folders
+
+
+def _fixed(tree: Tree, path: str, children: dict[str, Callable[[str], _Item]]) -> _Folder:
+    return _Folder(tree, path, lambda: sorted(children), lambda at, name: children[name](at))
+
+
+def _root(tree: Tree) -> _Folder:
+    def names() -> list[str]:
+        numbers = tree.reader.stores()
+        many = ["stores"] if len(numbers) > 1 else []
+        own = _of_store(tree, "", min(numbers)).names() if numbers else []
+        return sorted([*own, "status", *many])
+
+    def child(path: str, name: str) -> _Item:
+        if name == "status":
+            return _status(tree, path)
+        if name == "stores":
+            return _Folder(
+                tree,
+                path,
+                lambda: [str(each) for each in tree.reader.stores()],
+                lambda at, each: _of_store(tree, at, _number(each)),
+            )
+        numbers = tree.reader.stores() if not tree.reader.has_store(0) else [0]
+        if not numbers:
+            raise LookupError(name)
+        return _of_store(tree, "", min(numbers)).child(name)
+
+    return _Folder(tree, "", names, child)
+
+
+def _of_store(tree: Tree, path: str, number: int) -> _Folder:
+    store = tree.reader.store(number)
+    return _fixed(
+        tree,
+        path,
+        {
+            "params": lambda at: _params(tree, at, store, None),
+            "optimizer": lambda at: _optimizer(tree, at, store, None),
+            MODEL: lambda at: _ModelItem(tree, at, store, None),
+            "snapshots": lambda at: _snapshots(tree, at, store),
+        },
+    )
+
+
+def _params(tree: Tree, path: str, store: ReadStore, version: int | None) -> _Folder:
+    def child(at: str, name: str) -> _Item:
+        return _Array(tree, at, store.tensor(_tensor_of(name)), version)
+
+    return _Folder(tree, path, lambda: [f"{file_name(each)}{NPY}" for each in store.names], child)
+
+
+def _optimizer(tree: Tree, path: str, store: ReadStore, version: int | None) -> _Folder:
+    trained = set(store.layout.trained) if store.states else set()
+    names = [name for index, name in enumerate(store.names) if index in trained]
+
+    def child(at: str, name: str) -> _Item:
+        tensor = tensor_name(name)
+        if tensor not in names or file_name(tensor) != name:
+            raise LookupError(name)
+
+        def array(at: str, state: str) -> _Item:
+            return _Array(tree, at, store.tensor(tensor, _tensor_of(state)), version)
+
+        return _Folder(tree, at, lambda: [f"{file_name(s)}{NPY}" for s in store.states], array)
+
+    return _Folder(tree, path, lambda: [file_name(each) for each in names], child)
+
+
+def _snapshots(tree: Tree, path: str, store: ReadStore) -> _Folder:
+    def listed() -> dict[int, bool]:
+        return dict(tree.snapshots(store.number))
+
+    def child(at: str, name: str) -> _Item:
+        version = _number(name)
+        whole = listed()[version]
+        children: dict[str, Callable[[str], _Item]] = {
+            "params": lambda at: _params(tree, at, store, version),
+            MODEL: lambda at: _ModelItem(tree, at, store, version),
+        }
+        if whole:
+            children["optimizer"] = lambda at: _optimizer(tree, at, store, version)
+        return _fixed(tree, at, children)
+
+    return _Folder(tree, path, lambda: [str(each) for each in listed()], child)
+
+
+def _status(tree: Tree, path: str) -> _Folder:
+    def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], _Item]:
+        return lambda at: _Text(
+            tree, at, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
+        )
+
+    def version(at: str) -> _Item:
+        return _Text(tree, at, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
+
+    def of_stores(name: str) -> Callable[[str], _Item]:
+        return text(lambda told: (each[name] for each in told["stores"]))
+
+    return _fixed(
+        tree,
+        path,
+        {
+            "version": version,
+            "optimizer": of_stores("optimizer"),
+            "tensors": of_stores("tensors"),
+            "workers": text(
+                lambda told: (
+                    " ".join(str(each.get(k, "-")) for k in ("rank", "state", "pid", "transport"))
+                    for each in told["workers"]
+                )
+            ),
+            "servers": text(lambda told: iter(told["servers"])),
+            "doors": text(lambda told: iter(told["doors"])),
+            "snapshots": text(
+                lambda told: (
+                    f"{number} {v} {'whole' if whole else 'values'}"
+                    for number, held in told["snapshots"].items()
+                    for v, whole in held
+                )
+            ),
+            "job.json": text(lambda told: iter([json.dumps(told, indent=1)])),
+        },
+    )
+
+
+def _first(tree: Tree) -> int:
+    if tree.reader.has_store(0):
+        return 0
+    numbers = tree.reader.stores()
+    if not numbers:
+        raise LookupError("no optimizer is open")
+    return min(numbers)
+
+
+def _tensor_of(file: str) -> str:
+    """The name of a tensor or state from that of its file; LookupError if it is none."""
+    stem = file.removesuffix(NPY)
+    name = tensor_name(stem)
+    if not file.endswith(NPY) or file_name(name) != stem:
+        raise LookupError(file)
+    return name
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or str(int(text)) != text:
+        raise LookupError(text)
+    return int(text)
+
+
+def _parts(path: str) -> list[str]:
+    parts = [each for each in path.split("/") if each not in ("", ".")]
+    if ".." in parts or "\0" in path:
+        raise refuse(errno.EINVAL, path, "'..' and NUL are in no path of a job")
+    return parts

@@ -1,0 +1,31 @@
+"""The secret of who may read a job's parameters and do nothing else; derived from the job's own."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+
+_PURPOSE = b"tensorwire: read the parameters of a job, and no more"
+
+
+def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """What a Node takes for its secret by itself; b"" if there is none.
+
+    Raises:
+        OSError: it is in a file that cannot be read.
+    """
+    if path := environ.get("TENSORWIRE_SECRET_FILE"):
+        with open(path, "rb") as file:
+            return file.read().strip()
+    return os.fsencode(environ.get("TENSORWIRE_SECRET", ""))
+
+
+def reading_secret(secret: bytes) -> str:
+    """The one that lets nobody do more than read: all servers of a job derive the same.
+
+    From it nobody finds the job's secret. A job without a secret, on loopback, has none for readers
+    either: "".
+    """
+    return hmac.new(secret, _PURPOSE, hashlib.sha256).hexdigest() if secret else ""

@@ -1,0 +1,200 @@
+"""How readers that are no workers read a store at a server: names, words and requests.
+
+Pure. `server/door.py` has the door at which they come and `server/lending.py` what lies there;
+`tensorwire.files` reads it. docs/files.md has the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from tensorwire.memory import mailbox_bytes
+
+from .layout import MALFORMED, Layout, Share, Spec
+from .messages import Bytes
+from .snapshot import REPLY_BYTES
+
+FORMAT = 1
+
+MOST_LENT = 4
+"""Snapshots of one store that a server has at a time for all readers together."""
+
+FIRST_VERSION = 2
+"""The first version that has values of a model."""
+
+BELL = "bell"
+"""The region at a door with the word to which a reader adds 1 behind a request."""
+
+HEART_S = 1.0
+"""A reader raises the word of its lease so often while it holds snapshots."""
+LOST_S = 10.0
+"""Without that for so long its snapshots are freed: it is stopped, or does not run."""
+
+LEASE_BYTES = 1024
+"""Of the memory that a reader leases at a door: its word, its request, and the answer to it."""
+ASK_BYTES = 64
+ASKS = slice(64, 64 + mailbox_bytes(ASK_BYTES))
+ANSWERS = slice(256, 256 + mailbox_bytes(REPLY_BYTES))
+
+_ASK = struct.Struct("<qqqq")
+
+
+def facts_name(store: int) -> str:
+    """The region that tells what a server has of a store."""
+    return f"{store}/facts"
+
+
+def version_name(store: int) -> str:
+    """The region with the word of a store's version at a server: see `word_of`."""
+    return f"{store}/version"
+
+
+def lent_name(store: int, what: str) -> str:
+    """A region with memory of a store as it is now."""
+    return f"{store}/{what}"
+
+
+def lease_name(reader: str) -> str:
+    """The region that the reader's Node of this name leases."""
+    return f"lease {reader}"
+
+
+def word_of(version: int, changing: bool = False) -> int:
+    """The word of a version in place; `changing`: while the next one is made where it lies.
+
+    What is read between two looks at the word is of one version if it was the same both times, and
+    even.
+    """
+    return 2 * version + changing
+
+
+class ReadPlace(NamedTuple):
+    """Where a server's share of an array lies: which server's door, which region, from where."""
+
+    server: int
+    region: str
+    at: int
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """What a server tells of a store.
+
+    Attributes:
+        store: its number.
+        server: index of the server, of so many `servers`.
+        spec: what workers have declared, as `Spec.to_json` has it.
+        states: the names of the optimizer's states.
+        places: where its share lies of "values" and of each state of the optimizer, by the names
+            of a snapshot's parts; empty where only snapshots can be read.
+    """
+
+    store: int
+    server: int
+    servers: int
+    spec: str
+    states: tuple[str, ...]
+    places: dict[str, ReadPlace]
+
+    def to_json(self) -> bytes:
+        """As it is written."""
+        return json.dumps({"format": FORMAT, **asdict(self)}).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> StoreFacts:
+        """Raises ValueError if it is none."""
+        try:
+            raw = json.loads(data)
+            if raw.pop("format") != FORMAT:
+                raise ValueError("made by another version of tensorwire")
+            places = {
+                str(name): ReadPlace(int(server), str(region), int(at))
+                for name, (server, region, at) in raw.pop("places").items()
+            }
+            states = tuple(str(each) for each in raw.pop("states"))
+            numbers = {name: int(raw.pop(name)) for name in ("store", "server", "servers")}
+            return StoreFacts(spec=str(raw.pop("spec")), states=states, places=places, **numbers)
+        except MALFORMED as error:
+            raise ValueError(f"a server tells nothing sensible of a store: {error!r}") from error
+
+    def layout(self) -> Layout:
+        """Where every tensor lies; ValueError if no store is like that."""
+        return Layout(Spec.from_json(self.spec.encode()))
+
+
+class AskKind(IntEnum):
+    """What a reader asks of a server."""
+
+    MAKE = 1  # hold a snapshot of a version, which is made when that is in place
+    FREE = 2
+
+
+class Ask(NamedTuple):
+    """A reader's request.
+
+    Attributes:
+        kind: of it.
+        store: its number.
+        version: of the snapshot.
+        whole: with the optimizer's state, else values alone.
+    """
+
+    kind: AskKind
+    store: int
+    version: int
+    whole: bool = False
+
+    def to_bytes(self) -> Bytes:
+        """As it is written."""
+        return np.frombuffer(_ASK.pack(*self), np.uint8)
+
+    @staticmethod
+    def from_bytes(data: Bytes) -> Ask:
+        """Copies it out of memory; ValueError if it is none."""
+        kind, store, version, whole = _ASK.unpack(data[: _ASK.size].tobytes())
+        return Ask(AskKind(kind), store, version, bool(whole))
+
+
+class Copied(NamedTuple):
+    """What a server answers when a snapshot is there.
+
+    Attributes:
+        model: the region with the server's bytes of the model file.
+        state: that with the state, whose head tells where what lies; "" if there is none.
+        pid, descriptor: the model's memory as `/proc/PID/fd/DESCRIPTOR` of the server's host.
+    """
+
+    model: str
+    state: str
+    pid: int
+    descriptor: int
+
+    def to_text(self) -> str:
+        """As it travels in an answer."""
+        return json.dumps(list(self))
+
+    @staticmethod
+    def from_text(text: str) -> Copied:
+        """Raises ValueError if it is none."""
+        try:
+            model, state, pid, descriptor = json.loads(text)
+            return Copied(str(model), str(state), int(pid), int(descriptor))
+        except MALFORMED as error:
+            raise ValueError(f"a server's answer makes no sense: {error!r}") from error
+
+
+def parts_of(shares: Sequence[Share], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Which server has which part of the layout's bytes [start, stop): (server, start, stop)."""
+    found = []
+    for server, share in enumerate(shares):
+        first, last = share.clip(start, stop)
+        if first < last:
+            found.append((server, first, last))
+    return found

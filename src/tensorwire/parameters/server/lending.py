@@ -1,0 +1,284 @@
+"""What a server lets readers see of a store: its memory as it is, and copies of whole versions.
+
+Readers look at a word before and after they read: it is odd while values are changed. A copy is
+made between two versions, by the door's thread while the store waits for commits, or else by the
+store's thread before it changes what shall be copied; it lies in memory of the door. Nothing here
+waits for a reader. docs/files.md has the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tensorwire.errors import ClosedError, UnavailableError
+from tensorwire.memory import Node, Region
+from tensorwire.memory.lent import LentRegion
+
+from ..messages import Bytes
+from ..model_file import held_bytes, model_file
+from ..reading import (
+    FIRST_VERSION,
+    MOST_LENT,
+    Ask,
+    Copied,
+    ReadPlace,
+    StoreFacts,
+    facts_name,
+    lent_name,
+    version_name,
+    word_of,
+)
+from ..regions import AVERAGE, ServerRegions
+from ..shard import ShardMemory
+from ..snapshot import Parts, Reply, RequestOutcome
+from .sealed import SealedMemory
+
+_MOST_AHEAD = 1 << 16  # versions that somebody may wait for
+
+Arrays = Mapping[str, Bytes]
+
+
+@dataclass
+class Copy:
+    """A version that is copied, or is to be, and who wants or holds it.
+
+    Attributes:
+        version, whole: of it; see `Ask`.
+        holders: who has asked for it, by what `Lending` was told.
+        regions: of the copy, that of the model last; empty until it is made.
+        told: what they are told; None until it is made, or where it cannot be.
+    """
+
+    version: int
+    whole: bool
+    holders: set[object] = field(default_factory=set)
+    regions: list[SealedMemory] = field(default_factory=list)
+    told: Reply | None = None
+
+
+class Lending:
+    """A store at the door of a server. One thread of the store's and that of the door.
+
+    Args:
+        node: of the door.
+        store: number of the store.
+        regions: of the store at this server.
+        memory: what is read and copied.
+        arrays: what a whole snapshot has besides values, by the names of its parts.
+        lent: the regions that can be read as they are, by the name of what is in them.
+        places: what is where in them, or at another server's door; empty: nothing is read as it is.
+        ring: wakes the door's thread.
+        threads: that copy.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        store: int,
+        regions: ServerRegions,
+        memory: ShardMemory,
+        arrays: Callable[[], Arrays],
+        lent: Mapping[str, Region],
+        places: Mapping[str, ReadPlace],
+        ring: Callable[[], None],
+        threads: int = 1,
+    ) -> None:
+        self._threads = threads
+        self._node, self.store, self._share = node, store, regions.share
+        self._first = regions.server == 0
+        self._memory, self._make_arrays, self._ring = memory, arrays, ring
+        self._lock = threading.Lock()  # values are not changed, and copies are not made
+        self._present, self._changing, self._closed = 0, True, False
+        self._copies: list[Copy] = []
+        self._numbers = 0
+        self._stack = contextlib.ExitStack()
+        word = node.allocate(64, name=version_name(store), access="r")
+        self._stack.callback(word.free)
+        self._word = word.word(0)
+        try:
+            for name, region in lent.items():
+                self._stack.callback(_lend(node, lent_name(store, name), region).free)
+        except UnavailableError:  # the memory of a job without shm cannot be seen by another Node
+            places = {}
+        spec = regions.share.layout.spec.to_json().decode()
+        server, servers = regions.server, regions.servers
+        states = (*memory.states, *(() if memory.average is None else (AVERAGE,)))
+        facts = StoreFacts(store, server, servers, spec, states, dict(places)).to_json()
+        told = node.allocate(8 + len(facts), name=facts_name(store), access="r")
+        self._stack.callback(told.free)
+        told.array()[8:] = bytearray(facts)
+        told.array()[:8].view("int64")[0] = len(facts)
+
+    # ---- the store's thread
+
+    def open(self, version: int, settled: bool) -> None:
+        """A version is in place; not `settled`: as far as a predecessor has not overwritten it."""
+        with self._lock:
+            self._present, self._changing = version, not settled
+            self._show(word_of(version, not settled))
+        self._ring()
+
+    def begin(self, version: int) -> None:
+        """Values are about to be changed to those of a version. What is still to be copied is."""
+        with self._lock:
+            for copy in self._due():
+                self._make(copy)
+            self._changing = True
+            self._show(word_of(version - 1, changing=True))
+
+    def done(self, version: int) -> None:
+        """They are those of the version."""
+        with self._lock:
+            self._present, self._changing = version, False
+            self._show(word_of(version))
+            waits = any(each.told is None for each in self._copies)
+        if waits:
+            self._ring()
+
+    def close(self) -> None:
+        """Nothing is read or copied any more, and what was lent comes back."""
+        self._closed = True
+        with self._lock:
+            for copy in self._copies:
+                self._discard(copy)
+            self._copies.clear()
+            self._stack.close()
+
+    # ---- the door's thread
+
+    def ask(self, holder: object, ask: Ask) -> Reply | None:
+        """Holds a snapshot for a reader.
+
+        Returns:
+            The answer; None if the version is not there yet: ask again.
+        """
+        copy = self._find(ask)
+        if copy is None:
+            if ask.version < self._next():
+                return Reply(RequestOutcome.PASSED, str(self._next()))
+            if ask.version > self._present + _MOST_AHEAD:
+                return Reply(RequestOutcome.REFUSED, f"version {ask.version} is far ahead")
+            if len(self._copies) >= MOST_LENT:
+                held = ", ".join(f"version {each.version}" for each in self._copies)
+                text = f"the job holds {MOST_LENT} snapshots for readers, the most: {held}"
+                return Reply(RequestOutcome.BUSY, text)
+            copy = Copy(ask.version, ask.whole)
+            with self._lock:
+                if self._closed:
+                    return Reply(RequestOutcome.REFUSED, "the job is over")
+                self._copies.append(copy)
+        copy.holders.add(holder)
+        with self._lock:
+            if copy in self._due():
+                self._make(copy)
+            if copy.told is None and copy.version < self._next():
+                # The store began the next version before it knew of the copy.
+                copy.told = Reply(RequestOutcome.PASSED, str(self._next()))
+        if copy.told is not None and copy.told.outcome != RequestOutcome.DONE:
+            told = copy.told
+            self.free(holder, ask)
+            return told
+        return copy.told
+
+    def free(self, holder: object, ask: Ask | None = None) -> None:
+        """A reader holds a snapshot no more; None: it holds none."""
+        for copy in list(self._copies):
+            if ask is None or (copy.version, copy.whole) == (ask.version, ask.whole):
+                copy.holders.discard(holder)
+                if not copy.holders:
+                    with self._lock:
+                        if copy in self._copies:
+                            self._copies.remove(copy)
+                            self._discard(copy)
+
+    def held(self) -> list[tuple[int, bool]]:
+        """The versions of which there are snapshots, and whether they are whole."""
+        return sorted((each.version, each.whole) for each in self._copies if each.regions)
+
+    def _next(self) -> int:
+        """The first version that can be copied from now on."""
+        return max(self._present + self._changing, FIRST_VERSION)
+
+    def _find(self, ask: Ask) -> Copy | None:
+        """The snapshot, if somebody has asked for it already."""
+        for copy in list(self._copies):
+            if (copy.version, copy.whole) == (ask.version, ask.whole):
+                return copy
+        return None
+
+    # ---- locked
+
+    def _due(self) -> Iterator[Copy]:
+        """What can be copied now, and not later."""
+        if self._changing or self._closed:
+            return iter(())
+        waiting = [c for c in self._copies if c.told is None and c.version == self._present]
+        return iter(waiting)
+
+    def _show(self, word: int) -> None:
+        with contextlib.suppress(ClosedError):  # the door was closed, and the job goes on
+            self._word.set(word)
+
+    def _make(self, copy: Copy) -> None:
+        self._numbers += 1
+        name = lent_name(self.store, f"snapshot/{copy.version}.{self._numbers}")
+        try:
+            state = self._copy_state(copy, f"{name}/state") if copy.whole else ""
+            self._copy_model(copy, f"{name}/model")
+            told = Copied(f"{name}/model", state, os.getpid(), copy.regions[-1].descriptor)
+            copy.told = Reply(RequestOutcome.DONE, told.to_text())
+        except ClosedError:
+            self._discard(copy)
+            copy.told = Reply(RequestOutcome.REFUSED, "the job is over")
+        except Exception as error:  # a reader's wish must not end the job
+            self._discard(copy)
+            copy.told = Reply(RequestOutcome.NO_MEMORY, f"a snapshot cannot be made: {error}")
+
+    def _copy_model(self, copy: Copy, name: str) -> None:
+        file = model_file(self._share.layout, self.store, copy.version)
+        size = max(held_bytes(file.held(self._share, self._first)), 1)
+        pieces = file.pieces(self._memory.master, self._share, self._first)
+        copy.regions.append(
+            SealedMemory(self._node, name, size, pieces, self._threads, self._check)
+        )
+
+    def _copy_state(self, copy: Copy, name: str) -> str:
+        arrays = self._make_arrays()
+        parts = Parts.of(copy.version, arrays)
+        head = np.zeros(Parts.head_bytes(), np.uint8)
+        parts.write_head(head)
+        pieces = [(0, head), *((parts.place(part).start, each) for part, each in arrays.items())]
+        size = parts.size_bytes
+        copy.regions.append(
+            SealedMemory(self._node, name, size, pieces, self._threads, self._check)
+        )
+        return name
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is freed")
+
+    def _discard(self, copy: Copy) -> None:
+        for region in copy.regions:
+            region.free()
+        copy.regions.clear()
+
+
+def _lend(node: Node, name: str, region: Region) -> LentRegion:
+    """Lets the door's peers read a region of the server; raises UnavailableError without shm."""
+    descriptor = region.descriptor()
+    try:
+        # One for reading alone, so that nobody who gets it can map it for writing.
+        reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)
+    try:
+        return node.lend(reading, name=name, size_bytes=region.size_bytes)
+    finally:
+        os.close(reading)
