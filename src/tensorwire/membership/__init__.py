@@ -24,6 +24,7 @@ from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
 from .server import ServerMember
 from .status import StatusRegion, read_status, reader_name
+from .takeovers import Takeovers
 from .worker import WorkerMember
 from .world import RANK, SLICES, World
 
@@ -51,6 +52,7 @@ __all__ = [
     "Start",
     "StatusRegion",
     "Takeover",
+    "Takeovers",
     "WorkerMember",
     "World",
     "called",

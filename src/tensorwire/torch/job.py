@@ -32,13 +32,14 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, checked_seed, generator_of
+from .loader import Loader, Shard, checked_seed, generator_of
 from .modes import check_slices, place_in, told_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
+from .worker_state import obstacle
 
 _current: Job | None = None
 
@@ -159,14 +160,11 @@ class Job:
     """What the workers of a job do together; made by `init`.
 
     Attributes:
-        rank: this worker, 0 to size - 1.
         size: number of workers.
         pipeline: how many workers share a model that is split; 1: each has all of it.
         replicas: copies of the model that train together: size / pipeline.
-        replica: the one that this worker is of.
         stage: which process of its replica this is.
         slices: parts of a step.
-        my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         session: how this worker reaches the others.
         local_replicas: for each distributed optimizer the copy of its model in this process; they
@@ -175,14 +173,11 @@ class Job:
 
     def __init__(self, world: World, seed: int, mode: Mode, given: Mapping[str, Any]) -> None:
         self.session = session = Session(world, seed, mode)
-        self.rank = session.rank
         self.size = session.size
         self.pipeline = session.pipeline
         self.replicas = session.replicas
-        self.replica = session.replica
         self.stage = session.stage
         self.slices = session.slices
-        self.my_slices = session.my_slices
         self.seed = session.seed
         self.statistics = session.statistics
         self.local_replicas: list[Replica] = []
@@ -204,6 +199,33 @@ class Job:
     def __repr__(self) -> str:
         replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
         return f"<Job worker {self.rank} of {self.size}, {self.slices} slices{replicas}>"
+
+    @property
+    def rank(self) -> int:
+        """This worker, 0 to size - 1.
+
+        Where another worker's slices are taken over, with the rank of it if that is lower.
+        """
+        return self.session.rank
+
+    @property
+    def replica(self) -> int:
+        """The replica that this worker is of; as `rank`."""
+        return self.session.replica
+
+    @property
+    def my_slices(self) -> Sequence[int]:
+        """The slices that this worker, with its replica, computes in turn."""
+        return self.session.my_slices
+
+    @property
+    def step_complete(self) -> bool:
+        """The last `step()` has made a version: this worker has computed all its slices of it.
+
+        Where a worker has several slices, or takes over those of one that was killed, what belongs
+        to a step is done `if job.step_complete:`, as that of a scheduler for each batch.
+        """
+        return not any(replica.reducer.turn for replica in self.local_replicas)
 
     @property
     def epoch(self) -> int:
@@ -333,6 +355,8 @@ class Job:
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
+        if self.session.taking is not None:
+            return Shard(dataset, self.session)
         return Subset(dataset, range(self.replica, len(dataset), self.replicas))
 
     def generator(
@@ -369,6 +393,11 @@ class Job:
                 session.epoch = epoch
                 session.position.begin_epoch(epoch)
                 self.session.done = epoch + 1
+                if session.taking is not None:
+                    session.taking.check("the next epoch")
+                    session.taking.offer(obstacle(session, self.local_replicas))
+                if progress is None and self.rank == 0:  # since another worker was killed
+                    progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
                 if rejoin is not None and (where := rejoin.begin_epoch()) is not None:
                     session.position.load(where)
@@ -519,6 +548,8 @@ class Job:
         Raises:
             OSError, ...: one could not be written, see `save`; the job was left nevertheless.
         """
+        if self.session.taking is not None and not self.closed:
+            self.session.taking.check("close()")
         self._leave(goodbye=True)
 
     def _leave(
@@ -570,6 +601,13 @@ class Job:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
         error, interactive = ending_error(), is_interactive()
+        try:
+            if error is None and self.session.taking is not None and not self.closed:
+                self.session.taking.check("the end of the script")
+        except RuntimeError as left:
+            print(f"tensorwire: {left}", file=sys.stderr, flush=True)
+            self._leave(False, private=False, error=left, tell=False)
+            end_with_error()
         try:
             self._leave(error is None, private=False, error=error, tell=not interactive)
         except Exception as failed:

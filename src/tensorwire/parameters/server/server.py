@@ -164,6 +164,13 @@ class Server:
                 return True
             wants = next((r for r, w in enumerate(words) if value <= w < GOODBYE), None)
             left = next((rank for rank, word in enumerate(words) if word >= GOODBYE), None)
+            if wants is not None and left is not None and self.member.is_taken(left):
+                owner = self.member.owner(left)
+                raise DisagreementError(
+                    f"worker {left} was killed and worker {owner} computes its slices, so that no "
+                    "optimizer can be made or get other groups any more: make all of them before "
+                    "job.epochs, or run the job without --no-restart-workers"
+                )
             if wants is not None and left is not None:
                 raise DisagreementError(f"worker {left} has left while others make an optimizer")
             rank = next(rank for rank, word in enumerate(words) if word < value)

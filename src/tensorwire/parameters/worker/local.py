@@ -106,6 +106,15 @@ class LocalStore:
                 at += each.nbytes
         self._commits[slice_index] = commit
 
+    def missing(self) -> Sequence[int]:
+        return range(len(self._memory))
+
+    def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
+        return ()
+
+    def last_commit(self, slice_index: int) -> Commit:
+        return self._commits[slice_index]
+
     def is_committed(self, slice_index: int) -> bool:
         return False
 

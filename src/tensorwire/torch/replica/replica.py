@@ -118,7 +118,7 @@ class Replica:
         if index is not None:
             self.ownership = Pipelined(model, optimizer, session, index)
         self.same_batches = SameBatches(session)
-        self._same_hyper = SameHyper(len(session.my_slices))
+        self._same_hyper = SameHyper(len(session.my_slices) > 1 or session.taking is not None)
         self._edit_memory = EditMemory()
         self._editing = False
         self._open(self._plan())
@@ -262,19 +262,32 @@ class Replica:
 
     def _publish_part(self, part: range, edited: bool = False) -> None:
         session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
-        if session.replica == 0:
+        slices = self.store.missing()
+        if 0 in slices:
             sends = [i for i in self._sends if i in part]
             kept = [(i, flat_bytes(self.parameters[i].detach())) for i in sends]
             buffers = [(i, data) for i, data in self.buffers.values() if i in part]
             for index, data in (*kept, *buffers):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
-                    self.store.push(session.my_slices[0], index, data)
+                    self.store.push(0, index, data)
                     present[index] = PUSHED
-        for slice_index in session.my_slices:
+        for slice_index in slices:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
+        self.store.due(self._publish_nothing)
         self.store.wait()
+
+    def _publish_nothing(self, slice_index: int) -> None:
+        """For a worker that was killed."""
+        if slice_index == 0:
+            raise RuntimeError(
+                "worker 0 was killed inside edit(), load() or another call in which its values "
+                "become everybody's, and nobody else has them. The job can go on from its last "
+                "checkpoint: job.load"
+            )
+        nothing = bytes(len(self.store.layout.spec.tensors))
+        self._commit(slice_index, PUBLISH, 0, 1.0, (nothing, ()))
 
     def adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""
@@ -359,6 +372,10 @@ class Replica:
             flags |= WANT_NORM  # the average is kept, for worker 0 to read
         self.was_scaled = self.was_scaled or scale is not None
         slice_index = reducer.slice_index
+        if reducer.reduced:
+            reducer.reduced = False
+            return
+        self._begin_commit()
         if reducer.sealed:
             flags |= REDUCED
             self._check_scale(self._scaled if scale is None else scale)
@@ -378,9 +395,13 @@ class Replica:
             reducer.check_repeated()
         self._hold()
         self.buffers.push(self.store, slice_index)
-        self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
-        complete = reducer.slice_committed()
-        self.buffers.after_slice(reducer.turn or len(self.session.my_slices))
+        weight = reducer.samples.weight()
+        self._commit(slice_index, APPLY, flags, weight, present)
+        if self.session.taking is None:
+            complete = reducer.slice_committed()
+            self.buffers.after_slice(reducer.turn or len(self.session.my_slices))
+        else:
+            complete = self._is_complete(weight, flags)
         if not complete:
             statistics.exposed_s += time.perf_counter() - started
             return
@@ -402,6 +423,53 @@ class Replica:
             self.same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result, repeated)
+
+    # ---- where slices of workers that were killed are taken over
+
+    def _begin_commit(self) -> None:
+        """A slice is about to be committed, by APPLY or REDUCE."""
+        if self.session.taking is not None:
+            self.session.taking.begin_commit(self, self.session.batches)
+
+    def _is_complete(self, weight: float, flags: int) -> bool:
+        """A slice of the step is committed; waits for the version, unless others are due first."""
+        if self.reducer.sealed:
+            self.store.due(lambda slice_index: self._commit_reduced(slice_index, flags))
+            self._next_slice((), weight)
+            return True
+        due = self.store.due()
+        self._next_slice(due, weight)
+        return not due
+
+    def _next_slice(self, due: Sequence[int], weight: float) -> None:
+        """A slice was committed, and its gradients and buffers are not this process's any more."""
+        assert self.session.taking is not None
+        self.reducer.slice_committed()
+        self.session.taking.committed(due, weight)
+        if due:
+            self.buffers.begin_again()
+            self.reducer.leave_slots()
+        else:
+            self.reducer.turn = 0
+
+    def _commit_reduced(self, slice_index: int, flags: int) -> None:
+        """The gradients of another slice are in the average already."""
+        if slice_index == 0 and self._averages is not None:
+            spoiled = bool(flags & CHECK_FINITE) and not math.isfinite(self.last_norm)
+            self.reducer.push_edited(self._averages, spoiled)
+        last = self.store.last_commit(slice_index)
+        self._commit(slice_index, APPLY, flags, last.weight, (last.present, tuple(last.blocks)))
+
+    def _reduced_somewhere(self) -> set[int]:
+        """The tensors for which a worker has a gradient that is averaged."""
+        everywhere = self.store.layout.trained
+        if self.session.taking is None:
+            have = self.session.sum([float(self._reduced_present[0][i]) for i in everywhere])
+            return {i for i, workers in zip(everywhere, have, strict=True) if workers}
+        commits = [self.store.last_commit(i) for i in range(self.session.slices)]
+        found = {i for i in everywhere if any(each.present[i] for each in commits)}
+        self.session.barrier()  # all have read the average: what is edited may take its place
+        return found
 
     def _hold(self, edits: bool = False) -> None:
         """This optimizer is about to change parameters; see `Held`. An edit may be anywhere."""
@@ -426,7 +494,8 @@ class Replica:
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
         check_averages(self.session.mode)
-        if len(self.session.my_slices) > 1:
+        taking = self.session.taking
+        if len(self.session.my_slices) > 1 and taking is None:
             raise RuntimeError(
                 "synchronize() and clip_grad_norm_() need one slice per worker, here are "
                 f"{len(self.session.my_slices)}; use max_norm="
@@ -435,12 +504,22 @@ class Replica:
         if reducer.sealed:
             self._check_scale(scale)
             return self.last_norm
+        if reducer.reduced:
+            return math.nan
         self._residency.guard.check()
+        self._begin_commit()
         self._scaled = scale
-        present = self._take()
+        present, weight = self._take(), reducer.samples.weight()
         if not self.store.is_committed(reducer.slice_index):
             reducer.check_repeated()
-        self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
+        if taking is not None:  # now: who goes on for this worker does not have them
+            self._check_hyper()
+            self.buffers.push(self.store, reducer.slice_index)
+        self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
+        if taking is not None and (due := self.store.due()):
+            self._next_slice(due, weight)
+            reducer.reduced = True
+            return math.nan
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
@@ -462,13 +541,13 @@ class Replica:
                 "tw.clip_grad_norm_, for loss scaling scaler.step without unscale_"
             )
         self.reduce(scale)
+        if self.reducer.reduced:
+            return  # no averages so far
         self.reducer.check_all_unchanged()
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
-        everywhere = self.store.layout.trained
-        have = self.session.sum([float(self._reduced_present[0][i]) for i in everywhere])
-        somewhere = {i for i, workers in zip(everywhere, have, strict=True) if workers}
+        somewhere = self._reduced_somewhere()
         for i in self.trained:
             if i not in somewhere:
                 continue  # no worker has a gradient for it
@@ -477,7 +556,7 @@ class Replica:
                 parameter.grad = torch.empty_like(parameter)
             average = data[self.store.own.place(i)]
             parameter.grad.copy_(tensor_at(average, parameter))
-            if self.session.replica == 0:  # whose gradients count
+            if self.session.replica == 0 or self.session.taking is not None:  # which may count
                 self._averages[i] = (parameter.grad, average)
         self.reducer.forget()
 
