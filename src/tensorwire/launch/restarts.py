@@ -216,7 +216,6 @@ class Restarts:
         keeper = self._members["worker", process.index].keeper
         if (given := self._takeovers.pass_on(process.index, living)) is None:
             return None
-        failpoint("slices.passed")
         told = f"worker {given[0]} computes its slices from now on (takeover {given[1]})"
         if keeper.saving:
             told += f"; the checkpoint that it was writing, {keeper.saving}, may not be there"

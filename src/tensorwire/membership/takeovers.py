@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tensorwire.errors import TensorwireError
+from tensorwire.failpoints import failpoint
 
 from .descriptor_store import DescriptorStore
 from .identity import taken_by
@@ -57,6 +58,7 @@ class Takeovers:
                 self._told.append(lost)
                 for rank in lost:
                     tell(rank, taken_by(self._place.rank, number))
+                failpoint("owner.told")
                 self._store.tell({"took": number})
 
     def adopt(self) -> bool:
@@ -67,6 +69,8 @@ class Takeovers:
                 if rank not in self.ranks:
                     self.ranks, came = (*self.ranks, rank), True
                     self.slices = (*self.slices, *self._place.slices_of(rank))
+        if came:
+            failpoint("slices.adopted")
         return came
 
     def offer(self, against: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import NoteKind, WorkerMember
 from tensorwire.memory import Region
 from tensorwire.transitions import COMMIT, REJOIN, RESULT
@@ -100,7 +101,8 @@ class RemoteStore:
             {
                 "gradients.sent": RemoteStore._send_rest,
                 "commit.noted": RemoteStore._note_commit,
-                "commit.sent": RemoteStore._send,
+                "commit.begun": RemoteStore._send_first,
+                "commit.sent": RemoteStore._send_others,
             },
             durable,
         )
@@ -244,8 +246,11 @@ class RemoteStore:
         text = sending.data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
         self._history.note(NoteKind.COMMIT, text, self._number, commit.version, slice_index)
 
-    def _send(self, sending: _Sending) -> None:
-        for link in self._links:
+    def _send_first(self, sending: _Sending) -> None:
+        self._links[0].commit(sending.slice_index, sending.commit, sending.data)
+
+    def _send_others(self, sending: _Sending) -> None:
+        for link in self._links[1:]:
             link.commit(sending.slice_index, sending.commit, sending.data)
 
     def _noted_commit(self, noted: bytes) -> Commit:
@@ -276,6 +281,7 @@ class RemoteStore:
                 found.append(index)
             elif not all(have):
                 self._commit_again(index, self._links[have.index(True)].read_commit(index))
+                failpoint("commit.forwarded")
         return found
 
     def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:

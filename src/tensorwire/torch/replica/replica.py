@@ -520,6 +520,8 @@ class Replica:
             self._next_slice(due, weight)
             reducer.reduced = True
             return math.nan
+        if taking is not None:
+            taking.due = ()
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
