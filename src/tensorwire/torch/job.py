@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import multiprocessing.util
 import os
 import sys
@@ -32,7 +31,8 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, Shard, checked_seed, generator_of
+from .loader import Loader, checked_seed, generator_of, shard_of
+from .means import mean_of
 from .modes import check_slices, place_in, told_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
@@ -295,24 +295,7 @@ class Job:
         Returns:
             float; a float64 tensor of the same shape; or a dict of these.
         """
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"a weight is a number from 0 up, not {weight!r}")
-        if value is None:
-            value, weight = 0.0, 0.0
-        items = value if isinstance(value, Mapping) else {"": value}
-        tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
-        flat = [float(weight)]
-        for tensor in tensors.values():
-            flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
-        total = self.sum(flat)
-        if total[0] == 0:
-            raise ValueError("mean() of workers whose weights are all 0")
-        result, at = {}, 1
-        for key, tensor in tensors.items():
-            part = torch.tensor(total[at : at + tensor.numel()], dtype=torch.float64) / total[0]
-            at += tensor.numel()
-            result[key] = part.reshape(tensor.shape) if tensor.dim() else float(part)
-        return result if isinstance(value, Mapping) else result[""]
+        return mean_of(self.sum, value, weight)
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -355,9 +338,7 @@ class Job:
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
-        if self.session.taking is not None:
-            return Shard(dataset, self.session)
-        return Subset(dataset, range(self.replica, len(dataset), self.replicas))
+        return shard_of(dataset, self.session)
 
     def generator(
         self, step: int, slice_index: int | None = None, *, epoch: int | None = None
@@ -394,8 +375,7 @@ class Job:
                 session.position.begin_epoch(epoch)
                 self.session.done = epoch + 1
                 if session.taking is not None:
-                    session.taking.check("the next epoch")
-                    session.taking.offer(obstacle(session, self.local_replicas))
+                    session.taking.begin_epoch(obstacle(session, self.local_replicas))
                 if progress is None and self.rank == 0:  # since another worker was killed
                     progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
@@ -548,8 +528,8 @@ class Job:
         Raises:
             OSError, ...: one could not be written, see `save`; the job was left nevertheless.
         """
-        if self.session.taking is not None and not self.closed:
-            self.session.taking.check("close()")
+        if not self.closed:
+            self.session.check_due("close()")
         self._leave(goodbye=True)
 
     def _leave(
@@ -601,17 +581,14 @@ class Job:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
         error, interactive = ending_error(), is_interactive()
-        try:
-            if error is None and self.session.taking is not None and not self.closed:
-                self.session.taking.check("the end of the script")
-        except RuntimeError as left:
-            print(f"tensorwire: {left}", file=sys.stderr, flush=True)
-            self._leave(False, private=False, error=left, tell=False)
-            end_with_error()
+        due = None if error or self.closed else self.session.left_due()
+        error = error or due
         try:
             self._leave(error is None, private=False, error=error, tell=not interactive)
         except Exception as failed:
             tell_of_failed_write(failed)
+            end_with_error()
+        if due is not None:
             end_with_error()
 
     def __enter__(self) -> Job:

@@ -121,6 +121,14 @@ class Shard(Subset[Any]):
         """Set by the class above; it is a function of the session."""
 
 
+def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
+    """See `Job.shard`."""
+    if session.taking is not None:
+        return Shard(dataset, session)
+    size = len(dataset)  # type: ignore[arg-type]
+    return Subset(dataset, range(session.replica, size, session.replicas))
+
+
 class _Batch(list[int]):
     """Indices of samples, and the seed of what is random in reading them."""
 
@@ -249,8 +257,7 @@ class Loader:
             return seed_of(session.seed, epoch, step, index, 1 + session.stage)
 
         trains = torch.is_grad_enabled()
-        if session.taking is not None:
-            session.taking.check("a new pass of a loader")
+        session.check_due("a new pass of a loader")
         if session.taking is None or not trains:
             batches = [batch(*each) for each in self._mine()]
             seeds = [seed(*each) for each in self._mine()]

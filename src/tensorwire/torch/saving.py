@@ -184,8 +184,8 @@ class Saving:
         there = [rank for rank, each in enumerate(told) if any(each)]  # the others were killed
         if others := [rank for rank in there if told[rank] != told[there[0]]]:
             raise RuntimeError(
-                f"worker {others[0]} has loaded another checkpoint than worker {there[0]}: {name} was "
-                "written while it was read. Call job.barrier() between save and load"
+                f"worker {others[0]} has loaded another checkpoint than worker {there[0]}: {name} "
+                "was written while it was read. Call job.barrier() between save and load"
             )
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -179,6 +180,23 @@ class Session:
         """A worker that was killed has committed a slice for the next version of a store."""
         return any(slice_index not in store.missing() for store in self._stores)
 
+    def check_due(self, what: str) -> None:
+        """Raises RuntimeError while a batch of a dead worker's slice is due; see `Taking`."""
+        if self.taking is not None:
+            self.taking.check(what)
+
+    def left_due(self) -> RuntimeError | None:
+        """The error of a script that ends while a batch is due, which is printed; None: it is not.
+
+        At the end of a process nobody sees what is raised.
+        """
+        try:
+            self.check_due("the script ends")
+        except RuntimeError as due:
+            print(f"tensorwire: {due}", file=sys.stderr, flush=True)
+            return due
+        return None
+
     def present_batch(self) -> tuple[int, int] | None:
         """Number and samples of the batch that is worked on; None if no loader gave one."""
         left = self._left if self._left[0] > self._used else None
@@ -306,8 +324,7 @@ class Session:
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
         if self.rejoin is not None:
             self.rejoin.find_load()
-        if self.taking is not None:
-            self.taking.check("sum(), mean(), barrier() or another call of all workers")
+        self.check_due("sum(), mean(), barrier() or another call of all workers")
         try:
             return self._answered(ask(given))
         except TensorwireError as error:

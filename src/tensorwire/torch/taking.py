@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from tensorwire.membership import Takeovers
-
-if TYPE_CHECKING:
-    from .replica.replica import Replica
 
 
 class Taking:
@@ -39,7 +35,7 @@ class Taking:
         self.present: int | None = None
         self._given_at = 0  # after so many commits
         self._reason = ""
-        self._stepped: tuple[int, Replica | None] = -1, None  # with which batch, and what
+        self._stepped: tuple[int, object] = -1, None  # with which batch, and what
 
     @property
     def slice_index(self) -> int:
@@ -55,7 +51,7 @@ class Taking:
         """The loader gives a batch of a slice."""
         self.present, self._given_at = slice_index, self.commits
 
-    def begin_commit(self, replica: Replica, batches: int) -> None:
+    def begin_commit(self, replica: object, batches: int) -> None:
         """A slice is about to be committed, when so many batches were given.
 
         Raises:
@@ -92,8 +88,13 @@ class Taking:
                 "belongs to a whole step 'if job.step_complete:', and leave the loop only then"
             )
 
-    def offer(self, against: str = "") -> None:
-        """From now on others could take over the slices of this worker, or not for a reason."""
+    def begin_epoch(self, against: str) -> None:
+        """From now on others could take over the slices of this worker, or not for a reason.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        self.check("the next epoch")
         if against:
             self.refuse(against)
         else:

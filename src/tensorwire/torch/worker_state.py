@@ -155,7 +155,7 @@ def obstacle(session: Session, replicas: Sequence[Replica]) -> str:
     """Why no worker could take over the slices of another one; "" if one could."""
     if session.pipeline > 1:
         return "its model is split over several workers"
-    if (path := next((each.store.path for each in replicas if each.store.path != "shm"), "")):
+    if path := next((each.store.path for each in replicas if each.store.path != "shm"), ""):
         return f"servers are reached by {path}, and only shared memory outlives a process"
     for replica in replicas:
         if replica.arithmetic.by_worker:

@@ -183,9 +183,7 @@ class Link:
     def read_commit(self, slice_index: int) -> Commit:
         """The last commit of a slice, whoever has made it; where memory is shared."""
         spec = self.share.layout.spec
-        return self._answers.attempt(
-            self.peer, lambda: self._sender(slice_index).read_commit(spec)
-        )
+        return self._answers.attempt(self.peer, lambda: self._sender(slice_index).read_commit(spec))
 
     def flush(self) -> None:
         """Sends what was pushed of any slice and not yet sent."""

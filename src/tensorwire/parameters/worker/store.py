@@ -289,10 +289,10 @@ class RemoteStore:
             return ()
         while True:
             missing = self.missing()
-            for index in missing if again is not None else ():
-                again(index)
             if missing and again is None:
                 return missing
+            for index in missing if again is not None else ():
+                again(index)
             if self._answers.is_reached(self.version + 1, _LOOK_S):
                 return ()
 

@@ -50,6 +50,7 @@ from .reducer import Found, GradientState, Reducer
 from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .same_hyper import SameHyper
+from .taken_slices import TakenSlices
 from .worker_steps import WorkerSteps
 
 
@@ -184,6 +185,7 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
+        self._taken = TakenSlices(session, self.store, self.reducer, self.buffers)
         self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
@@ -261,7 +263,7 @@ class Replica:
         self.adopt()
 
     def _publish_part(self, part: range, edited: bool = False) -> None:
-        session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
+        present = bytearray(len(self.store.layout.spec.tensors))
         slices = self.store.missing()
         if 0 in slices:
             sends = [i for i in self._sends if i in part]
@@ -275,19 +277,8 @@ class Replica:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
-        self.store.due(self._publish_nothing)
+        self.store.due(self._taken.publish_nothing(self._commit))
         self.store.wait()
-
-    def _publish_nothing(self, slice_index: int) -> None:
-        """For a worker that was killed."""
-        if slice_index == 0:
-            raise RuntimeError(
-                "worker 0 was killed inside edit(), load() or another call in which its values "
-                "become everybody's, and nobody else has them. The job can go on from its last "
-                "checkpoint: job.load"
-            )
-        nothing = bytes(len(self.store.layout.spec.tensors))
-        self._commit(slice_index, PUBLISH, 0, 1.0, (nothing, ()))
 
     def adopt(self) -> None:
         """Lets parameters and buffers be what the store has."""
@@ -359,12 +350,7 @@ class Replica:
         reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
         self._residency.guard.check()
-        if self.arithmetic.keeps_other_state():
-            raise RuntimeError(
-                "momentum, amsgrad or another option that decides what servers keep was changed "
-                "after DistributedOptimizer was made, or an attribute of the optimizer; set it (or "
-                'make the scheduler) before, or use apply="worker"'
-            )
+        self.arithmetic.check_state()
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
         flags = CHECK_FINITE if check_finite else 0
@@ -375,16 +361,15 @@ class Replica:
         if reducer.reduced:
             reducer.reduced = False
             return
-        self._begin_commit()
+        self._taken.begin(self)
         if reducer.sealed:
             flags |= REDUCED
             self._check_scale(self._scaled if scale is None else scale)
             if self._averages is None:
                 reducer.check_all_unchanged()
             elif self.session.replica == 0:
-                reducer.push_edited(
-                    self._averages, check_finite and not math.isfinite(self.last_norm)
-                )
+                spoiled = check_finite and not math.isfinite(self.last_norm)
+                reducer.push_edited(self._averages, spoiled)
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
@@ -397,12 +382,8 @@ class Replica:
         self.buffers.push(self.store, slice_index)
         weight = reducer.samples.weight()
         self._commit(slice_index, APPLY, flags, weight, present)
-        if self.session.taking is None:
-            complete = reducer.slice_committed()
-            self.buffers.after_slice(reducer.turn or len(self.session.my_slices))
-        else:
-            complete = self._is_complete(weight, flags)
-        if not complete:
+        spoiled = check_finite and not math.isfinite(self.last_norm)
+        if not self._taken.is_complete(weight, flags, self._averages, spoiled, self._commit):
             statistics.exposed_s += time.perf_counter() - started
             return
         result = self.store.wait()
@@ -423,53 +404,6 @@ class Replica:
             self.same_batches.stepped()
         reducer.stepped()
         self.session.stepped(result, repeated)
-
-    # ---- where slices of workers that were killed are taken over
-
-    def _begin_commit(self) -> None:
-        """A slice is about to be committed, by APPLY or REDUCE."""
-        if self.session.taking is not None:
-            self.session.taking.begin_commit(self, self.session.batches)
-
-    def _is_complete(self, weight: float, flags: int) -> bool:
-        """A slice of the step is committed; waits for the version, unless others are due first."""
-        if self.reducer.sealed:
-            self.store.due(lambda slice_index: self._commit_reduced(slice_index, flags))
-            self._next_slice((), weight)
-            return True
-        due = self.store.due()
-        self._next_slice(due, weight)
-        return not due
-
-    def _next_slice(self, due: Sequence[int], weight: float) -> None:
-        """A slice was committed, and its gradients and buffers are not this process's any more."""
-        assert self.session.taking is not None
-        self.reducer.slice_committed()
-        self.session.taking.committed(due, weight)
-        if due:
-            self.buffers.begin_again()
-            self.reducer.leave_slots()
-        else:
-            self.reducer.turn = 0
-
-    def _commit_reduced(self, slice_index: int, flags: int) -> None:
-        """The gradients of another slice are in the average already."""
-        if slice_index == 0 and self._averages is not None:
-            spoiled = bool(flags & CHECK_FINITE) and not math.isfinite(self.last_norm)
-            self.reducer.push_edited(self._averages, spoiled)
-        last = self.store.last_commit(slice_index)
-        self._commit(slice_index, APPLY, flags, last.weight, (last.present, tuple(last.blocks)))
-
-    def _reduced_somewhere(self) -> set[int]:
-        """The tensors for which a worker has a gradient that is averaged."""
-        everywhere = self.store.layout.trained
-        if self.session.taking is None:
-            have = self.session.sum([float(self._reduced_present[0][i]) for i in everywhere])
-            return {i for i, workers in zip(everywhere, have, strict=True) if workers}
-        commits = [self.store.last_commit(i) for i in range(self.session.slices)]
-        found = {i for i in everywhere if any(each.present[i] for each in commits)}
-        self.session.barrier()  # all have read the average: what is edited may take its place
-        return found
 
     def _hold(self, edits: bool = False) -> None:
         """This optimizer is about to change parameters; see `Held`. An edit may be anywhere."""
@@ -493,13 +427,8 @@ class Replica:
 
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
-        check_averages(self.session.mode)
         taking = self.session.taking
-        if len(self.session.my_slices) > 1 and taking is None:
-            raise RuntimeError(
-                "synchronize() and clip_grad_norm_() need one slice per worker, here are "
-                f"{len(self.session.my_slices)}; use max_norm="
-            )
+        check_averages(self.session.mode, 1 if taking else len(self.session.my_slices))
         reducer = self.reducer
         if reducer.sealed:
             self._check_scale(scale)
@@ -507,7 +436,7 @@ class Replica:
         if reducer.reduced:
             return math.nan
         self._residency.guard.check()
-        self._begin_commit()
+        self._taken.begin(self)
         self._scaled = scale
         present, weight = self._take(), reducer.samples.weight()
         if not self.store.is_committed(reducer.slice_index):
@@ -516,12 +445,8 @@ class Replica:
             self._check_hyper()
             self.buffers.push(self.store, reducer.slice_index)
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
-        if taking is not None and (due := self.store.due()):
-            self._next_slice(due, weight)
-            reducer.reduced = True
+        if taking is not None and not self._taken.is_reduced(weight):
             return math.nan
-        if taking is not None:
-            taking.due = ()
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
@@ -549,7 +474,7 @@ class Replica:
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
-        somewhere = self._reduced_somewhere()
+        somewhere = self._taken.in_average(self._reduced_present[0])
         for i in self.trained:
             if i not in somewhere:
                 continue  # no worker has a gradient for it
@@ -613,18 +538,12 @@ class Replica:
         if self._editing:
             raise RuntimeError("ema_weights() inside edit() or ema_weights(): leave it first")
         self._residency.guard.check()
-        self._residency.begin_edit(self._edit_memory)
         self._editing = True
         try:
-            with torch.no_grad():
-                for i, average in self.state.averages().items():
-                    if i in self._residency.parameters:
-                        self.parameters[i].copy_(average)
+            with self._residency.averaged(self._edit_memory, self.state.averages()):
                 yield
         finally:
             self._editing = False
-            self._residency.adopt()
-            self._residency.guard.remember()
 
     def _check_open(self) -> None:
         if self.closed:
