@@ -283,7 +283,7 @@ class ServerMember:
             return {"rank": rank, "state": "expected"}
         state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
         if self.is_taken(rank):
-            state = f"killed; worker {self.owner(rank)} has its slices"
+            return {"rank": rank, "state": "taken", "pid": peer.pid, "by": self.owner(rank)}
         about = {"pid": peer.pid, "address": peer.address, "transport": peer.path.transport}
         return {"rank": rank, "state": state, **about}
 

@@ -291,8 +291,9 @@ class RemoteStore:
             missing = self.missing()
             if missing and again is None:
                 return missing
-            for index in missing if again is not None else ():
-                again(index)
+            if again is not None:
+                for index in missing:
+                    again(index)
             if self._answers.is_reached(self.version + 1, _LOOK_S):
                 return ()
 
