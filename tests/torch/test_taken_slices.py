@@ -163,3 +163,138 @@ def test_every_place_is_tried() -> None:
     noted |= {"commit.repeated", "version.reached"}
     assert tried | noted == set(rows_of("worker"))
     assert {row.name for row in TAKING.rows} <= tried
+
+
+LOOP = """
+import hashlib, os, signal, torch, torch.nn.functional as F, tensorwire.torch as tw
+from torch import nn
+
+job = tw.init(seed=3)
+torch.manual_seed(0)
+own_rank = job.rank
+
+def die(rank):
+    if own_rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+model = nn.Linear(20, 5)
+opt = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+x = torch.randn(160, 20, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x[:, :5].argmax(1))
+loader = job.loader(data, 8, shuffle=True)
+{before}
+for epoch in job.epochs(2):
+    for number, (a, b) in enumerate(loader):
+        opt.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        {inside}
+        if epoch == 1 and number == 3:
+            {here}
+        opt.step()
+        {after}
+    {behind}
+print("digest", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
+"""
+PARTS = {"before": "", "inside": "", "here": "die(1)", "after": "", "behind": ""}
+SECOND = (
+    "second = nn.Linear(20, 5); "
+    "other = tw.DistributedOptimizer(torch.optim.SGD(second.parameters(), 0.1), second)"
+)
+
+# What a script does, the exit code, and what is said.
+REFUSED = {
+    "a scheduler for each batch": (
+        {
+            "before": "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)",
+            "after": "scheduler.step()",
+        },
+        1,
+        "Step a scheduler once per epoch, or after the last slice of a step: 'if job.step_compl",
+    ),
+    "a loop that is left while a batch is due": (
+        {"after": "if (epoch, number) == (1, 3): break"},
+        1,
+        "the script ends while slice 1 of this step is due",
+    ),
+    "a sum while a batch is due": (
+        {"after": "job.barrier()"},
+        1,
+        "barrier() or another call of all workers while slice 1 of this step is due",
+    ),
+    "several optimizers in a batch": (
+        {
+            "before": SECOND,
+            "after": "other.zero_grad(); second(a).square().mean().backward(); other.step()",
+        },
+        137,
+        "takes over its slices: several optimizers make steps with one batch",
+    ),
+    "gradients of a part of the batches": (
+        {"inside": "if number % 2 == 0: opt.zero_grad(); continue"},
+        1,
+        "the last step was made of 8 samples, and the batches since the step before have 16",
+    ),
+    "batches of another loader": (
+        {"before": "loader = list(torch.utils.data.DataLoader(data, 8))"},
+        137,
+        "takes over its slices: it makes steps with batches that no job.loader has given",
+    ),
+    "a worker that dies before the epochs": (
+        {"before": "die(1)"},
+        137,
+        "no other worker takes over its slices: it had not come to job.epochs",
+    ),
+    "worker 0 in an edit": (
+        {"here": "pass", "behind": "with tw.edit(model): die(0)"},
+        1,
+        "worker 0 was killed inside edit(), load() or another call in which its values become",
+    ),
+    "an optimizer that is made afterwards": (
+        {"behind": SECOND},
+        1,
+        "no optimizer can be made or get other groups any more",
+    ),
+    "workers that die one after the other": (
+        {"after": "die(0) if (epoch, number) == (1, 5) else None"},
+        137,
+        "was killed by SIGKILL and no worker is left to go on for it",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_taken_over(tmp_path: Path, what: str) -> None:
+    parts, code, text = REFUSED[what]
+    script = LOOP.format(**{**PARTS, **parts})
+    _, said = run(tmp_path / "job", script, "", options="--workers 2 --servers 1", code=code)
+    assert text in said, said
+
+
+@pytest.mark.slow
+def test_tables_and_slices(tmp_path: Path) -> None:
+    """Several slices per worker, sparse gradients, and steps of batches that the script counts."""
+    table = "model = nn.EmbeddingBag(20, 5, sparse=True)"
+    inside = "if number % 2 == 0: continue"
+    script = LOOP.replace("model = nn.Linear(20, 5)", table).replace("0.1)", "0.1), max_norm=1.0")
+    script = script.replace("0.1), max_norm=1.0, model)", "0.1), model, max_norm=1.0)")
+    script = script.replace("model(a)", "model(a.abs().argsort(1)[:, :4])")
+    script = script.replace("opt.zero_grad()", "opt.zero_grad() if number % 2 == 0 else None")
+    options = "--workers 2 --servers 2 --slices 4"
+    parts = {**PARTS, "inside": inside}
+    whole, _ = run(tmp_path / "a", script.format(**{**parts, "here": "pass"}), "", options=options)
+    assert len(whole) == 1
+    digests, said = run(tmp_path / "b", script.format(**parts), "", options=options)
+    assert "worker 0 computes its slices from now on" in said
+    assert digests == whole
+
+
+def test_only_a_durable_job(tmp_path: Path) -> None:
+    for options, text in (
+        ("--workers 2 --no-durable", "leave it out"),
+        ("--workers 2 --transports tcp", "add shm"),
+        ("--workers 1", "start several, or let it be restarted"),
+    ):
+        _, said = run(tmp_path / options, "", "", options=options, code=2)
+        assert "no worker can take over the slices" in said
+        assert text in " ".join(said.replace("│", "").split())
