@@ -230,6 +230,8 @@ class Restarts:
     def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
         member = self._member_of(process)
+        if self._is_passed_on(process) and member is not None and member.keeper.offer != "":
+            return False  # the job would end
         return process.kind == "standby" or (member is not None and member.keeper.restorable)
 
     def count(self, process: Replaceable) -> bool:

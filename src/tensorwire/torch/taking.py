@@ -176,10 +176,12 @@ class Turns:
     def _note_commit(self) -> None:
         taking, replayed = self._taking, self._replays
         self._replays = bool(taking.due)
+        steps = range(self._began, self._at)
+        if not replayed:
+            self._together = max(len(steps), 1)  # as the script does it
         if not taking.due:
             self._began, self._slice, self._again = self._at, None, []
             return
-        steps = range(self._began, self._at)
         if not replayed and self._slice is not None:
             counted = sum(self._samples(step, self._slice) for step in steps)
             if counted != taking.weight:
