@@ -141,8 +141,8 @@ OUTSIDE = {
         for row in phase.all_rows()
     },
     **{
-        row.name: "of jobs in which nobody has the place of a worker; "
-        "tests/torch/test_taken_slices.py kills there"
+        row.name: "of jobs in which nobody has the place of a worker; models/slices.py explores "
+        "them, tests/torch/test_taken_slices.py kills there"
         for row in T.TAKING.rows
     },
     "gradients.noted": "of several optimizers, and there is one store here; "

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tensorwire.launch.keeper import Keeper
-from tensorwire.launch.takeovers import Takeovers as Given
+from tensorwire.launch.takeovers import PassedSlices as Given
 from tensorwire.membership import GOODBYE, Takeovers, World
 from tensorwire.membership.collective import _answer, _message
 from tensorwire.membership.identity import taken_by, taker_in
-from tensorwire.torch.taking import Taking, Turns
+from tensorwire.torch.taking import BatchTurns, Taking
 
 
 class FakeKeeper(Keeper):
@@ -86,7 +86,7 @@ class Script:
         self.taking = Taking(self.takeovers)
         self.ahead: set[int] = set()
         self.committed: set[int] = set()
-        self.turns = Turns(
+        self.turns = BatchTurns(
             self.taking, lambda step, index: 4, steps, 0, together,
             lambda: self.takeovers.slices, lambda index: index in self.ahead,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
-from tensorwire.launch.takeovers import Takeovers
+from tensorwire.launch.takeovers import PassedSlices
 from tensorwire.transitions import GRANT
 from tensorwire.walk import Walk
 
@@ -117,7 +117,7 @@ class Restarts:
         self._standby_deaths = 0
         self._grant = self._bind()
         self._joined = False  # all members, once
-        self._takeovers = None if job.restart_workers else Takeovers()
+        self._takeovers = None if job.restart_workers else PassedSlices()
 
     # --- members --------------------------------------------------------------------------------
 

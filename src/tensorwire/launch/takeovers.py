@@ -20,7 +20,7 @@ class _Owner:
     lost: dict[int, list[int]] = field(default_factory=dict)
 
 
-class Takeovers:
+class PassedSlices:
     """Those of one job."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from .position import LoaderPass
 from .session import Session
-from .taking import Taking, Turns
+from .taking import BatchTurns, Taking
 
 
 def checked_seed(seed: Any) -> int:
@@ -99,7 +99,7 @@ def generator_of(
     return torch.Generator().manual_seed(seed_of(session.seed, epoch, step, slice_index, -1))
 
 
-class Shard(Subset[Any]):
+class ShardOfData(Subset[Any]):
     """A worker's part of a dataset, with those of workers whose slices it takes over."""
 
     def __init__(self, dataset: Dataset[Any], session: Session) -> None:
@@ -124,7 +124,7 @@ class Shard(Subset[Any]):
 def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
     """See `Job.shard`."""
     if session.taking is not None:
-        return Shard(dataset, session)
+        return ShardOfData(dataset, session)
     size = len(dataset)  # type: ignore[arg-type]
     return Subset(dataset, range(session.replica, size, session.replicas))
 
@@ -319,7 +319,7 @@ class Loader:
         """As `_give`, where slices may be taken over: what comes next is known when it comes."""
         session, this, looked_at = self._session, object(), of.first_step == 0
         of.batches_per_step = self._accumulate
-        turns = Turns(
+        turns = BatchTurns(
             taking,
             lambda step, index: len(range(*self._steps[step][index])),
             len(self._steps),

@@ -115,7 +115,7 @@ class Taking:
         self._takeovers.saves(path)
 
 
-class Turns:
+class BatchTurns:
     """Which batch of a pass over a loader comes next, by the steps that the script makes.
 
     Args:
