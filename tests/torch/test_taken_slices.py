@@ -138,8 +138,9 @@ KILLS = [
     "worker-0:commit.begun:9:kill,worker-1:commit.forwarded:1:kill",
     # and when the slices are its own.
     "worker-1:answer.come:15:kill,worker-0:slices.adopted:1:kill",
-    # Two workers and a server in the same instant.
-    "worker-2:commit.begun:10:kill,worker-1:commit.begun:10:kill,server-0:version.gathered:9:kill",
+    # Two workers and a server in the same instant, and a server later.
+    "worker-2:commit.begun:10:kill,worker-1:commit.begun:10:kill,"
+    "server-0:version.gathered:9:kill,server-1:version.told:25:kill",
 ]
 
 

@@ -57,7 +57,7 @@ class ServerMember:
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.
         durable: what it allocates outlives this process.
-        allocate, free, forget: its memory, see `DurableMemory`.
+        allocate, free, forget, is_left: its memory, see `DurableMemory`.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class ServerMember:
         memory = DurableMemory(node, store)
         self.durable = memory.durable
         self.allocate, self.free, self.forget = memory.allocate, memory.free, memory.forget
+        self.is_left = memory.is_left
         self._status = StatusRegion(node)
         self.control = self.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]

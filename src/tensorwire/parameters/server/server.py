@@ -26,7 +26,7 @@ from ..messages import (
     Bytes,
     DisagreementError,
 )
-from ..regions import RegionKind
+from ..regions import RegionKind, region_name
 from .gather import Calls
 from .opening import Opening
 from .own_pace import OwnPace
@@ -127,6 +127,9 @@ class Server:
         """This server, or one in whose place it is, has told all workers that a store is freed."""
         return self._released is not None and bool(self._released[number])
 
+    def _was_opened(self, number: int) -> bool:
+        return self.member.is_left(region_name(number, RegionKind.OPENING))
+
     def released(self, number: int) -> None:
         """Called by a store's thread, before it frees what it has."""
         if self._released is not None:
@@ -161,6 +164,9 @@ class Server:
             if all(word >= GOODBYE for word in words):
                 return False
             if all(value <= word < GOODBYE for word in words):
+                return True
+            # Opened by a predecessor of this server, when nobody had left or was killed.
+            if self._was_opened(value - 1) and all(value <= word for word in words):
                 return True
             wants = next((r for r, w in enumerate(words) if value <= w < GOODBYE), None)
             left = next((rank for rank, word in enumerate(words) if word >= GOODBYE), None)
