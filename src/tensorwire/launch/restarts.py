@@ -199,11 +199,12 @@ class Restarts:
         return process.kind == "worker" and self._takeovers is not None
 
     def obstacle(self, process: Replaceable) -> str:
-        """Why nobody goes on with the work of a worker that was killed, as a phrase; "" if so."""
+        """Why nobody goes on with the work of a worker that was killed, as a phrase, or ""."""
         if self._takeovers is None or process.kind != "worker" or not process.killed:
             return ""
-        why = self._takeovers.reason_against(self._members["worker", process.index].keeper)
-        return f", and no other worker takes over its slices: {why or 'the job is in its end'}"
+        keeper = self._members["worker", process.index].keeper
+        why = "" if keeper.left else self._takeovers.reason_against(keeper)
+        return f", and no other worker takes over its slices: {why}" if why else ""
 
     def pass_on(self, process: Replaceable, living: Sequence[int]) -> str | None:
         """A worker was killed: the lowest of those that live computes its slices.
