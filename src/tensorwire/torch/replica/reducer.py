@@ -484,6 +484,7 @@ class Reducer:
             self._store.settle()
         self.forget()
         self._begin()
+        self.reduced = False  # whoever skips steps without a norm has dropped the gradients
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
