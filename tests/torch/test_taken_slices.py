@@ -57,7 +57,7 @@ for epoch in job.epochs(2):
     total = job.sum([1.0] * 5000)
     assert len(set(total)) == 1, "its messages are of different workers"
     with tw.edit(other), torch.no_grad():
-        other[2].bias += 0.5
+        other[2].bias += torch.rand(5, generator=job.generator(0))
     model.eval()
     shard = job.shard(data)
     with torch.no_grad():

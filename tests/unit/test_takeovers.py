@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tensorwire.launch.keeper import Keeper
 from tensorwire.launch.takeovers import PassedSlices as Given
@@ -81,7 +82,8 @@ class Script:
     """What a script does with the batches of a pass: `turns.next()` and `step`."""
 
     def __init__(self, slices: tuple[int, ...], steps: int, together: int = 1) -> None:
-        self.takeovers = Takeovers(World(slices=8), None)  # type: ignore[arg-type]
+        world = World(slices[0], 8, slices=8)
+        self.takeovers = Takeovers(world, None)  # type: ignore[arg-type]
         self.takeovers.slices = slices
         self.taking = Taking(self.takeovers)
         self.ahead: set[int] = set()
@@ -186,3 +188,19 @@ def test_what_is_foreseen_comes() -> None:
         if len(found) % 2 == 1:
             script.step(8.0)
     assert found == foreseen
+
+
+def test_random_numbers_behind_a_step_are_those_of_its_own_slice() -> None:
+    """Whoever draws some between two passes draws the same where a slice was taken over."""
+    script = Script((1, 0), 2)
+    script.batch(), torch.manual_seed(5), script.step()
+    script.batch(), torch.manual_seed(6), script.step()
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert script.taking.default_slice == 1
+    script.takeovers.ranks = (1, 0)  # it acts for worker 0
+    script.batch(), torch.manual_seed(5), script.step()
+    script.batch(), torch.manual_seed(6), script.step()
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(6)))
+    assert script.taking.default_slice == 0

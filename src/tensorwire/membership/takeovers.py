@@ -45,6 +45,11 @@ class Takeovers:
         """The lowest of `ranks`: what worker 0 does, its successor does."""
         return min(self.ranks)
 
+    @property
+    def acting_slices(self) -> Sequence[int]:
+        """Those of the worker for which this one acts, by its `rank`."""
+        return self._place.slices_of(self.rank)
+
     def start(self, tell: Callable[[int, int], None]) -> None:
         """Begins to listen; `tell` raises the control word of a worker at all servers."""
         name, run = "tensorwire-takeovers", self._run

@@ -83,8 +83,8 @@ def generator_of(
 ) -> torch.Generator:
     """See `Job.generator`."""
     taking = session.taking
-    if slice_index is None and taking is not None and taking.present is not None:
-        slice_index = taking.present  # of the batch that the loader has given
+    if slice_index is None and taking is not None:
+        slice_index = taking.default_slice
     if slice_index is None:
         if len(session.my_slices) > 1:
             raise ValueError(

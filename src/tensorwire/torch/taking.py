@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tensorwire.membership import Takeovers
 
 
@@ -34,6 +36,9 @@ class Taking:
         self.weight = 0.0
         self.present: int | None = None
         self._given_at = 0  # after so many commits
+        self._random: torch.Tensor | None = (
+            None  # behind the slices of the worker for which it acts
+        )
         self._reason = ""
         self._stepped: tuple[int, object] = -1, None  # with which batch, and what
 
@@ -41,6 +46,14 @@ class Taking:
     def slice_index(self) -> int:
         """The slice that is being computed."""
         return self._takeovers.slices[0] if self.present is None else self.present
+
+    @property
+    def default_slice(self) -> int | None:
+        """The one that a script means which names none; None: that of no batch, of several."""
+        acting = self._takeovers.acting_slices
+        if self.present is not None or len(acting) > 1:
+            return self.present
+        return acting[0]
 
     def first_slice(self, is_ahead: Callable[[int], bool]) -> int:
         """The slice with which the next step begins; of those that nobody has committed for it."""
@@ -75,9 +88,14 @@ class Taking:
 
     def committed(self, due: Sequence[int], weight: float) -> None:
         """A slice of so many samples was committed; `due` are left of the step."""
+        if due and self.slice_index == self._takeovers.acting_slices[-1]:
+            self._random = torch.get_rng_state()
         self.due, self.weight, self.commits = tuple(due), weight, self.commits + 1
         if not due:
             self.present = None
+            if self._random is not None:  # what the script draws now it draws where nobody died
+                torch.set_rng_state(self._random)
+            self._random = None
 
     def check(self, what: str) -> None:
         """Raises RuntimeError while a batch is due."""
