@@ -140,6 +140,11 @@ OUTSIDE = {
         for phase in (T.LENDING, T.BORROWING)
         for row in phase.all_rows()
     },
+    **{
+        row.name: "of jobs in which nobody has the place of a worker; models/slices.py explores "
+        "them, tests/torch/test_taken_slices.py kills there"
+        for row in T.TAKING.rows
+    },
     "gradients.noted": "of several optimizers, and there is one store here; "
     "tests/torch/test_killed_workers.py kills there",
     "grant.noted": "what people read afterwards; the launcher reads it never",
@@ -624,7 +629,8 @@ class Job:
             "position.noted": [Step(mark, local=True)],
             "gradients.sent": [Step(send_gradients)],
             "commit.noted": [Step(note_commit, local=True)],
-            "commit.sent": [commit(each) for each in self.servers],
+            "commit.begun": [commit(self.servers[0])],
+            "commit.sent": [commit(each) for each in self.servers[1:]],
             "result.come": [Step(get, has_results)],
             "result.noted": [Step(note_result, local=True)],
             "part.sent": [Step(send_part)],
@@ -836,6 +842,7 @@ EQUIVALENT = {
     "version.reduced before version.begun": "numbers are put back before both of them",
     "version.applied before version.counted": "a result tells nothing of counts",
     "sum.noted always": "what is noted again is what is noted",
+    "commit.sent before commit.begun": "servers may get a commit in any order",
     "part.sent before result.noted": "a successor finds whether each was done, without the other",
     "term.granted before death.counted": "who is not replaced any more needs no term",
 }

@@ -431,6 +431,11 @@ COMMIT = Phase(
             when=_DURABLE,
         ),
         Transition(
+            "commit.begun",
+            "the commit is at the first server, and at no other one",
+            "sends it to those servers that have not got it",
+        ),
+        Transition(
             "commit.sent",
             "the commit is at all servers",
             "sends it to those servers that have not got it",
@@ -480,6 +485,23 @@ REJOIN = Phase(
     ),
 )
 
+_NEXT = "there is none: the next worker takes over its slices, and those that it had"
+
+TAKING = Phase(
+    "taking",
+    "worker",
+    "takes over the slices of a worker that was killed and is not replaced",
+    (
+        Transition("owner.told", "all servers know whose commits they wait for now", _NEXT),
+        Transition("slices.adopted", "the slices are among those that it computes", _NEXT),
+        Transition(
+            "commit.forwarded",
+            "a commit that the dead one has sent to some servers only is at all of them",
+            _NEXT,
+        ),
+    ),
+)
+
 GRANT = Phase(
     "grant",
     "launcher",
@@ -525,6 +547,7 @@ PHASES = (
     RESULT,
     REJOIN,
     BORROWING,
+    TAKING,
     DEATH,
 )
 """All of the protocol, in the order of a job; a phase is added here."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.transitions import rows_of
+from tensorwire.transitions import TAKING, rows_of
 
 SCRIPT = """
 import os, sys, hashlib, random, torch, torch.nn.functional as F, tensorwire.torch as tw
@@ -107,6 +107,7 @@ TIMES = {
     "position.noted": (1, 14, 2, 26),
     "gradients.sent": (1, 13),
     "commit.noted": (1, 14, 6, 20),
+    "commit.begun": (3, 15),
     "commit.sent": (2, 21),
     "result.come": (1, 14),
     "result.noted": (3, 15),
@@ -146,6 +147,7 @@ def test_every_place_is_tried() -> None:
     """A row that is added to the protocol is tried here, at its first and at a later time."""
     apart = {"commit.repeated", "version.reached", "gradients.noted"}
     apart |= {each.partition(":")[0] for each in SNAPSHOTS}
+    apart |= {row.name for row in TAKING.rows}  # tests/torch/test_taken_slices.py
     assert TIMES.keys() | apart == set(rows_of("worker"))
     assert all(len(set(times)) > 1 for times in TIMES.values())
     assert sum(line.count(":kill") for line in kills()) == sum(map(len, TIMES.values()))

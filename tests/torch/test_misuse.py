@@ -592,7 +592,7 @@ BETWEEN = {
     "load_between": "complete steps",
     "add_between": "complete steps",
     "synchronize_slices": "one slice per worker",
-    "rate_between": "'if (i + 1) % len(job.my_slices) == 0'",
+    "rate_between": "'if job.step_complete:'",
 }
 
 

@@ -96,6 +96,15 @@ class _Run(Command):
     help="How long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup) before it "
     "is killed and replaced (default 10; 0: it is waited for). One that computes is not silent.",
 )
+@click.option(
+    "--restart-workers/--no-restart-workers",
+    default=True,
+    help="With --no-restart-workers a worker that is killed is not started again: the lowest "
+    "worker that lives computes its slices too, from the same samples and random numbers, and the "
+    "result has the same bits. Several may die, down to one. The script makes its steps from "
+    "job.loader, with one optimizer per batch, and asks job.step_complete before what belongs to a "
+    "step (docs/fault-tolerance.md). It needs what --durable needs.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -116,6 +125,7 @@ def run(
     durable: bool | None,
     restarts: int,
     silence_s: float,
+    restart_workers: bool,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -164,6 +174,7 @@ def run(
             durable,
             restarts,
             silence_s,
+            restart_workers,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -29,7 +29,7 @@ from tensorwire.memory import Node
 
 _COLOURS = {
     "connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow",
-    "stopped": "yellow",
+    "stopped": "yellow", "taken": "red",
 }  # fmt: skip
 _CONNECT_S = 5.0
 
@@ -229,6 +229,8 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
         table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
     for worker in job["workers"]:
         cells = [str(worker.get(name, "")) for name in ("rank", "state", "pid", "address")]
+        if worker["state"] == "taken":
+            cells[1] = f"killed; worker {worker['by']} has its slices"
         table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")

@@ -59,6 +59,10 @@ class Keeper:
 
     Attributes:
         left: None so far; then whether the member has left in good order; false: it has failed.
+        offer: why no other worker could take over the slices of this one; "": one could; None: it
+            has said nothing so far.
+        took: the number of the last takeover that this worker has made.
+        saving: where a checkpoint goes that it writes now; "" if none does.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,9 @@ class Keeper:
         self._queue: collections.deque[tuple[bytes, list[int]]] = collections.deque()
         self._reset = False
         self.left: bool | None = None
+        self.offer: str | None = None
+        self.took = 0
+        self.saving = ""
 
     @property
     def descriptor(self) -> int | None:
@@ -227,6 +234,12 @@ class Keeper:
         if isinstance(in_order := message.get("leave"), bool) and not descriptors:
             self.left = in_order
             self._drop(LISTENER)
+        elif isinstance(offer := message.get("offer"), str) and not descriptors:
+            self.offer = offer
+        elif isinstance(saving := message.get("saving"), str) and not descriptors:
+            self.saving = saving
+        elif isinstance(number := message.get("took"), int) and not descriptors:
+            self.took = max(self.took, number)
         elif isinstance(key := message.get("drop"), str) and "keep" not in message:
             if descriptors:
                 raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")

@@ -25,6 +25,7 @@ def run(
     durable: bool | None = None,
     restarts: int = 3,
     silence_s: float = 10.0,
+    restart_workers: bool = True,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -68,6 +69,9 @@ def run(
             which it is replaced; with 0 the job is not durable.
         silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
             before it is killed and replaced; 0: for ever.
+        restart_workers: whether another process runs the script in the place of a worker that was
+            killed; else the lowest worker that lives computes its slices too. That needs a durable
+            job.
         patience: other times than the usual ones.
 
     Returns:
@@ -91,6 +95,7 @@ def run(
         durable,
         restarts,
         silence_s,
+        restart_workers,
         *([] if server_command is None else [tuple(server_command)]),
     )
     failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.output import Consumer, Stream
 
@@ -210,3 +211,14 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def check_pidfd() -> None:
+    """Raises UnavailableError if this system cannot watch processes."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        raise UnavailableError(
+            "this system has no pidfd, by which the launcher watches its processes; a Linux "
+            "kernel of 5.3 or newer has it"
+        ) from error

@@ -23,6 +23,7 @@ from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
+from tensorwire.launch.takeovers import PassedSlices
 from tensorwire.transitions import GRANT
 from tensorwire.walk import Walk
 
@@ -116,6 +117,7 @@ class Restarts:
         self._standby_deaths = 0
         self._grant = self._bind()
         self._joined = False  # all members, once
+        self._takeovers = None if job.restart_workers else PassedSlices()
 
     # --- members --------------------------------------------------------------------------------
 
@@ -124,6 +126,8 @@ class Restarts:
         member = self._members[kind, index] = _Member(list(arguments))
         ours, theirs = make_pair()
         member.keeper.attach(ours)
+        if kind == "worker" and self._takeovers is not None:
+            self._takeovers.add(index, member.keeper)
         return theirs
 
     def expect(self, kind: str, index: int) -> None:
@@ -182,15 +186,53 @@ class Restarts:
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
+        if self._is_passed_on(process) and member.keeper.offer != "":
+            return False
         untaken = process.kind == "server" and not member.keeper.taken
         if not (member.keeper.restorable and (process.killed or untaken)):
             return False
         failpoint("death.noticed")
         return True
 
+    def _is_passed_on(self, process: Replaceable) -> bool:
+        """Its slices become another worker's if it is killed; nobody has its place."""
+        return process.kind == "worker" and self._takeovers is not None
+
+    def obstacle(self, process: Replaceable) -> str:
+        """Why nobody goes on with the work of a worker that was killed, as a phrase, or ""."""
+        if self._takeovers is None or process.kind != "worker" or not process.killed:
+            return ""
+        keeper = self._members["worker", process.index].keeper
+        why = "" if keeper.left else self._takeovers.reason_against(keeper)
+        return f", and no other worker takes over its slices: {why}" if why else ""
+
+    def pass_on(self, process: Replaceable, living: Sequence[int]) -> str | None:
+        """A worker was killed: the lowest of those that live computes its slices.
+
+        Returns:
+            What is to be said behind how it ended; None: nobody is left. "": it is to be replaced.
+        """
+        if self._takeovers is None or process.kind != "worker":
+            return ""
+        keeper = self._members["worker", process.index].keeper
+        if (given := self._takeovers.pass_on(process.index, living)) is None:
+            return None
+        told = f"worker {given[0]} computes its slices from now on (takeover {given[1]})"
+        if keeper.saving:
+            told += f"; the checkpoint that it was writing, {keeper.saving}, may not be there"
+        return told
+
+    def note_left(self, process: Replaceable, living: Sequence[int]) -> list[int]:
+        """A process has ended; dead workers whose slices it was to take over, and did not."""
+        if self._takeovers is None or process.kind != "worker":
+            return []
+        return self._takeovers.note_end(process.index, living)
+
     def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
         member = self._member_of(process)
+        if self._is_passed_on(process) and member is not None and member.keeper.offer != "":
+            return False  # the job would end
         return process.kind == "standby" or (member is not None and member.keeper.restorable)
 
     def count(self, process: Replaceable) -> bool:
@@ -285,6 +327,8 @@ class Restarts:
     def history(self, process: Replaceable) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
         member = self._members[process.kind, process.index]
+        if self._is_passed_on(process):
+            return "and no worker is left to go on for it"
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
         last = "" if member.term == self._job.restarts else f", the last {self._job.restarts}"
         return f"after it had been replaced {times}{last} without getting any further"

@@ -70,6 +70,7 @@ class JobSpec:
     durable: bool | None = None
     restarts: int = 3
     silence_s: float = 10.0
+    restart_workers: bool = True
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -92,6 +93,8 @@ class JobSpec:
             raise ValueError(f"silence is {self.silence_s:g}; seconds are needed, or 0 for never")
         if self.durable and (why := self._obstacle()):
             raise ValueError(f"the servers of this job cannot be replaced when they die: {why}")
+        if not self.restart_workers and (why := self._takeover_obstacle()):
+            raise ValueError(f"no worker can take over the slices of one that is killed: {why}")
         for name in self.imports:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise ValueError(f"--import {name!r}: the name of a module is needed")
@@ -112,11 +115,11 @@ class JobSpec:
     @property
     def is_durable(self) -> bool:
         """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
-        if self.durable is None:
+        if self.durable is None and self.restart_workers:
             files = _FILES_PER_PROCESS * (1 + self.servers + self.workers)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return not self._obstacle() and hard >= files
-        return self.durable
+        return self.durable or not self.restart_workers
 
     @property
     def collects_failures(self) -> bool:
@@ -131,11 +134,14 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
-        for name in ("DURABLE", "DESCRIPTOR_STORE", "TERM"):
+        for name in ("DURABLE", "TAKEOVER", "DESCRIPTOR_STORE", "TERM"):
             environment.pop(f"TENSORWIRE_{name}", None)
         environment.pop(JOB_LOG, None)
         if self.is_durable:
-            environment["TENSORWIRE_DURABLE"] = "1" if self.durable else "default"
+            asked = self.durable or not self.restart_workers
+            environment["TENSORWIRE_DURABLE"] = "1" if asked else "default"
+        if not self.restart_workers:
+            environment["TENSORWIRE_TAKEOVER"] = "1"
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:
@@ -237,6 +243,14 @@ class JobSpec:
     def standby_command(self, store_fd: int) -> list[str]:
         """The command of a process that may become any server; the socket will tell it which."""
         return [*self.server_command, "--standby", "--descriptor-store", str(store_fd)]
+
+    def _takeover_obstacle(self) -> str:
+        """Why no worker could take over the slices of another one, and what to do about it."""
+        if self.durable is False:
+            return "--no-durable says that nothing outlives a process; leave it out"
+        if self.workers == 1:
+            return "there is one; start several, or let it be restarted"
+        return self._obstacle()
 
     def _obstacle(self) -> str:
         """Why no server could be replaced, and what to do about it; "" if all of them can be."""

@@ -23,7 +23,7 @@ from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
-from tensorwire.launch.process import Process, signal_name
+from tensorwire.launch.process import Process, check_pidfd, signal_name
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.reports import LONGEST_REPORT, Reports, failure_in
 from tensorwire.launch.restarts import Restarts, many_files
@@ -103,7 +103,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the job; see `tensorwire.launch.run` for what it returns and raises."""
-        _check_pidfd()
+        check_pidfd()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # what was printed before comes before
@@ -257,6 +257,9 @@ class Supervisor:
     def _ending(self) -> bool:
         return self._failure is not None or self._stop is not None
 
+    def _living(self) -> list[int]:
+        return [process.index for process in self._workers()]
+
     def _workers(self) -> list[Process]:
         return [process for process in self._running if process.kind == "worker"]
 
@@ -367,6 +370,7 @@ class Supervisor:
             return
         self._restarts.release(process)
         self._ended.append(process)
+        orphans = self._restarts.note_left(process, self._living())
         started = not self._workers_left
         # A server ends with 0 when all workers have said goodbye; before they exist it cannot.
         failed = process.code != 0 or not started
@@ -375,13 +379,16 @@ class Supervisor:
             when = "" if started else " before the workers were started"
             if self._restarts.has_left(process):
                 when = " after it had left the job, when its training was complete"
-            text = f"{_named(process)} {process.ending()}{when}"
+            text = f"{_named(process)} {process.ending()}{when}{self._restarts.obstacle(process)}"
             if culprit := self._culprit(process):
                 process, code = culprit, 1
             if code == 1 and self._reports.has(process.name):
                 text = f"{_named(process)} raised {self._reports.kind(process.name)}"
             hint = f" ({process.hint()})" if process.hint() else ""
             self._fail(f"{text}{hint}", code if code > 0 else 128 - code, process)
+        elif orphans and not self._ending:
+            text = f"worker {orphans[0]} was killed, and the others have left the job without it"
+            self._fail(text, 1)
         elif started and not self._has_workers:
             # Nobody is left for the servers to serve.
             wait_s = self._patience.alone_s if self._ending else self._patience.goodbye_s
@@ -435,7 +442,10 @@ class Supervisor:
         how = f"{_named(process)} {self._restarts.ending(process)}"
         code = process.code or 1
         try:
-            if self._restarts.count(process):
+            if told := self._restarts.pass_on(process, self._living()):
+                self._say(f"{how}; {told}")
+                return
+            if told is not None and self._restarts.count(process):
                 successor, term = self._restarts.replace(process)
                 # Whether a worker's script can go on, the new process finds out.
                 place = f"{process.name} is started again as pid {successor.pid}"
@@ -584,13 +594,3 @@ def _named(process: Process) -> str:
 
 def _passed(at: float | None) -> bool:
     return at is not None and time.monotonic() >= at
-
-
-def _check_pidfd() -> None:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        raise UnavailableError(
-            "this system has no pidfd, by which the launcher watches its processes; a Linux "
-            "kernel of 5.3 or newer has it"
-        ) from error

@@ -25,6 +25,7 @@ from .reading_secret import job_secret, reading_secret
 from .runtime import runtime_folder
 from .server import ServerMember
 from .status import StatusRegion, read_status, reader_name
+from .takeovers import Takeovers
 from .worker import WorkerMember
 from .world import RANK, SLICES, World
 
@@ -52,6 +53,7 @@ __all__ = [
     "Start",
     "StatusRegion",
     "Takeover",
+    "Takeovers",
     "WorkerMember",
     "World",
     "called",

@@ -1,9 +1,9 @@
 """What all workers tell each other: sums of numbers and texts of each, by the memory of server 0.
 
 It is for results and barriers, not for tensors: a worker writes a message behind a word and waits
-for a word of its own. A message is a number that says what it is, and what it says: from 0 up so
-many float64, which are added up in the order of the ranks; below, as `_of_bytes`, so many bytes,
-which come back one behind the other in the order of the ranks.
+for a word of its own. A message is a number that says what it is, of how many workers it is, and
+what it says: from 0 up so many float64, which are added up in the order of the ranks; below, as
+`_of_bytes`, so many bytes, which come back one behind the other in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MOST_NUMBERS = 4096  # of one message; more are several messages
 _MOST_BYTES = 8 * _MOST_NUMBERS
 _DISAGREE = -1  # in an answer: the workers' messages are of different kinds or lengths
 _REGION = "collective"
-_PLACE = 8 + _MOST_BYTES
+_HEAD_BYTES = 16
+_PLACE = _HEAD_BYTES + _MOST_BYTES
 _BLOCK = mailbox_bytes(_PLACE)
 _BLOCK += -_BLOCK % 64
 _TEXT = 4096  # bytes behind a worker's block: why no result will follow
@@ -51,6 +52,7 @@ class _Question:
     """A worker's part of a sum, what comes back, and how many bytes of that count."""
 
     answer: NDArray[np.uint8]
+    parts = 0  # that were added up, of so many workers
 
     def __init__(self, number: int, kind: int, content: NDArray[Any], size: int) -> None:
         self.number, self.kind, self.content, self.size = number, kind, content, size
@@ -76,8 +78,8 @@ class CollectiveServer:
 
     def is_waiting(self, rank: int) -> bool:
         """Tells whether a worker is in a call that not all others have reached."""
-        calls = [inbox.count for inbox in self._inboxes]
-        return calls[rank] > min(calls)
+        calls = {r: each.count for r, each in enumerate(self._inboxes)}
+        return calls[rank] > min(n for r, n in calls.items() if not self._member.is_taken(r))
 
     def start(self, fail: Callable[[BaseException], None]) -> None:
         """Begins to serve; after the workers have connected. `fail` is told what ends it."""
@@ -113,7 +115,7 @@ class CollectiveServer:
 
     def _gather(self, sum_: _Sum) -> None:
         ranks = range(self._member.count)
-        sum_.answer = _answer([self._wait(rank, sum_.number) for rank in ranks])
+        sum_.answer = _answer([self._part(rank, sum_.number) for rank in ranks])
 
     def _note(self, sum_: _Sum) -> None:
         self._last_answer[: len(sum_.answer)] = sum_.answer
@@ -122,8 +124,13 @@ class CollectiveServer:
     def _tell_sum(self, sum_: _Sum) -> None:
         member = self._member
         for rank, peer in member.workers.items():
-            if rank not in self._outboxes:  # it is there: its owner has called
+            if rank in self._outboxes or member.is_taken(rank):
+                continue
+            try:  # it is there: its owner has called
                 self._outboxes[rank] = member.persist(peer, peer.region, _REGION, None)
+            except PeerLostError:
+                if not member.is_taken(rank):
+                    raise
         boxes = {rank: RemoteMailbox(each[:_BLOCK]) for rank, each in self._outboxes.items()}
         with self._sending:
             if not self._failed:
@@ -140,6 +147,17 @@ class CollectiveServer:
                 region = self._outboxes.get(rank) or peer.region(_REGION, 5.0)
                 region[_BLOCK:].write(message, signal=(region.word(0), _FAILED)).wait(2.0)
 
+    def _part(self, rank: int, number: int) -> NDArray[np.uint8] | None:
+        """What a worker gives to a sum; None: it was killed before, and nobody gives that."""
+        member, inbox = self._member, self._inboxes[rank]
+        if not member.is_taken(rank):
+            try:
+                return self._wait(rank, number)
+            except PeerLostError:
+                if not member.is_taken(rank):
+                    raise
+        return inbox.message(number) if inbox.count >= number else None
+
     def _wait(self, rank: int, number: int) -> NDArray[np.uint8]:
         member, inbox = self._member, self._inboxes[rank]
         peer = member.workers.get(rank)
@@ -148,7 +166,7 @@ class CollectiveServer:
                 return inbox.wait(number)
             return member.persist(peer, partial(inbox.wait, number, peer=peer))
         except PeerLostError:
-            if not member.has_left(rank):
+            if not member.has_left(rank) or member.is_taken(rank):
                 raise
             while not any(inbox.count >= number for inbox in self._inboxes):
                 if member.all_left():
@@ -165,23 +183,27 @@ def _of_bytes(size: int) -> int:
     return -2 - size
 
 
-def _message(kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.concatenate([np.array([kind], np.int64).view(np.uint8), content.view(np.uint8)])
+def _message(kind: int, content: NDArray[Any], parts: int = 1) -> NDArray[np.uint8]:
+    head = np.array([kind, parts], np.int64).view(np.uint8)
+    return np.concatenate([head, content.view(np.uint8)])
 
 
-def _answer(blocks: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """What goes back to every worker."""
-    kinds = {int(block[:8].view(np.int64)[0]) for block in blocks}
+def _answer(blocks: Sequence[NDArray[np.uint8] | None]) -> NDArray[np.uint8]:
+    """What goes back to every worker; who gives nothing adds nothing, or bytes that are 0."""
+    given = [block for block in blocks if block is not None]
+    kinds = {int(block[:8].view(np.int64)[0]) for block in given}
     kind = kinds.pop() if len(kinds) == 1 else _DISAGREE
-    contents = [block[8:] for block in blocks]
     if 0 <= kind <= _MOST_NUMBERS:
         total = np.zeros(kind)
-        for content in contents:
-            total += content[: 8 * kind].view(np.float64)
-        return _message(kind, total)
+        for block in given:
+            total += block[_HEAD_BYTES : _HEAD_BYTES + 8 * kind].view(np.float64)
+        return _message(kind, total, len(given))
     size = _of_bytes(kind)  # its own inverse
     if 0 <= size * len(blocks) <= _MOST_BYTES and kind != _DISAGREE:
-        return _message(kind, np.concatenate([content[:size] for content in contents]))
+        nothing = np.zeros(_HEAD_BYTES + size, np.uint8)
+        each = [nothing if block is None else block for block in blocks]
+        pieces = [block[_HEAD_BYTES : _HEAD_BYTES + size] for block in each]
+        return _message(kind, np.concatenate(pieces), len(given))
     return _message(_DISAGREE, np.empty(0, np.uint8))
 
 
@@ -220,37 +242,52 @@ class Collective:
             RuntimeError: the job is over; the message says why and names who failed.
             PeerLostError: server 0 is gone.
         """
-        result: list[float] = []
-        for first in range(0, max(len(values), 1), _MOST_NUMBERS):
-            part = np.array(values[first : first + _MOST_NUMBERS], np.float64)
-            result += self._ask(len(part), part).view(np.float64).tolist()
-        return result
+        while True:
+            result: list[float] = []
+            parts = set()
+            for first in range(0, max(len(values), 1), _MOST_NUMBERS):
+                part = np.array(values[first : first + _MOST_NUMBERS], np.float64)
+                question = self._ask(len(part), part)
+                parts.add(question.parts)
+                result += question.answer.view(np.float64).tolist()
+            if self._agree(parts):
+                return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each worker gives, by rank; all give equally many bytes.
+        """What each worker gives, by rank; all give equally many bytes. Of one that was killed: 0.
 
         Raises:
             ValueError, RuntimeError, PeerLostError: as for `sum`.
         """
         workers = self._member.place.workers
         most = max(_MOST_BYTES // workers, 1)
-        found = [b""] * workers
-        for first in range(0, max(len(data), 1), most):
-            part = np.frombuffer(data[first : first + most], np.uint8)
-            pieces = self._ask(_of_bytes(len(part)), part).tobytes()
-            for rank in range(workers):
-                found[rank] += pieces[rank * len(part) : (rank + 1) * len(part)]
-        return found
+        while True:
+            found, parts = [b""] * workers, set()
+            for first in range(0, max(len(data), 1), most):
+                part = np.frombuffer(data[first : first + most], np.uint8)
+                question = self._ask(_of_bytes(len(part)), part)
+                parts.add(question.parts)
+                pieces = question.answer.tobytes()
+                for rank in range(workers):
+                    found[rank] += pieces[rank * len(part) : (rank + 1) * len(part)]
+            if self._agree(parts):
+                return found
 
-    def _ask(self, kind: int, content: NDArray[Any]) -> NDArray[np.uint8]:
-        """Sends a message; the content of the answer."""
+    def _agree(self, parts: set[int]) -> bool:
+        """All messages are of as many workers; else one was killed between, as all others see."""
+        return self._member.takeovers is None or len(parts) == 1
+
+    def _ask(self, kind: int, content: NDArray[Any]) -> _Question:
+        """Sends a message; with its answer."""
         self._number += 1
         history, size = self._member.history, content.nbytes
         size *= 1 if kind >= 0 else self._member.place.workers
         if history is not None:
             history.answered = self._number
             if (noted := history.take(NoteKind.SUM, number=self._number)) is not None:
-                return np.frombuffer(noted, np.uint8).copy()
+                question = _Question(self._number, kind, content, size)
+                question.answer = np.frombuffer(noted, np.uint8).copy()
+                return question
         question = _Question(self._number, kind, content, size)
         try:
             self._walk(self, question)
@@ -259,7 +296,7 @@ class Collective:
             if self._inbox.count >= _FAILED:
                 raise consequence(self._text()) from error
             raise
-        return question.answer
+        return question
 
     def _bind(self) -> Walk[Collective, _Question]:
         return Walk[Collective, _Question](
@@ -296,7 +333,8 @@ class Collective:
                 "the workers call mean() or barrier() with different values. None stands for one "
                 "number: where others give a tensor or a dict, give one like it, and weight=0"
             )
-        question.answer = answer[8 : 8 + question.size].copy()
+        question.parts = int(answer[8:16].view(np.int64)[0])
+        question.answer = answer[_HEAD_BYTES : _HEAD_BYTES + question.size].copy()
 
     def _note(self, question: _Question) -> None:
         assert self._member.history is not None

@@ -98,6 +98,15 @@ class DescriptorStore:
         """Nobody takes this member's place: it has done its work, or says that it has failed."""
         self._send({"leave": in_order}, [])
 
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tells the launcher something else; docs/launch.md has the messages."""
+        self._send(message, [])
+
+    def hear(self) -> dict[str, Any] | None:
+        """What the launcher says next, which is waited for; None: it is gone. One thread."""
+        data, _ = self._receive()
+        return json.loads(data) if data else None
+
     @property
     def abandoned(self) -> bool:
         """The launcher is gone, and with it all that it held."""

@@ -111,6 +111,10 @@ class DurableMemory:
             self._store.drop(f"{_REGION}{region.name}")
         region.free()
 
+    def is_left(self, name: str) -> bool:
+        """A predecessor had a region of this name, and nobody has asked for it so far."""
+        return name in self._restored
+
     def forget(self, prefix: str) -> None:
         """Frees all regions of a predecessor whose names begin so: nobody wants them any more."""
         for name in [each for each in list(self._restored) if each.startswith(prefix)]:

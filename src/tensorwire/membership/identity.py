@@ -25,6 +25,8 @@ Its Node listens before that, and what is not there yet would be stale for whoev
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
 
+_TAKEOVER_BITS = 16  # of the rank, above which the number of a takeover lies
+
 _LISTENS = "0A"  # in /proc/net/tcp
 _CLOSED = "closed by its user"  # the core says so
 _MOST_NAMES = 8  # that one message lists
@@ -36,6 +38,20 @@ def lost(peer: Peer, noticed: object = "") -> PeerLostError:
     if _CLOSED in reason:
         reason = "it ended before the others; its own messages tell why"
     return PeerLostError(f"{called(peer)} was lost: {reason or noticed}")
+
+
+def taken_by(rank: int, number: int) -> int:
+    """The control word of a dead worker whose slices are a living one's since a takeover.
+
+    Words only grow, and of two takeovers the later one counts.
+    """
+    return GOODBYE + (number << _TAKEOVER_BITS | rank + 1)
+
+
+def taker_in(word: int) -> int | None:
+    """Who has a worker's slices by its control word; None: nobody else."""
+    rank = (word - GOODBYE) % (1 << _TAKEOVER_BITS) - 1
+    return rank if word > GOODBYE else None
 
 
 def ended_in_order(peer: Peer) -> bool:

@@ -28,6 +28,7 @@ from .identity import (
     listed,
     lost,
     server_name,
+    taker_in,
     turn_away,
     worker_name,
 )
@@ -56,7 +57,7 @@ class ServerMember:
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.
         durable: what it allocates outlives this process.
-        allocate, free, forget: its memory, see `DurableMemory`.
+        allocate, free, forget, is_left: its memory, see `DurableMemory`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ServerMember:
         memory = DurableMemory(node, store)
         self.durable = memory.durable
         self.allocate, self.free, self.forget = memory.allocate, memory.free, memory.forget
+        self.is_left = memory.is_left
         self._status = StatusRegion(node)
         self.control = self.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
@@ -128,7 +130,11 @@ class ServerMember:
             try:
                 sent.pop(rank).wait()
             except (KeyError, PeerLostError):
-                self.persist(self.workers[rank], _send, box, data, number)
+                try:
+                    self.persist(self.workers[rank], _send, box, data, number)
+                except PeerLostError:
+                    if not self.is_taken(rank):
+                        raise
 
     def decline_successor(self) -> None:
         """No process could go on in the place of this one: the job wants it so."""
@@ -282,6 +288,8 @@ class ServerMember:
         if peer is None:
             return {"rank": rank, "state": "expected"}
         state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
+        if self.is_taken(rank):
+            return {"rank": rank, "state": "taken", "pid": peer.pid, "by": self.owner(rank)}
         about = {"pid": peer.pid, "address": peer.address, "transport": peer.path.transport}
         return {"rank": rank, "state": state, **about}
 
@@ -298,8 +306,19 @@ class ServerMember:
                 time.sleep(0.01)
 
     def has_left(self, rank: int) -> bool:
-        """The worker said goodbye."""
+        """The worker said goodbye, or it was killed and another one has its slices."""
         return self.words[rank].value >= GOODBYE
+
+    def is_taken(self, rank: int) -> bool:
+        """The worker was killed, and another one has its slices."""
+        return self.owner(rank) != rank
+
+    def owner(self, rank: int) -> int:
+        """Who has the slices of a worker: it, or who has them last, dead or alive."""
+        word = self.words[rank].value
+        while (taker := taker_in(word)) is not None:
+            rank, word = taker, self.words[taker].value
+        return rank
 
     def all_left(self) -> bool:
         """All workers have left in good order."""

@@ -30,6 +30,7 @@ from .identity import (
     server_name,
     worker_name,
 )
+from .takeovers import Takeovers
 from .world import World
 
 _WATCH_S = 0.05
@@ -48,6 +49,7 @@ class WorkerMember:
         colocation: which other workers are on this host.
         memory: its regions.
         history: what it has got from others; None: no process could take its place.
+        takeovers: of the slices of workers that were killed; None: there are none.
         takeovers_s: for each server that was killed, how long this worker was without it.
     """
 
@@ -64,16 +66,20 @@ class WorkerMember:
         self.node = node
         self.memory, self.history = memory, history
         self._store = store
+        self.takeovers = None
+        if place.takeover and store is not None:
+            self.takeovers = Takeovers(place, store)
         self.servers = servers
         self.colocation = Colocation(place, node, servers)
-        offset = CONTROL_BYTES * place.rank
         self.takeovers_s: list[float] = []
         self._recovering = threading.Lock()
-        self._control = [self.persist(peer, peer.region, CONTROL).word(offset) for peer in servers]
+        self._words = [self.persist(peer, peer.region, CONTROL) for peer in servers]
         self._closing = threading.Event()
         if place.durable:
             name = "tensorwire-servers"
             threading.Thread(target=self._watch_servers, name=name, daemon=True).start()
+        if self.takeovers is not None:
+            self.takeovers.start(self._tell)
 
     @staticmethod
     def join(place: World, timeout_s: float = 60.0) -> WorkerMember:
@@ -88,7 +94,7 @@ class WorkerMember:
         node = _worker_node(place, store)
         try:
             memory, history = DurableMemory(node, store), None
-            if memory.durable:
+            if memory.durable and not place.takeover:
                 region = memory.allocate(
                     HISTORY_BYTES, name="history", access="none", progress=POSITIONS_AT
                 )
@@ -112,8 +118,11 @@ class WorkerMember:
 
     def tell(self, value: int) -> None:
         """Raises this worker's control word at every server."""
-        for peer, word in zip(self.servers, self._control, strict=True):
-            self.persist(peer, _raise_word, word, value)
+        self._tell(self.place.rank, value)
+
+    def _tell(self, rank: int, value: int) -> None:
+        for peer, words in zip(self.servers, self._words, strict=True):
+            self.persist(peer, _raise_word, words.word(CONTROL_BYTES * rank), value)
 
     def persist(
         self,
@@ -200,10 +209,11 @@ class WorkerMember:
         self._closing.set()
         if self.node.closed:
             return
-        for peer, word in zip(self.servers, self._control, strict=True) if goodbye else ():
+        own = CONTROL_BYTES * self.place.rank
+        for peer, words in zip(self.servers, self._words, strict=True) if goodbye else ():
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
-                self.persist(peer, _raise_word, word, GOODBYE)
+                self.persist(peer, _raise_word, words.word(own), GOODBYE)
         if self._store is not None:
             self._store.leave(goodbye)
         self.node.close()

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from .engines import MAX_WORKERS, number
 
-RANK, WORKERS, SERVERS, SLICES, DURABLE = (
+RANK, WORKERS, SERVERS, SLICES, DURABLE, TAKEOVER = (
     "TENSORWIRE_RANK",
     "TENSORWIRE_WORKERS",
     "TENSORWIRE_SERVERS",
     "TENSORWIRE_SLICES",
     "TENSORWIRE_DURABLE",
+    "TENSORWIRE_TAKEOVER",
 )
 
 
@@ -32,6 +33,7 @@ class World:
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
         durable: a server or worker that is killed is replaced by one that has its memory.
         asked: the user has asked for that, and is told what stands against it.
+        takeover: a worker that is killed is not replaced: another one computes its slices.
     """
 
     rank: int = 0
@@ -41,6 +43,7 @@ class World:
     pipeline: int = 1
     durable: bool = False
     asked: bool = False
+    takeover: bool = False
 
     @property
     def replicas(self) -> int:
@@ -55,8 +58,12 @@ class World:
     @property
     def my_slices(self) -> range:
         """The slices that this worker's replica computes."""
+        return self.slices_of(self.rank)
+
+    def slices_of(self, rank: int) -> range:
+        """The slices that the replica of a worker computes, as long as it lives."""
         each = self.slices // self.replicas
-        replica = self.rank // self.pipeline
+        replica = rank // self.pipeline
         return range(replica * each, (replica + 1) * each)
 
     @staticmethod
@@ -79,7 +86,10 @@ class World:
         if (said := environ.get(DURABLE, "0")) not in ("0", "1", "default"):
             raise ValueError(f"{DURABLE} is {said!r}; it is 1, default or 0")
         durable, asked = said != "0", said == "1"
-        return World(rank, workers, addresses, slices, durable=durable, asked=asked)
+        takeover = durable and environ.get(TAKEOVER) == "1"
+        return World(
+            rank, workers, addresses, slices, durable=durable, asked=asked, takeover=takeover
+        )
 
     def check(self) -> None:
         """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""

@@ -113,7 +113,7 @@ def as_durable(place: World, durable: bool | None, mode: str = "") -> World:
     if place.rank == 0 and (place.asked or durable is False):
         text = f"no process of this job that is killed is replaced: {why}"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-    return replace(place, durable=False)
+    return replace(place, durable=False, takeover=False)
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

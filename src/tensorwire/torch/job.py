@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import multiprocessing.util
 import os
 import sys
@@ -32,13 +31,15 @@ from .ending import (
     tell_of_failed_write,
     tell_of_no_step,
 )
-from .loader import Loader, checked_seed, generator_of
+from .loader import Loader, checked_seed, generator_of, shard_of
+from .means import mean_of
 from .modes import check_slices, place_in, told_of
 from .plain_steps import PlainSteps
 from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
+from .worker_state import obstacle
 
 _current: Job | None = None
 
@@ -159,14 +160,11 @@ class Job:
     """What the workers of a job do together; made by `init`.
 
     Attributes:
-        rank: this worker, 0 to size - 1.
         size: number of workers.
         pipeline: how many workers share a model that is split; 1: each has all of it.
         replicas: copies of the model that train together: size / pipeline.
-        replica: the one that this worker is of.
         stage: which process of its replica this is.
         slices: parts of a step.
-        my_slices: those that this worker, with its replica, computes in turn.
         seed: of everything random.
         session: how this worker reaches the others.
         local_replicas: for each distributed optimizer the copy of its model in this process; they
@@ -175,14 +173,11 @@ class Job:
 
     def __init__(self, world: World, seed: int, mode: Mode, given: Mapping[str, Any]) -> None:
         self.session = session = Session(world, seed, mode)
-        self.rank = session.rank
         self.size = session.size
         self.pipeline = session.pipeline
         self.replicas = session.replicas
-        self.replica = session.replica
         self.stage = session.stage
         self.slices = session.slices
-        self.my_slices = session.my_slices
         self.seed = session.seed
         self.statistics = session.statistics
         self.local_replicas: list[Replica] = []
@@ -204,6 +199,33 @@ class Job:
     def __repr__(self) -> str:
         replicas = "" if self.pipeline == 1 else f", pipelines of {self.pipeline}"
         return f"<Job worker {self.rank} of {self.size}, {self.slices} slices{replicas}>"
+
+    @property
+    def rank(self) -> int:
+        """This worker, 0 to size - 1.
+
+        Where another worker's slices are taken over, with the rank of it if that is lower.
+        """
+        return self.session.rank
+
+    @property
+    def replica(self) -> int:
+        """The replica that this worker is of; as `rank`."""
+        return self.session.replica
+
+    @property
+    def my_slices(self) -> Sequence[int]:
+        """The slices that this worker, with its replica, computes in turn."""
+        return self.session.my_slices
+
+    @property
+    def step_complete(self) -> bool:
+        """The last `step()` has made a version: this worker has computed all its slices of it.
+
+        Where a worker has several slices, or takes over those of one that was killed, what belongs
+        to a step is done `if job.step_complete:`, as that of a scheduler for each batch.
+        """
+        return not any(replica.reducer.turn for replica in self.local_replicas)
 
     @property
     def epoch(self) -> int:
@@ -273,24 +295,7 @@ class Job:
         Returns:
             float; a float64 tensor of the same shape; or a dict of these.
         """
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"a weight is a number from 0 up, not {weight!r}")
-        if value is None:
-            value, weight = 0.0, 0.0
-        items = value if isinstance(value, Mapping) else {"": value}
-        tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
-        flat = [float(weight)]
-        for tensor in tensors.values():
-            flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
-        total = self.sum(flat)
-        if total[0] == 0:
-            raise ValueError("mean() of workers whose weights are all 0")
-        result, at = {}, 1
-        for key, tensor in tensors.items():
-            part = torch.tensor(total[at : at + tensor.numel()], dtype=torch.float64) / total[0]
-            at += tensor.numel()
-            result[key] = part.reshape(tensor.shape) if tensor.dim() else float(part)
-        return result if isinstance(value, Mapping) else result[""]
+        return mean_of(self.sum, value, weight)
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -333,7 +338,7 @@ class Job:
 
         Parts may differ by one sample; `job.mean(accuracy, weight=len(shard))` is then exact.
         """
-        return Subset(dataset, range(self.replica, len(dataset), self.replicas))
+        return shard_of(dataset, self.session)
 
     def generator(
         self, step: int, slice_index: int | None = None, *, epoch: int | None = None
@@ -369,6 +374,10 @@ class Job:
                 session.epoch = epoch
                 session.position.begin_epoch(epoch)
                 self.session.done = epoch + 1
+                if session.taking is not None:
+                    session.taking.begin_epoch(obstacle(session, self.local_replicas))
+                if progress is None and self.rank == 0:  # since another worker was killed
+                    progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
                 if rejoin is not None and (where := rejoin.begin_epoch()) is not None:
                     session.position.load(where)
@@ -519,6 +528,8 @@ class Job:
         Raises:
             OSError, ...: one could not be written, see `save`; the job was left nevertheless.
         """
+        if not self.closed:
+            self.session.check_due("close()")
         self._leave(goodbye=True)
 
     def _leave(
@@ -570,10 +581,14 @@ class Job:
             return  # a forked child: the job is its parent's
         # Nobody uses the parameters any more; copies of them might not fit.
         error, interactive = ending_error(), is_interactive()
+        due = None if error or self.closed else self.session.left_due()
+        error = error or due
         try:
             self._leave(error is None, private=False, error=error, tell=not interactive)
         except Exception as failed:
             tell_of_failed_write(failed)
+            end_with_error()
+        if due is not None:
             end_with_error()
 
     def __enter__(self) -> Job:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 
 from .position import LoaderPass
 from .session import Session
+from .taking import BatchTurns, Taking
 
 
 def checked_seed(seed: Any) -> int:
@@ -73,6 +82,9 @@ def generator_of(
     session: Session, step: int, slice_index: int | None, epoch: int | None
 ) -> torch.Generator:
     """See `Job.generator`."""
+    taking = session.taking
+    if slice_index is None and taking is not None:
+        slice_index = taking.default_slice
     if slice_index is None:
         if len(session.my_slices) > 1:
             raise ValueError(
@@ -85,6 +97,36 @@ def generator_of(
         raise ValueError("step, slice and epoch are numbers from 0 up")
     # The last part keeps these apart from the loader's.
     return torch.Generator().manual_seed(seed_of(session.seed, epoch, step, slice_index, -1))
+
+
+class ShardOfData(Subset[Any]):
+    """A worker's part of a dataset, with those of workers whose slices it takes over."""
+
+    def __init__(self, dataset: Dataset[Any], session: Session) -> None:
+        self._session = session
+        self._found: tuple[Sequence[int], Sequence[int]] = (), ()
+        super().__init__(dataset, ())
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Those of its samples."""
+        ranks, replicas = self._session.ranks, self._session.replicas
+        if self._found[0] != ranks:
+            size = len(self.dataset)  # type: ignore[arg-type]
+            self._found = ranks, [i for rank in ranks for i in range(rank, size, replicas)]
+        return self._found[1]
+
+    @indices.setter
+    def indices(self, value: Sequence[int]) -> None:
+        """Set by the class above; it is a function of the session."""
+
+
+def shard_of(dataset: Dataset[Any], session: Session) -> Subset[Any]:
+    """See `Job.shard`."""
+    if session.taking is not None:
+        return ShardOfData(dataset, session)
+    size = len(dataset)  # type: ignore[arg-type]
+    return Subset(dataset, range(session.replica, size, session.replicas))
 
 
 class _Batch(list[int]):
@@ -205,13 +247,21 @@ class Loader:
             if self._shuffle
             else range(self._length)
         )
-        batches, seeds = [], []
-        for step, index in self._mine():
+
+        def batch(step: int, index: int) -> _Batch:
             start, stop = self._steps[step][index]
-            batches.append(_Batch(order[start:stop], seed_of(session.seed, epoch, step, index, 0)))
+            return _Batch(order[start:stop], seed_of(session.seed, epoch, step, index, 0))
+
+        def seed(step: int, index: int) -> int:
             # Each process of a pipeline draws other numbers.
-            seeds.append(seed_of(session.seed, epoch, step, index, 1 + session.stage))
-        if not torch.is_grad_enabled():
+            return seed_of(session.seed, epoch, step, index, 1 + session.stage)
+
+        trains = torch.is_grad_enabled()
+        session.check_due("a new pass of a loader")
+        if session.taking is None or not trains:
+            batches = [batch(*each) for each in self._mine()]
+            seeds = [seed(*each) for each in self._mine()]
+        if not trains:
             yield from self._give(batches, seeds, None)
             return
         steps = len(self._steps) // self._accumulate
@@ -222,7 +272,10 @@ class Loader:
         first = begun.first_step * self._batches_per_step
         self._passes += first > 0
         try:
-            yield from self._give(batches[first:], seeds[first:], begun)
+            if session.taking is not None:
+                yield from self._give_in_turn(session.taking, begun, batch, seed)
+            else:
+                yield from self._give(batches[first:], seeds[first:], begun)
         finally:
             session.position.end(self._name, begun)
             if session.rejoin is not None and not session.closed:
@@ -255,6 +308,47 @@ class Loader:
             session.pass_ends(this, False)
         finally:
             session.pass_ends(this, of is not None)
+
+    def _give_in_turn(
+        self,
+        taking: Taking,
+        of: LoaderPass,
+        batch: Callable[[int, int], _Batch],
+        seed: Callable[[int, int], int],
+    ) -> Iterator[Any]:
+        """As `_give`, where slices may be taken over: what comes next is known when it comes."""
+        session, this, looked_at = self._session, object(), of.first_step == 0
+        of.batches_per_step = self._accumulate
+        turns = BatchTurns(
+            taking,
+            lambda step, index: len(range(*self._steps[step][index])),
+            len(self._steps),
+            of.first_step * self._accumulate,
+            self._accumulate,
+            lambda: session.my_slices,
+            session.is_ahead,
+        )
+        planned: deque[tuple[int, int]] = deque()
+        given: Iterator[Any] = iter(())
+        try:
+            while (each := turns.next()) is not None:
+                if not planned or planned[0] != each:
+                    planned = deque([each, *turns.rest()])
+                    self._batches.now = [batch(*every) for every in planned]
+                    given = iter(self._loader)
+                planned.popleft()
+                data = next(given)
+                torch.default_generator.manual_seed(seed(*each))
+                session.batch_comes(this, len(range(*self._steps[each[0]][each[1]])))
+                taking.give(each[1])
+                of.given = turns.given
+                yield data
+                if looked_at:
+                    looked_at = False
+                    self._passes += 1
+            session.pass_ends(this, False)
+        finally:
+            session.pass_ends(this, True)
 
     def _mine(self) -> Iterator[tuple[int, int]]:
         """(step, slice) of this worker's batches: what a slice accumulates comes together."""

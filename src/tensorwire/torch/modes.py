@@ -62,13 +62,18 @@ def check_optimizer(mode: Mode, buffers: str, by_worker: bool, tables: Sequence[
         )
 
 
-def check_averages(mode: Mode) -> None:
-    """Raises RuntimeError where there are no averaged gradients."""
+def check_averages(mode: Mode, slices: int) -> None:
+    """Raises RuntimeError where there are no averaged gradients, or a worker has several slices."""
     if not mode.is_sync:
         raise RuntimeError(
             "synchronize(), clip_grad_norm_() and scaler.unscale_() are for averaged gradients, "
             f"and {mode} has none: to clip the gradients of each slice use "
             "DistributedOptimizer(max_norm=…)"
+        )
+    if slices > 1:
+        raise RuntimeError(
+            "synchronize() and clip_grad_norm_() need one slice per worker, here are "
+            f"{slices}; use max_norm="
         )
 
 

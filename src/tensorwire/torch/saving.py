@@ -112,12 +112,16 @@ class Saving:
         if session.rejoin is not None and not session.rejoin.begin_save():
             return None
         self.writes.wait(where)
+        if session.taking is not None:
+            session.taking.saves(where)
         position = session.position.saved()
         done = session.done if position is None else position["epoch"]
         content = checkpoint.Content(self._kept, self._replicas, done, session.seed, position)
 
         def write() -> Path:
             written = content.write(path, keep)
+            if session.taking is not None:
+                session.taking.saves("")
             note_in_job_log("saved", path=os.path.abspath(written))
             return written
 
@@ -177,10 +181,11 @@ class Saving:
     def _compare(self, loaded: checkpoint.Loaded | None, name: str) -> None:
         """Raises RuntimeError if workers have loaded different checkpoints."""
         told = self._session.gather(hashlib.sha256(repr(loaded).encode()).digest())
-        if others := [rank for rank, each in enumerate(told) if each != told[0]]:
+        there = [rank for rank, each in enumerate(told) if any(each)]  # the others were killed
+        if others := [rank for rank in there if told[rank] != told[there[0]]]:
             raise RuntimeError(
-                f"worker {others[0]} has loaded another checkpoint than worker 0: {name} was "
-                "written while it was read. Call job.barrier() between save and load"
+                f"worker {others[0]} has loaded another checkpoint than worker {there[0]}: {name} "
+                "was written while it was read. Call job.barrier() between save and load"
             )
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from .kernels import TorchKernel, permitted_imports
 from .position import Position
 from .rejoin import Rejoin
 from .statistics import Statistics
+from .taking import Taking
 
 _ADDRESS_BYTES = 256
 _SEED_BYTES = 16
@@ -63,20 +65,19 @@ class Session:
         after_step: called with the result of each version.
         member: this worker on the fabric; None if it is alone.
         rejoin: where its script is, for a process in its place; None: nobody takes its place.
+        taking: what it computes for workers that were killed; None: nothing.
         closed: true after `close`.
     """
 
     def __init__(self, world: World, seed: int, mode: Mode) -> None:
         global _present
         self.mode = mode
-        self.rank = world.rank
+        self._world = world
         self.size = world.workers
         self.pipeline = world.pipeline
         self.replicas = world.replicas
-        self.replica = world.rank // world.pipeline
         self.stage = world.stage
         self.slices = world.slices
-        self.my_slices = world.my_slices
         self.epoch = 0
         self.done = 0
         self.first_epoch = 0
@@ -91,6 +92,7 @@ class Session:
         self.before_release: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[Result], None]] = []
         self.rejoin: Rejoin | None = None
+        self.taking: Taking | None = None
         self._stores: list[Store] = []
         self._opened = 0  # stores, those that are gone included
         self._machines: Machines | None = None
@@ -98,6 +100,8 @@ class Session:
         self._collective: Collective | None = None
         if world.servers:
             self.member = WorkerMember.join(world)
+            if self.member.takeovers is not None:
+                self.taking = Taking(self.member.takeovers)
             if self.member.history is not None:
                 self.rejoin = Rejoin(self.member.history, world.rank, world.asked)
             try:
@@ -125,6 +129,29 @@ class Session:
         return int.from_bytes(told[0][:_SEED_BYTES], "little", signed=True)
 
     @property
+    def rank(self) -> int:
+        """That of this worker, or the lowest of those whose slices it has taken over."""
+        takeovers = None if self.member is None else self.member.takeovers
+        return self._world.rank if takeovers is None else takeovers.rank
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Whose slices this worker computes: its own, and those of workers that were killed."""
+        takeovers = None if self.member is None else self.member.takeovers
+        return (self._world.rank,) if takeovers is None else takeovers.ranks
+
+    @property
+    def replica(self) -> int:
+        """The one that this worker is of."""
+        return self.rank // self.pipeline
+
+    @property
+    def my_slices(self) -> Sequence[int]:
+        """The slices that this worker computes in turn."""
+        takeovers = None if self.member is None else self.member.takeovers
+        return self._world.my_slices if takeovers is None else takeovers.slices
+
+    @property
     def imports(self) -> tuple[str, ...] | None:
         """The modules that servers may import for optimizers; None: there are no servers."""
         return None if self.member is None else permitted_imports()
@@ -148,6 +175,27 @@ class Session:
         last = self._present.pop(iteration, None)
         if last is not None and trains:
             self._left = last
+
+    def is_ahead(self, slice_index: int) -> bool:
+        """A worker that was killed has committed a slice for the next version of a store."""
+        return any(slice_index not in store.missing() for store in self._stores)
+
+    def check_due(self, what: str) -> None:
+        """Raises RuntimeError while a batch of a dead worker's slice is due; see `Taking`."""
+        if self.taking is not None:
+            self.taking.check(what)
+
+    def left_due(self) -> RuntimeError | None:
+        """The error of a script that ends while a batch is due, which is printed; None: it is not.
+
+        At the end of a process nobody sees what is raised.
+        """
+        try:
+            self.check_due("the script ends")
+        except RuntimeError as due:
+            print(f"tensorwire: {due}", file=sys.stderr, flush=True)
+            return due
+        return None
 
     def present_batch(self) -> tuple[int, int] | None:
         """Number and samples of the batch that is worked on; None if no loader gave one."""
@@ -188,10 +236,13 @@ class Session:
 
     def stepped(self, result: Result, repeated: bool = False) -> None:
         """A version of a store is in place; see `Rejoin.stepped`."""
+        where = self.position.inside
         if self.rejoin is not None:
-            if where := self.position.inside:
+            if where:
                 self.rejoin.refuse(where)
             self.rejoin.stepped(repeated)
+        if self.taking is not None and where:
+            self.taking.refuse(where)
         self.statistics.step(result)
         self.position.stepped()
         self._used = self.batches
@@ -273,12 +324,19 @@ class Session:
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
         if self.rejoin is not None:
             self.rejoin.find_load()
+        self.check_due("sum(), mean(), barrier() or another call of all workers")
         try:
-            return ask(given)
+            return self._answered(ask(given))
         except TensorwireError as error:
             if (explained := self.explain_loss(error)) is error:
                 raise
             raise explained from error
+
+    def _answered(self, answer: Answer) -> Answer:
+        """Who has died before the answer was there is known behind it."""
+        if self.member is not None and self.member.takeovers is not None:
+            self.member.takeovers.adopt()
+        return answer
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""

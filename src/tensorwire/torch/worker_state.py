@@ -151,6 +151,22 @@ class WorkerState:
             )
 
 
+def obstacle(session: Session, replicas: Sequence[Replica]) -> str:
+    """Why no worker could take over the slices of another one; "" if one could."""
+    if session.pipeline > 1:
+        return "its model is split over several workers"
+    if path := next((each.store.path for each in replicas if each.store.path != "shm"), ""):
+        return f"servers are reached by {path}, and only shared memory outlives a process"
+    for replica in replicas:
+        if replica.arithmetic.by_worker:
+            return "worker 0 makes the steps of an optimizer in its own memory"
+        if replica.buffers.kind == "local" and replica.buffers.here:
+            return 'each worker has buffers of its own (buffers="local")'
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "it uses torch.distributed, whose groups do not go on without a member"
+    return ""
+
+
 def _saved(replica: Replica) -> dict[str, Any]:
     """What a worker has of an optimizer for itself."""
     groups = replica.optimizer.param_groups

@@ -143,7 +143,8 @@ class Gatherer:
 
     def has_committed(self, rank: int, version: int) -> bool:
         """All of a worker's slices have asked for a version."""
-        return all(each.has_committed(version) for each in self._contributors if each.rank == rank)
+        own = [each for each in self._contributors if self._member.owner(each.rank) == rank]
+        return all(each.has_committed(version) for each in own)
 
     def waits_in(self, rank: int, other: int) -> str:
         """What one worker has asked for and another one has not; "" if nothing."""
@@ -167,7 +168,18 @@ class Gatherer:
             raise ValueError(f"worker {contributor.rank}: {error}") from None
 
     def _wait(self, contributor: Contributor, version: int) -> None:
-        rank, peer = contributor.rank, contributor.peer
+        while True:
+            rank = self._member.owner(contributor.rank)
+            try:
+                self._wait_for(contributor, rank, version)
+                return
+            except PeerLostError:
+                if self._member.owner(rank) == rank:
+                    raise  # else it was killed, and another one goes on for it
+
+    def _wait_for(self, contributor: Contributor, rank: int, version: int) -> None:
+        """Waits for a commit, which this worker makes."""
+        peer = contributor.peer if rank == contributor.rank else self._member.workers.get(rank)
         try:
             while True:
                 try:
@@ -179,6 +191,8 @@ class Gatherer:
                         raise PeerLostError(f"worker {rank} has left") from None
                     self._check_deadlock(version, rank)
         except PeerLostError as error:
+            if self._member.is_taken(rank):
+                raise
             if self._member.has_left(rank):
                 self._await_goodbyes(version)
                 who = f"worker {rank}" if peer is None else called(peer)
@@ -197,7 +211,7 @@ class Gatherer:
 
     def _check_deadlock(self, version: int, rank: int) -> None:
         """Raises DisagreementError if some wait here for a worker that waits for them elsewhere."""
-        workers = dict.fromkeys(each.rank for each in self._contributors)
+        workers = dict.fromkeys(self._member.owner(each.rank) for each in self._contributors)
         other = next((each for each in workers if self.has_committed(each, version)), None)
         if other is None:
             return  # who has more slices to compute may call anything between them

@@ -26,7 +26,7 @@ from ..messages import (
     Bytes,
     DisagreementError,
 )
-from ..regions import RegionKind
+from ..regions import RegionKind, region_name
 from .door import ReaderDoor
 from .gather import Calls
 from .opening import Opening
@@ -131,6 +131,9 @@ class Server:
         """This server, or one in whose place it is, has told all workers that a store is freed."""
         return self._released is not None and bool(self._released[number])
 
+    def _was_opened(self, number: int) -> bool:
+        return self.member.is_left(region_name(number, RegionKind.OPENING))
+
     def released(self, number: int) -> None:
         """Called by a store's thread, before it frees what it has."""
         if self._released is not None:
@@ -168,8 +171,18 @@ class Server:
                 return False
             if all(value <= word < GOODBYE for word in words):
                 return True
+            # Opened by a predecessor of this server, when nobody had left or was killed.
+            if self._was_opened(value - 1) and all(value <= word for word in words):
+                return True
             wants = next((r for r, w in enumerate(words) if value <= w < GOODBYE), None)
             left = next((rank for rank, word in enumerate(words) if word >= GOODBYE), None)
+            if wants is not None and left is not None and self.member.is_taken(left):
+                owner = self.member.owner(left)
+                raise DisagreementError(
+                    f"worker {left} was killed and worker {owner} computes its slices, so that no "
+                    "optimizer can be made or get other groups any more: make all of them before "
+                    "job.epochs, or run the job without --no-restart-workers"
+                )
             if wants is not None and left is not None:
                 raise DisagreementError(f"worker {left} has left while others make an optimizer")
             rank = next(rank for rank, word in enumerate(words) if word < value)

@@ -150,13 +150,13 @@ class Snapshots:
         try:
             while True:
                 seen = self._bell.value
+                for held in list(self._regions):  # first: who asks may need the place
+                    if self._is_gone(held.rank):
+                        self._free(held)
                 for rank in range(self._member.count):
                     if self._closing:
                         return
                     self._serve(rank)
-                for held in list(self._regions):
-                    if self._is_gone(held.rank):
-                        self._free(held)
                 with contextlib.suppress(TimeoutError):
                     self._bell.wait_until(seen + 1, _LOOK_S if self._regions else None)
         except (ClosedError, StaleHandleError):

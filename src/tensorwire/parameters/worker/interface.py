@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -131,6 +131,25 @@ class Store(Protocol):
 
     def commit(self, slice_index: int, commit: Commit) -> None:
         """All that was pushed for a slice is valid; every slice commits every version once."""
+
+    def missing(self) -> Sequence[int]:
+        """This worker's slices that nobody has committed for the next version.
+
+        What a worker that was killed has committed at some servers is sent to the others.
+        """
+
+    def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
+        """Waits for the version that the commits asked for; `wait` then returns at once.
+
+        Args:
+            again: commits a slice of another worker, which was killed, without a batch.
+
+        Returns:
+            Without `again`: slices of this worker that need a batch first; else nothing.
+        """
+
+    def last_commit(self, slice_index: int) -> Commit:
+        """What was committed for a slice last, whoever has done it; where memory is shared."""
 
     def is_committed(self, slice_index: int) -> bool:
         """A process in whose place this one is has committed a slice of the next version.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tensorwire.errors import PeerLostError, TensorwireError, consequence
+from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError, consequence
 from tensorwire.membership import WorkerMember, lost
 from tensorwire.memory import Mailbox, Peer, Region, RemoteRegion, wait_all
 
@@ -59,6 +59,18 @@ class Answers:
         if reason := self.reason():
             raise consequence(reason)
 
+    def is_reached(self, version: int, timeout_s: float) -> bool:
+        """A version, or a later one, or the end, comes at all servers within so many seconds."""
+
+        def wait(mailbox: Mailbox, peer: Peer) -> bool:
+            try:
+                mailbox.wait(version, timeout_s, peer=peer)
+            except TimeoutError:
+                return False
+            return True
+
+        return all(self.attempt(peer, wait, mailbox, peer) for peer, mailbox in self._mailboxes)
+
     def reason(self) -> str:
         """See `Store`."""
         for _, mailbox in self._mailboxes:
@@ -97,7 +109,8 @@ class Link:
         mapped: its memory is mapped here, so that backward can produce gradients there.
 
     Args:
-        commits: for each slice of this worker, which of all commits is its own.
+        commits: for each slice of this worker, which of all commits is its own. Of others, which
+            it takes over, it is the number of the slice.
         sends: tensors whose gradients come from this worker.
     """
 
@@ -119,6 +132,15 @@ class Link:
             for i, commit in commits.items()
         }
 
+    def _sender(self, slice_index: int) -> Copier | Outbox:
+        found = self._senders.get(slice_index)
+        if found is None:
+            made = self._answers.attempt(
+                self.peer, Copier, self.peer, self.regions, slice_index, slice_index
+            )
+            found = self._senders[slice_index] = made
+        return found
+
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients and buffers that were written to it, since the start."""
@@ -130,7 +152,7 @@ class Link:
 
     def push(self, slice_index: int, tensor: int, data: Any) -> int:
         """The part of `Store.push` that concerns this server."""
-        return self._answers.attempt(self.peer, self._senders[slice_index].push, tensor, data)
+        return self._answers.attempt(self.peer, self._sender(slice_index).push, tensor, data)
 
     def rows_copied(self, tensor: int, rows: Rows) -> int:
         """How many bytes this process will copy itself of a gradient of some rows."""
@@ -144,7 +166,7 @@ class Link:
 
     def send_rest(self, slice_index: int, gradients: Mapping[int, Gradient]) -> None:
         """Sends gradients of tables, and what was pushed of the slice and not yet sent."""
-        sender, attempt = self._senders[slice_index], self._answers.attempt
+        sender, attempt = self._sender(slice_index), self._answers.attempt
         for table in self.regions.tables:
             if not gradients.keys().isdisjoint(table.tensors):
                 attempt(self.peer, sender.push_rows, table, gradients)
@@ -152,11 +174,16 @@ class Link:
 
     def commit(self, slice_index: int, commit: Commit, data: Bytes) -> None:
         """Writes a slice's commit, of which `data` are the bytes."""
-        self._answers.attempt(self.peer, self._senders[slice_index].commit, commit, data)
+        self._answers.attempt(self.peer, self._sender(slice_index).commit, commit, data)
 
     def committed(self, slice_index: int) -> int:
         """The last version that was committed for a slice; where memory is shared."""
-        return self._senders[slice_index].committed
+        return self._answers.attempt(self.peer, lambda: self._sender(slice_index).committed)
+
+    def read_commit(self, slice_index: int) -> Commit:
+        """The last commit of a slice, whoever has made it; where memory is shared."""
+        spec = self.share.layout.spec
+        return self._answers.attempt(self.peer, lambda: self._sender(slice_index).read_commit(spec))
 
     def flush(self) -> None:
         """Sends what was pushed of any slice and not yet sent."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -105,6 +105,15 @@ class LocalStore:
                 memory.slot[at : at + each.nbytes] = each
                 at += each.nbytes
         self._commits[slice_index] = commit
+
+    def missing(self) -> Sequence[int]:
+        return range(len(self._memory))
+
+    def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
+        return ()
+
+    def last_commit(self, slice_index: int) -> Commit:
+        return self._commits[slice_index]
 
     def is_committed(self, slice_index: int) -> bool:
         return False

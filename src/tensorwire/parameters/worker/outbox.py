@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion, Transfer
+from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion, Transfer, mailbox_bytes
 
-from ..layout import WITH_GRADIENT
+from ..layout import WITH_GRADIENT, Spec
 from ..messages import POOLED, Bytes, Commit
 from ..regions import RegionKind, ServerRegions
 from ..rows import Gradient, Table, part_of
@@ -36,6 +37,11 @@ class _Sender:
             self._heads = peer.region(regions.name(RegionKind.ROWS, slice_index))
         self._commit = peer.region(regions.name(RegionKind.COMMIT, commit))
         self._commits = RemoteMailbox(self._commit)
+
+    def read_commit(self, spec: Spec) -> Commit:
+        """The last commit of the slice, whoever has made it; where the memory is mapped."""
+        shape = spec.groups, len(spec.hyper), len(spec.tensors)
+        return Commit.from_bytes(self._commit.array()[mailbox_bytes(0) :], *shape)
 
     @property
     def committed(self) -> int:
@@ -80,6 +86,12 @@ class Copier(_Sender):
         self._locals: list[Any] = []
         self._remotes: list[RemoteRegion] = []
         self._pending_bytes = 0
+
+    def read_commit(self, spec: Spec) -> Commit:
+        """See `_Sender`."""
+        commit = super().read_commit(spec)
+        pools = POOLED in commit.present
+        return replace(commit, blocks=self._blocks.tolist()) if pools else commit
 
     def push(self, tensor: int, data: Any) -> int:
         """Copies a tensor's bytes, now or with others; `data` and the result as in `Store.push`."""

@@ -54,7 +54,7 @@ class OwnPaceStore(RemoteStore):
     def _say(self, operation: int) -> None:
         """Commits what is not of a slice, in the name of this worker's first one."""
         commit = Commit.empty(self.version + 1, operation, self.layout.spec)
-        self.commit(min(self._gradients), commit)
+        self.commit(min(self._slices), commit)
         self.wait()
 
     def snapshot(self) -> Snapshot:

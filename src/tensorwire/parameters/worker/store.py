@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorwire.failpoints import failpoint
 from tensorwire.membership import NoteKind, WorkerMember
 from tensorwire.memory import Region
 from tensorwire.transitions import COMMIT, REJOIN, RESULT
@@ -26,6 +27,8 @@ from .interface import Part, Place
 from .link import Answers, Link
 from .snapshot import Asker, Snapshot
 from .view import ViewSource
+
+_LOOK_S = 0.1  # whether a worker was killed whose slices are this one's now
 
 
 class _Sending:
@@ -87,7 +90,8 @@ class RemoteStore:
         self._asker = Asker(member, number, layout, self._links, self._answers)
         if self._history is not None and self._history.succeeds:
             self._asker.free_all()
-        self._gradients: dict[int, dict[int, Gradient]] = {i: {} for i in commits}
+        self._slices = tuple(commits)
+        self._gradients: dict[int, dict[int, Gradient]] = {}
         seen = source.open(self._answers, regions)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
@@ -97,7 +101,8 @@ class RemoteStore:
             {
                 "gradients.sent": RemoteStore._send_rest,
                 "commit.noted": RemoteStore._note_commit,
-                "commit.sent": RemoteStore._send,
+                "commit.begun": RemoteStore._send_first,
+                "commit.sent": RemoteStore._send_others,
             },
             durable,
         )
@@ -205,7 +210,7 @@ class RemoteStore:
     def push_rows(self, slice_index: int, tensor: int, rows: Rows, values: Bytes) -> int:
         if self._is_elsewhere(slice_index):
             return 0
-        self._gradients[slice_index][tensor] = rows, values
+        self._gradients.setdefault(slice_index, {})[tensor] = rows, values
         return sum(link.rows_copied(tensor, rows) for link in self._links)
 
     def settle(self) -> None:
@@ -229,7 +234,8 @@ class RemoteStore:
         self._send_commit(self, _Sending(slice_index, commit))
 
     def _send_rest(self, sending: _Sending) -> None:
-        gradients = take_meant(self._gradients[sending.slice_index], sending.commit)
+        own = self._gradients.setdefault(sending.slice_index, {})
+        gradients = take_meant(own, sending.commit)
         for link in self._links:
             link.send_rest(sending.slice_index, gradients)
 
@@ -240,8 +246,11 @@ class RemoteStore:
         text = sending.data.tobytes() + np.array(commit.blocks, np.uint32).tobytes()
         self._history.note(NoteKind.COMMIT, text, self._number, commit.version, slice_index)
 
-    def _send(self, sending: _Sending) -> None:
-        for link in self._links:
+    def _send_first(self, sending: _Sending) -> None:
+        self._links[0].commit(sending.slice_index, sending.commit, sending.data)
+
+    def _send_others(self, sending: _Sending) -> None:
+        for link in self._links[1:]:
             link.commit(sending.slice_index, sending.commit, sending.data)
 
     def _noted_commit(self, noted: bytes) -> Commit:
@@ -259,9 +268,41 @@ class RemoteStore:
             if link.committed(slice_index) < commit.version:
                 link.commit(slice_index, commit, data)
 
+    def missing(self) -> Sequence[int]:
+        """See `Store`. A slice may be a version ahead, or two servers at two of its versions."""
+        takeovers, version = self._member.takeovers, self.version + 1
+        if takeovers is None:
+            return self._slices
+        takeovers.adopt()
+        found = []
+        for index in takeovers.slices:
+            have = [link.committed(index) >= version for link in self._links]
+            if not any(have):
+                found.append(index)
+            elif not all(have):
+                self._commit_again(index, self._links[have.index(True)].read_commit(index))
+                failpoint("commit.forwarded")
+        return found
+
+    def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
+        if self._member.takeovers is None:
+            return ()
+        while True:
+            missing = self.missing()
+            if missing and again is None:
+                return missing
+            if again is not None:
+                for index in missing:
+                    again(index)
+            if self._answers.is_reached(self.version + 1, _LOOK_S):
+                return ()
+
+    def last_commit(self, slice_index: int) -> Commit:
+        return self._links[0].read_commit(slice_index)
+
     def go_on(self, version: int) -> None:
         self.version = version
-        noted = {index: self._committed(index) for index in self._gradients}
+        noted = {index: self._committed(index) for index in self._slices}
         self._rejoin(self, {index: each for index, each in noted.items() if each is not None})
 
     def _repeat(self, noted: dict[int, bytes]) -> None:
@@ -269,7 +310,7 @@ class RemoteStore:
             self._commit_again(index, self._noted_commit(each))
 
     def _await_repeated(self, noted: dict[int, bytes]) -> None:
-        if len(noted) == len(self._gradients):
+        if len(noted) == len(self._slices):
             self._answers.wait_reached(self.version + 1)
 
     def wait(self) -> Result:
@@ -376,8 +417,12 @@ class RemoteStore:
             link.write(link.region(RegionKind.SCALARS)[: scalars.nbytes], scalars)
 
     def release(self) -> None:
-        for index in self._gradients:
+        def commit(index: int) -> None:
             self.commit(index, Commit.empty(self.version + 1, RELEASE, self.layout.spec))
+
+        for index in self.missing():
+            commit(index)
+        self.due(commit)
         self.wait()
         self.close()
 

@@ -176,6 +176,15 @@ class Arithmetic:
             return ((),) * len(self._optimizer.param_groups)
         return self.kernel.hyper_of(self._optimizer)
 
+    def check_state(self) -> None:
+        """Raises RuntimeError if servers would have to keep something else than they do."""
+        if self.keeps_other_state():
+            raise RuntimeError(
+                "momentum, amsgrad or another option that decides what servers keep was changed "
+                "after DistributedOptimizer was made, or an attribute of the optimizer; set it (or "
+                'make the scheduler) before, or use apply="worker"'
+            )
+
     def keeps_other_state(self) -> bool:
         """The optimizer's groups ask for another description than the servers have."""
         if self.by_worker:

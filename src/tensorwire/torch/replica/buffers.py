@@ -40,7 +40,7 @@ class Buffers:
         # One slice agrees with itself, and nobody has only a part of it: they are not in the store.
         declared = session.slices > 1 or session.pipeline > 1
         self.kind, self._model = kind, model
-        self._slices = session.my_slices
+        self._session = session
         self._owners: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules() if declared else ():
@@ -133,7 +133,7 @@ class Buffers:
                     flat = torch.frombuffer(store.value(index), dtype=like.dtype)
                     self._arrived.append(flat.view(like.shape))
             self._set(tensors, self._arrived)
-        if len(self._slices) > 1:
+        if len(self._session.my_slices) > 1 or self._session.taking is not None:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
     def own(self, steps: bool = False) -> list[tuple[str, Bytes]]:
@@ -165,15 +165,21 @@ class Buffers:
 
     def after_slice(self, turn: int) -> None:
         """Slice number `turn` of this worker begins; at its end the version's are taken."""
-        if len(self._slices) == 1 or not self._owners:
+        slices = self._session.my_slices
+        if len(slices) == 1 or not self._owners:
             return
         values = self._before
         if self.kind == "local":
             self._own[turn - 1] = [tensor.detach().clone() for tensor in self.tensors]
-            values = self._own.get(turn % len(self._slices), self._before)
-        elif turn == len(self._slices):
+            values = self._own.get(turn % len(slices), self._before)
+        elif turn == len(slices):
             return
         self._set(self.tensors, values)
+
+    def begin_again(self) -> None:
+        """Another slice of the step begins, with the version's buffers."""
+        if self._owners:
+            self._set(self.tensors, self._before)
 
     def _set(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         with torch.no_grad():

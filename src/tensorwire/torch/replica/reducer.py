@@ -133,6 +133,7 @@ class Reducer:
         states: as given.
         accumulating: backward only adds to `.grad`.
         sealed: the gradients of this step were averaged already.
+        reduced: this slice's were committed to be averaged, and another slice is due first.
         turn: which of this worker's slices is being computed.
         samples: weight of the slice.
         waits: a gradient has come that was not committed.
@@ -153,7 +154,7 @@ class Reducer:
     ) -> None:
         self.states = states
         self.accumulating = False
-        self.sealed = False
+        self.sealed = self.reduced = False
         self.turn = 0
         self.waits = self.lacks = False
         self.begun = 0
@@ -245,7 +246,7 @@ class Reducer:
         state.bytes_copied = 0
         if state.left is not None:
             self._store.settle()  # what left before is being replaced
-        if self.sealed:
+        if self.sealed or self.reduced:
             raise RuntimeError(
                 "backward() after synchronize() or clip_grad_norm_(): call step() or zero_grad() "
                 "first"
@@ -301,6 +302,8 @@ class Reducer:
     @property
     def slice_index(self) -> int:
         """The slice that is being computed."""
+        if (taking := self._session.taking) is not None:
+            return taking.slice_index
         return self._session.my_slices[self.turn]
 
     def take(self) -> None:
@@ -481,6 +484,7 @@ class Reducer:
             self._store.settle()
         self.forget()
         self._begin()
+        self.reduced = False  # whoever skips steps without a norm has dropped the gradients
         self.samples.withdraw()
         if isinstance(self._slots, GradientSlots):
             self._slots.begin()
@@ -530,9 +534,23 @@ class Reducer:
         self._store.settle()
         self.forget()
         self.samples.stepped()
-        self.turn = (self.turn + 1) % len(self._session.my_slices)
+        self.turn += 1
         self._begin()
+        if self._session.taking is None:
+            self.turn %= len(self._session.my_slices)
         return self.turn == 0
+
+    def leave_slots(self) -> None:
+        """Another slice of the step is computed here: what was committed stays where it lies."""
+        if isinstance(self._slots, str) and self._later is None:
+            return
+        for state in self.states:
+            state.shared = False
+            if state.parameter.grad is not None:
+                state.parameter.grad = state.parameter.grad.clone()
+        if isinstance(self._slots, GradientSlots):
+            self._slots.close()
+        self._slots, self._later = "this worker computes several slices of a step", None
 
     def stepped(self) -> None:
         """A version is in place."""

@@ -50,6 +50,7 @@ from .reducer import Found, GradientState, Reducer
 from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .same_hyper import SameHyper
+from .taken_slices import TakenSlices
 from .worker_steps import WorkerSteps
 
 
@@ -118,7 +119,7 @@ class Replica:
         if index is not None:
             self.ownership = Pipelined(model, optimizer, session, index)
         self.same_batches = SameBatches(session)
-        self._same_hyper = SameHyper(len(session.my_slices))
+        self._same_hyper = SameHyper(len(session.my_slices) > 1 or session.taking is not None)
         self._edit_memory = EditMemory()
         self._editing = False
         self._open(self._plan())
@@ -184,6 +185,7 @@ class Replica:
         self.state = OptimizerState(
             session, self.store, self.optimizer, arithmetic, ownership, self.parameters
         )
+        self._taken = TakenSlices(session, self.store, self.reducer, self.buffers)
         self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
         self._forget_average()
@@ -261,19 +263,21 @@ class Replica:
         self.adopt()
 
     def _publish_part(self, part: range, edited: bool = False) -> None:
-        session, present = self.session, bytearray(len(self.store.layout.spec.tensors))
-        if session.replica == 0:
+        present = bytearray(len(self.store.layout.spec.tensors))
+        slices = self.store.missing()
+        if 0 in slices:
             sends = [i for i in self._sends if i in part]
             kept = [(i, flat_bytes(self.parameters[i].detach())) for i in sends]
             buffers = [(i, data) for i, data in self.buffers.values() if i in part]
             for index, data in (*kept, *buffers):
                 if data.nbytes and (not edited or self.store.differs(index, data)):
-                    self.store.push(session.my_slices[0], index, data)
+                    self.store.push(0, index, data)
                     present[index] = PUSHED
-        for slice_index in session.my_slices:
+        for slice_index in slices:
             # Only slice 0 says what there is.
             says = bytes(present) if slice_index == 0 else bytes(len(present))
             self._commit(slice_index, PUBLISH, 0, 1.0, (says, ()))
+        self.store.due(self._taken.publish_nothing(self._commit))
         self.store.wait()
 
     def adopt(self) -> None:
@@ -346,12 +350,7 @@ class Replica:
         reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
         self._residency.guard.check()
-        if self.arithmetic.keeps_other_state():
-            raise RuntimeError(
-                "momentum, amsgrad or another option that decides what servers keep was changed "
-                "after DistributedOptimizer was made, or an attribute of the optimizer; set it (or "
-                'make the scheduler) before, or use apply="worker"'
-            )
+        self.arithmetic.check_state()
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
         flags = CHECK_FINITE if check_finite else 0
@@ -359,15 +358,18 @@ class Replica:
             flags |= WANT_NORM  # the average is kept, for worker 0 to read
         self.was_scaled = self.was_scaled or scale is not None
         slice_index = reducer.slice_index
+        if reducer.reduced:
+            reducer.reduced = False
+            return
+        self._taken.begin(self)
         if reducer.sealed:
             flags |= REDUCED
             self._check_scale(self._scaled if scale is None else scale)
             if self._averages is None:
                 reducer.check_all_unchanged()
             elif self.session.replica == 0:
-                reducer.push_edited(
-                    self._averages, check_finite and not math.isfinite(self.last_norm)
-                )
+                spoiled = check_finite and not math.isfinite(self.last_norm)
+                reducer.push_edited(self._averages, spoiled)
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
@@ -378,10 +380,10 @@ class Replica:
             reducer.check_repeated()
         self._hold()
         self.buffers.push(self.store, slice_index)
-        self._commit(slice_index, APPLY, flags, reducer.samples.weight(), present)
-        complete = reducer.slice_committed()
-        self.buffers.after_slice(reducer.turn or len(self.session.my_slices))
-        if not complete:
+        weight = reducer.samples.weight()
+        self._commit(slice_index, APPLY, flags, weight, present)
+        spoiled = check_finite and not math.isfinite(self.last_norm)
+        if not self._taken.is_complete(weight, flags, self._averages, spoiled, self._commit):
             statistics.exposed_s += time.perf_counter() - started
             return
         result = self.store.wait()
@@ -425,22 +427,26 @@ class Replica:
 
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
-        check_averages(self.session.mode)
-        if len(self.session.my_slices) > 1:
-            raise RuntimeError(
-                "synchronize() and clip_grad_norm_() need one slice per worker, here are "
-                f"{len(self.session.my_slices)}; use max_norm="
-            )
+        taking = self.session.taking
+        check_averages(self.session.mode, 1 if taking else len(self.session.my_slices))
         reducer = self.reducer
         if reducer.sealed:
             self._check_scale(scale)
             return self.last_norm
+        if reducer.reduced:
+            return math.nan
         self._residency.guard.check()
+        self._taken.begin(self)
         self._scaled = scale
-        present = self._take()
+        present, weight = self._take(), reducer.samples.weight()
         if not self.store.is_committed(reducer.slice_index):
             reducer.check_repeated()
-        self._commit(reducer.slice_index, REDUCE, WANT_NORM, reducer.samples.weight(), present)
+        if taking is not None:  # now: who goes on for this worker does not have them
+            self._check_hyper()
+            self.buffers.push(self.store, reducer.slice_index)
+        self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
+        if taking is not None and not self._taken.is_reduced(weight):
+            return math.nan
         result = self.store.wait()
         reducer.sealed, self._reduced_present = True, present
         self.last_norm = result.norm
@@ -462,13 +468,13 @@ class Replica:
                 "tw.clip_grad_norm_, for loss scaling scaler.step without unscale_"
             )
         self.reduce(scale)
+        if self.reducer.reduced:
+            return  # no averages so far
         self.reducer.check_all_unchanged()
         data = np.empty(self.store.own.size_bytes, np.uint8)
         self.store.read_reduced(data)
         self._averages = {}
-        everywhere = self.store.layout.trained
-        have = self.session.sum([float(self._reduced_present[0][i]) for i in everywhere])
-        somewhere = {i for i, workers in zip(everywhere, have, strict=True) if workers}
+        somewhere = self._taken.in_average(self._reduced_present[0])
         for i in self.trained:
             if i not in somewhere:
                 continue  # no worker has a gradient for it
@@ -477,7 +483,7 @@ class Replica:
                 parameter.grad = torch.empty_like(parameter)
             average = data[self.store.own.place(i)]
             parameter.grad.copy_(tensor_at(average, parameter))
-            if self.session.replica == 0:  # whose gradients count
+            if self.session.replica == 0 or self.session.taking is not None:  # which may count
                 self._averages[i] = (parameter.grad, average)
         self.reducer.forget()
 
@@ -532,18 +538,12 @@ class Replica:
         if self._editing:
             raise RuntimeError("ema_weights() inside edit() or ema_weights(): leave it first")
         self._residency.guard.check()
-        self._residency.begin_edit(self._edit_memory)
         self._editing = True
         try:
-            with torch.no_grad():
-                for i, average in self.state.averages().items():
-                    if i in self._residency.parameters:
-                        self.parameters[i].copy_(average)
+            with self._residency.averaged(self._edit_memory, self.state.averages()):
                 yield
         finally:
             self._editing = False
-            self._residency.adopt()
-            self._residency.guard.remember()
 
     def _check_open(self) -> None:
         if self.closed:

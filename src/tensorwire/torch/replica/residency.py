@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +85,20 @@ class Residency:
     def begin_edit(self, memory: EditMemory) -> None:
         """Parameters are copies in `memory` until the next `adopt`."""
         memory.lend(self._store, self.parameters)
+
+    @contextlib.contextmanager
+    def averaged(self, memory: EditMemory, averages: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Parameters are copies in `memory` inside, with the averages of their values."""
+        self.begin_edit(memory)
+        try:
+            with torch.no_grad():
+                for index, average in averages.items():
+                    if index in self.parameters:
+                        self.parameters[index].copy_(average)
+                yield
+        finally:
+            self.adopt()
+            self.guard.remember()
 
     def check_formats(self, before: Formats) -> None:
         """Raises RuntimeError if dtype, shape or memory format of a parameter was changed."""

@@ -9,17 +9,12 @@ class SameHyper:
     """Compares those of one optimizer.
 
     Args:
-        slices: how many slices of a step the worker computes.
+        looks: there is something to be compared: the worker computes several slices, or may.
     """
 
-    def __init__(self, slices: int) -> None:
-        self._slices = slices
+    def __init__(self, looks: bool) -> None:
+        self.looks = looks
         self._first: tuple[Hyper, ...] = ()
-
-    @property
-    def looks(self) -> bool:
-        """There is something to be compared."""
-        return self._slices > 1
 
     def check(self, turn: int, hyper: tuple[Hyper, ...]) -> None:
         """Raises RuntimeError if they are not those of turn 0."""
@@ -28,7 +23,6 @@ class SameHyper:
         elif hyper != self._first:
             raise RuntimeError(
                 "the learning rate or another hyper-parameter was changed after slice "
-                f"{turn} of {self._slices} that this worker computes "
-                "in turn. Step a scheduler once per epoch, or after the last slice of a step: 'if "
-                "(i + 1) % len(job.my_slices) == 0' in a loop that counts batches"
+                f"{turn} of those that this worker computes in turn. Step a scheduler once per "
+                "epoch, or after the last slice of a step: 'if job.step_complete:'"
             )

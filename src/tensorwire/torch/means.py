@@ -1,0 +1,31 @@
+"""The mean of what all workers give: numbers, tensors, or dicts of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def mean_of(sum_up: Callable[[Sequence[float]], list[float]], value: Any, weight: float) -> Any:
+    """See `Job.mean`; `sum_up` adds up over all workers."""
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"a weight is a number from 0 up, not {weight!r}")
+    if value is None:
+        value, weight = 0.0, 0.0
+    items = value if isinstance(value, Mapping) else {"": value}
+    tensors = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in items.items()}
+    flat = [float(weight)]
+    for tensor in tensors.values():
+        flat += (tensor.detach().cpu().reshape(-1) * weight).tolist()
+    total = sum_up(flat)
+    if total[0] == 0:
+        raise ValueError("mean() of workers whose weights are all 0")
+    result, at = {}, 1
+    for key, tensor in tensors.items():
+        part = torch.tensor(total[at : at + tensor.numel()], dtype=torch.float64) / total[0]
+        at += tensor.numel()
+        result[key] = part.reshape(tensor.shape) if tensor.dim() else float(part)
+    return result if isinstance(value, Mapping) else result[""]

@@ -1,0 +1,242 @@
+"""What a worker computes for others that were killed, as the script sees it: batches that are due.
+
+A step of the script commits one slice. If others of this worker's are missing for the version, a
+worker has died meanwhile or this one has several: `step()` returns without a version, the loader
+gives the batches of the next slice, the same ones that its worker had, and the script makes a step
+with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tensorwire.membership import Takeovers
+
+
+class Taking:
+    """That of one worker of a job in which nobody takes the place of a worker that was killed.
+
+    Args:
+        takeovers: what the launcher tells of workers that were killed.
+
+    Attributes:
+        due: slices that need a batch before there is a version; the first one is next.
+        commits: how often a slice was committed.
+        weight: samples of the slice that was committed last.
+        present: the slice of the batch that the loader has given last; None: there is none.
+    """
+
+    def __init__(self, takeovers: Takeovers) -> None:
+        self._takeovers = takeovers
+        self.due: Sequence[int] = ()
+        self.commits = 0
+        self.weight = 0.0
+        self.present: int | None = None
+        self._given_at = 0  # after so many commits
+        self._random: torch.Tensor | None = (
+            None  # behind the slices of the worker for which it acts
+        )
+        self._reason = ""
+        self._stepped: tuple[int, object] = -1, None  # with which batch, and what
+
+    @property
+    def slice_index(self) -> int:
+        """The slice that is being computed."""
+        return self._takeovers.slices[0] if self.present is None else self.present
+
+    @property
+    def default_slice(self) -> int | None:
+        """The one that a script means which names none; None: that of no batch, of several."""
+        acting = self._takeovers.acting_slices
+        if self.present is not None or len(acting) > 1:
+            return self.present
+        return acting[0]
+
+    def first_slice(self, is_ahead: Callable[[int], bool]) -> int:
+        """The slice with which the next step begins; of those that nobody has committed for it."""
+        self._takeovers.adopt()
+        return next(each for each in self._takeovers.slices if not is_ahead(each))
+
+    def give(self, slice_index: int) -> None:
+        """The loader gives a batch of a slice."""
+        self.present, self._given_at = slice_index, self.commits
+
+    def begin_commit(self, replica: object, batches: int) -> None:
+        """A slice is about to be committed, when so many batches were given.
+
+        Raises:
+            RuntimeError: its batch was not given, or another optimizer has stepped with it.
+        """
+        before, other = self._stepped
+        if batches and other is not None and before == batches and other is not replica:
+            self.refuse("several optimizers make steps with one batch")
+            if self.due:
+                raise RuntimeError(
+                    f"a worker was killed, and slice {self.due[0]} is due, for one optimizer; "
+                    "where workers are not restarted one optimizer makes a step with each batch. "
+                    "Run the job without --no-restart-workers"
+                )
+        self._stepped = batches, replica
+        if self.due and self._given_at != self.commits:
+            raise RuntimeError(
+                f"a batch of slice {self.due[0]} is due, which the loader gives: one opt.step() "
+                "follows each batch of job.loader, or each group of batches that are accumulated"
+            )
+
+    def committed(self, due: Sequence[int], weight: float) -> None:
+        """A slice of so many samples was committed; `due` are left of the step."""
+        if due and self.slice_index == self._takeovers.acting_slices[-1]:
+            self._random = torch.get_rng_state()
+        self.due, self.weight, self.commits = tuple(due), weight, self.commits + 1
+        if not due:
+            self.present = None
+            if self._random is not None:  # what the script draws now it draws where nobody died
+                torch.set_rng_state(self._random)
+            self._random = None
+
+    def check(self, what: str) -> None:
+        """Raises RuntimeError while a batch is due."""
+        if self.due:
+            raise RuntimeError(
+                f"{what} while slice {self.due[0]} of this step is due: this worker computes the "
+                "slices of one that was killed, and the loader gives their batches next. Do what "
+                "belongs to a whole step 'if job.step_complete:', and leave the loop only then"
+            )
+
+    def begin_epoch(self, against: str) -> None:
+        """From now on others could take over the slices of this worker, or not for a reason.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        self.check("the next epoch")
+        if against:
+            self.refuse(against)
+        else:
+            self._takeovers.offer(self._reason)
+
+    def refuse(self, reason: str) -> None:
+        """Nobody could take over the slices of a worker; worker 0 says so."""
+        if self._reason:
+            return
+        self._reason = reason
+        self._takeovers.offer(reason)
+        if self._takeovers.rank == 0:
+            text = f"the slices of a worker that is killed are not taken over, as {reason}"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+
+    def saves(self, path: str) -> None:
+        """A checkpoint is being written there; "": it is written."""
+        self._takeovers.saves(path)
+
+
+class BatchTurns:
+    """Which batch of a pass over a loader comes next, by the steps that the script makes.
+
+    Args:
+        taking: of the worker.
+        samples: how many a step of the data has for a slice.
+        steps: of the data in the pass.
+        first: those before it were made before a checkpoint was saved.
+        together: how many of them a slice accumulates, as far as the loader was told.
+        slices: of this worker at present.
+        is_ahead: somebody has committed a slice for the next version.
+    """
+
+    def __init__(
+        self,
+        taking: Taking,
+        samples: Callable[[int, int], int],
+        steps: int,
+        first: int,
+        together: int,
+        slices: Callable[[], Sequence[int]],
+        is_ahead: Callable[[int], bool],
+    ) -> None:
+        self._taking, self._samples = taking, samples
+        self._steps, self._first, self._together = steps, first, together
+        self._slices, self._is_ahead = slices, is_ahead
+        self._began = self._at = first  # of the present version; what comes next
+        self._slice: int | None = None
+        self._again: list[tuple[int, int]] = []
+        self._replays = self._left = False
+        self._commits = self._before = taking.commits
+
+    @property
+    def given(self) -> int:
+        """How many steps of the data this worker has begun in the pass."""
+        return self._at - self._first
+
+    def next(self) -> tuple[int, int] | None:
+        """The step and slice of the next batch; None: the pass is over.
+
+        Raises:
+            RuntimeError: what the script has done cannot be done for another slice.
+        """
+        taking = self._taking
+        if self._commits != taking.commits:
+            self._commits = taking.commits
+            self._note_commit()
+        elif self._replays and not self._again:
+            taking.check("a batch is asked for, and no step made,")
+        if self._again:
+            return self._again.pop(0)
+        if self._at < self._steps:
+            if self._slice is None:
+                self._slice = taking.first_slice(self._is_ahead)
+            self._at += 1
+            return self._at - 1, self._slice
+        return self._without_steps()
+
+    def _note_commit(self) -> None:
+        taking, replayed = self._taking, self._replays
+        self._replays = bool(taking.due)
+        steps = range(self._began, self._at)
+        if not replayed:
+            self._together = max(len(steps), 1)  # as the script does it
+        if not taking.due:
+            self._began, self._slice, self._again = self._at, None, []
+            return
+        if not replayed and self._slice is not None:
+            counted = sum(self._samples(step, self._slice) for step in steps)
+            if counted != taking.weight:
+                raise RuntimeError(
+                    f"slice {taking.due[0]} of a worker that was killed is due, and cannot be "
+                    f"computed: the last step was made of {taking.weight:g} samples, and the "
+                    f"batches since the step before have {counted}. Let each step use all batches "
+                    "since the one before, of one pass"
+                )
+        self._again = [(step, taking.due[0]) for step in steps]
+
+    def _without_steps(self) -> tuple[int, int] | None:
+        """A pass in which the script makes no steps has the samples of all slices."""
+        if self._commits != self._before or self._left or self._slice is None:
+            return None
+        self._left = True
+        others = [each for each in self._slices() if each != self._slice]
+        self._again = [(s, each) for each in others for s in range(self._first, self._steps)]
+        return self._again.pop(0) if self._again else None
+
+    def rest(self) -> list[tuple[int, int]]:
+        """What comes behind the present batch if the script makes a step with each group."""
+        found, slices = list(self._again), list(self._slices())
+        due = self._taking.due
+        if self._replays:
+            steps = range(self._began, self._at)
+            found += [(step, each) for each in due[1:] for step in steps]
+            at = self._at
+        elif self._left:
+            return found
+        else:
+            end = min(self._began + self._together, self._steps)
+            found += [(step, self._slice or 0) for step in range(self._at, end)]
+            others = [each for each in slices if each != self._slice]
+            found += [(s, each) for each in others for s in range(self._began, end)]
+            at = max(end, self._at)
+        for first in range(at, self._steps, self._together):
+            steps = range(first, min(first + self._together, self._steps))
+            found += [(step, each) for each in slices for step in steps]
+        return found
