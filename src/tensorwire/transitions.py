@@ -256,6 +256,67 @@ VERSION = Phase(
     ),
 )
 
+EVENT = Phase(
+    "event",
+    "server",
+    "does the next event of a store where each worker goes at its own pace: a commit is applied, "
+    "or those of all together, a worker is answered, or versions stand still for one",
+    (
+        Transition(
+            "event.decided",
+            "server 0 has noted which event comes next, with all that follows from it for the "
+            "clocks of workers, and nobody knows",
+            "takes what is noted",
+            waits="a commit, a worker that may go on, or one that wants a pause",
+            when="undecided",
+        ),
+        Transition(
+            "event.sent",
+            "the other servers are told of the event",
+            "tells them again, the same",
+            when="leads",
+        ),
+        Transition(
+            "event.come",
+            "another server knows what comes next",
+            "reads it again: it stays",
+            waits="server 0's word",
+            when="follows",
+        ),
+        Transition(
+            "event.made",
+            "the event is done, as a version is made or brought to a worker, and not noted",
+            "does it again: cells that are done stay, and the worker is not told",
+            waits="the commit, which server 0 has seen",
+        ),
+        Transition(
+            "event.noted",
+            "it is noted with what workers are told, and nobody is told",
+            "never does it again; tells the workers",
+        ),
+        Transition("event.told", "the workers are told", "tells them again, each what it was told"),
+    ),
+)
+
+PAUSE = Phase(
+    "pause",
+    "server",
+    "makes no version, where each worker goes at its own pace, while one reads",
+    (
+        Transition(
+            "pause.begun",
+            "the version that stands still is noted, and who has asked may not be told",
+            "notes it again, and tells who asks again",
+        ),
+        Transition(
+            "pause.over",
+            "it has heard that the pause is over",
+            "finds that noted",
+            waits="the worker, or a process in its place",
+        ),
+    ),
+)
+
 END = Phase(
     "end",
     "server",
@@ -329,8 +390,14 @@ SNAPSHOT = Phase(
 LENDING = Phase(
     "lending",
     "server",
-    "answers what a worker asks about snapshots",
+    "answers what a worker asks about snapshots and pauses",
     (
+        Transition(
+            "pause.ended",
+            "the end of a worker's pauses is noted, and who has asked for it is not told",
+            "notes it again",
+            when="ends",
+        ),
         SNAPSHOT,
         Transition(
             "snapshot.freed",
@@ -356,6 +423,25 @@ BORROWING = Phase(
             "snapshot.held",
             "it has the snapshot, and nothing is written from it",
             "has it freed, and asks for its own",
+            waits="the answers of all servers",
+        ),
+    ),
+)
+
+STANDING = Phase(
+    "standing",
+    "worker",
+    "has a version stand still where each worker goes at its own pace",
+    (
+        Transition(
+            "pause.asked",
+            "a worker has asked servers for a pause, and has no answer",
+            "ends the pauses of its predecessor",
+        ),
+        Transition(
+            "pause.held",
+            "all servers stand still behind the same version",
+            "ends the pauses of its predecessor",
             waits="the answers of all servers",
         ),
     ),
@@ -515,6 +601,8 @@ DEATH = Phase(
 PHASES = (
     OPENING,
     VERSION,
+    EVENT,
+    PAUSE,
     LENDING,
     END,
     SUM,
@@ -525,6 +613,7 @@ PHASES = (
     RESULT,
     REJOIN,
     BORROWING,
+    STANDING,
     DEATH,
 )
 """All of the protocol, in the order of a job; a phase is added here."""

@@ -28,10 +28,12 @@ class Clocks:
         self._excused: set[int] = set()
         self._back: set[int] = set()  # workers that were excused since their last step
 
-    def excuse(self, ranks: Collection[int]) -> None:
-        """These workers, and no others, hold nobody back now."""
+    def excuse(self, ranks: Collection[int]) -> bool:
+        """These workers, and no others, hold nobody back now; whether one of them is new."""
         self._excused = set(ranks)
+        is_new = not self._back >= self._excused
         self._back |= self._excused
+        return is_new
 
     def step(self, rank: int) -> None:
         """A worker has made a step with all its slices."""
