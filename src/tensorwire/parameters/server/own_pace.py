@@ -12,11 +12,9 @@ same commit and the same bytes, and tells again what was.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
