@@ -1,12 +1,13 @@
 """Judges what workers have adopted that went at their own pace: apart from what made it."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
 def judge(folder: Path, steps: int, rounds: int, slices: int, staleness: int | None) -> int:
-    """Every (slice, step) is applied once at each server, in one order, and nobody is too far ahead.
+    """Every (slice, step) is applied once at each server, and nobody is too far ahead.
 
     Returns:
         How many adopted versions were looked at.
@@ -43,7 +44,7 @@ def check_order(versions: dict[int, list[int]], steps: int, slices: int) -> None
         round_ = (version - 2) // (slices * steps + 1)
         by_round.setdefault(round_, []).append(versions[version])
     for found in by_round.values():
-        for before, after in zip(found, found[1:], strict=False):
+        for before, after in pairwise(found):
             assert all(a <= b for a, b in zip(before, after, strict=True)), (before, after)
 
 

@@ -4,6 +4,7 @@ Real servers and workers, without torch; a program apart judges what workers hav
 """
 
 import paced_judge
+import pytest
 from launching import HERE, Place
 from test_takeover import SERVER
 
@@ -52,3 +53,26 @@ def run(
 
 def test_undisturbed(place: Place) -> None:
     run(place)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        "server-1:event.come:5:kill",
+        "server-1:event.made:9:kill",
+        "server-1:event.noted:6:kill",
+        "server-1:event.told:12:kill",
+        "server-1:cell.changed:11:kill",
+        "server-1:norms.sent:2:kill",
+        "server-1:pause.begun:1:kill",
+        "server-1:snapshot.copied:1:kill",
+        "server-0:event.decided:5:kill",
+        "server-0:event.sent:6:kill",
+        "server-0:event.made:9:kill",
+        "server-0:event.noted:6:kill",
+        "server-0:event.told:12:kill",
+        "server-0:pause.begun:1:kill",
+    ],
+)
+def test_x(place: Place, fail: str) -> None:
+    run(place, fail)
