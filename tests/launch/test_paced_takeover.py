@@ -58,21 +58,22 @@ def test_undisturbed(place: Place) -> None:
 @pytest.mark.parametrize(
     "fail",
     [
-        "server-1:event.come:5:kill",
-        "server-1:event.made:9:kill",
-        "server-1:event.noted:6:kill",
-        "server-1:event.told:12:kill",
-        "server-1:cell.changed:11:kill",
-        "server-1:norms.sent:2:kill",
-        "server-1:pause.begun:1:kill",
-        "server-1:snapshot.copied:1:kill",
-        "server-0:event.decided:5:kill",
-        "server-0:event.sent:6:kill",
-        "server-0:event.made:9:kill",
-        "server-0:event.noted:6:kill",
-        "server-0:event.told:12:kill",
-        "server-0:pause.begun:1:kill",
+        "worker-1:gradients.sent:5:kill",
+        "worker-1:commit.noted:5:kill",
+        "worker-1:commit.sent:5:kill",
+        "worker-1:result.come:5:kill",
+        "worker-0:result.noted:5:kill",
+        "worker-0:pause.asked:1:kill",
+        "worker-0:pause.held:2:kill",
+        "worker-0:snapshot.held:1:kill",
+        "worker-0:snapshot.asked:1:kill",
+        "worker-0:answer.come:2:kill",
+        "worker-0:part.sent:2:kill",
+        "worker-0:pause.held:1:kill,server-0:pause.begun:1:kill",
+        "worker-0:commit.sent:4:kill,server-0:event.made:4:kill",
+        "worker-1:commit.sent:4:kill,server-1:event.made:4:kill",
+        "server-0:event.sent:4:kill,server-1:event.made:4:kill",
     ],
 )
 def test_x(place: Place, fail: str) -> None:
-    run(place, fail)
+    run(place, fail, staleness=2)

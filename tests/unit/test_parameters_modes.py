@@ -12,7 +12,9 @@ from tensorwire.cli.status import _pace
 from tensorwire.errors import ClosedError, PeerLostError
 from tensorwire.parameters.modes import SYNC, Mode, Pace, Paces, checked_mode
 from tensorwire.parameters.server.clocks import Clocks
-from tensorwire.parameters.server.order import Event, EventKind, Leader
+from tensorwire.parameters.server.events import Event, EventKind
+from tensorwire.parameters.server.ledger import Ledger
+from tensorwire.parameters.server.order import Leader
 
 
 def test_a_mode_is_checked() -> None:
@@ -42,22 +44,26 @@ def test_a_worker_that_is_lost_when_the_node_was_closed(monkeypatch: pytest.Monk
             raise closed
 
     class Inbox:
+        taken: ClassVar[list[int]] = [1]
+
         def wait(self, index: int, number: int, timeout_s: float) -> int:
             raise PeerLostError("worker 0 was lost")
 
     spec = SimpleNamespace(slices=1)
-    opening: Any = SimpleNamespace(member=Gone(), committers=[0], spec=spec)
+    opening: Any = SimpleNamespace(
+        member=Gone(), committers=[0], spec=spec, durable=False, mode=Mode("async")
+    )
     inbox: Any = Inbox()
     calls: Any = None
     with pytest.raises(ClosedError) as caught:
-        Leader(opening, Mode("async"), inbox, calls).next(1)
+        Leader(opening, Ledger(opening), inbox, calls).decide(1)
     assert caught.value is closed
     assert not seen
 
 
 def test_an_event_travels() -> None:
     for kind in EventKind:
-        assert Event.from_bytes(Event(kind, 70_000).to_bytes()) == Event(kind, 70_000)
+        assert Event.from_bytes(Event(kind, 70_000, 9).to_bytes()) == Event(kind, 70_000, 9)
 
 
 @given(
@@ -93,13 +99,27 @@ def test_who_is_excused_holds_nobody_back() -> None:
         clocks.step(0)
         clocks.step(1)
     clocks.excuse([])
-    assert not clocks.may_go(0)  # until it makes a step, with which it is where the others are
-    clocks.step(2)
-    assert clocks.now == [12, 12, 12]
+    assert clocks.now == [12, 12, 12]  # it is where the others are
     clocks.step(2)
     assert clocks.now == [12, 12, 13]
     clocks.excuse([0, 1])
     assert clocks.behind(2) == 0
+
+
+def test_the_bound_holds_from_where_all_have_met() -> None:
+    """Named for a bug: one that had waited was put beside those who had gone on since."""
+    clocks = Clocks({0: [0], 1: [1]}, 2)
+    assert clocks.excuse([1])
+    assert not clocks.excuse([1])
+    clocks.step(0)
+    assert clocks.excuse([0, 1])  # each waits for the other
+    assert not clocks.excuse([])
+    assert clocks.now == [1, 1]
+    for _ in range(3):
+        clocks.step(0)
+    assert not clocks.may_go(0)
+    clocks.step(1)
+    assert clocks.now == [4, 2]
 
 
 def test_without_a_bound_all_may_go() -> None:
