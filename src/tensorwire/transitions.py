@@ -10,53 +10,8 @@ It knows names and sentences only: no memory, no process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-
-class Transition(NamedTuple):
-    """A transition.
-
-    Attributes:
-        name: of the row, and of the failpoint behind it.
-        what: what is true behind it; a sentence that "it" can begin, of who runs the phase.
-        then: what a successor does if the process ends right behind it.
-        waits: for what the row waits; "" if for nothing.
-        when: the name of a guard without which the row is left out; "" if there is none.
-    """
-
-    name: str
-    what: str
-    then: str
-    waits: str = ""
-    when: str = ""
-
-
-class Phase(NamedTuple):
-    """Rows that a process runs from the first to the last.
-
-    Attributes:
-        name: of the phase, also as a part of another one.
-        who: "server", "worker" or "launcher".
-        what: what the rows make, for people.
-        rows: rows and phases.
-        when: as of a row.
-    """
-
-    name: str
-    who: str
-    what: str
-    rows: tuple[Transition | Phase, ...]
-    when: str = ""
-
-    def all_rows(self) -> Iterator[Transition]:
-        """The rows, those of phases within this one in their places."""
-        for each in self.rows:
-            if isinstance(each, Phase):
-                yield from each.all_rows()
-            else:
-                yield each
-
+from .phase import Phase, Transition
+from .phases_of_modes import EVENT, PAUSE, STANDING
 
 _AGAIN = "does it again, with the same bytes"
 _NOBODY = "there is none: the job ends with the launcher"
@@ -256,67 +211,6 @@ VERSION = Phase(
     ),
 )
 
-EVENT = Phase(
-    "event",
-    "server",
-    "does the next event of a store where each worker goes at its own pace: a commit is applied, "
-    "or those of all together, a worker is answered, or versions stand still for one",
-    (
-        Transition(
-            "event.decided",
-            "server 0 has noted which event comes next, with all that follows from it for the "
-            "clocks of workers, and nobody knows",
-            "takes what is noted",
-            waits="a commit, a worker that may go on, or one that wants a pause",
-            when="undecided",
-        ),
-        Transition(
-            "event.sent",
-            "the other servers are told of the event",
-            "tells them again, the same",
-            when="leads",
-        ),
-        Transition(
-            "event.come",
-            "another server knows what comes next",
-            "reads it again: it stays",
-            waits="server 0's word",
-            when="follows",
-        ),
-        Transition(
-            "event.made",
-            "the event is done, as a version is made or brought to a worker, and not noted",
-            "does it again: cells that are done stay, and the worker is not told",
-            waits="the commit, which server 0 has seen",
-        ),
-        Transition(
-            "event.noted",
-            "it is noted with what workers are told, and nobody is told",
-            "never does it again; tells the workers",
-        ),
-        Transition("event.told", "the workers are told", "tells them again, each what it was told"),
-    ),
-)
-
-PAUSE = Phase(
-    "pause",
-    "server",
-    "makes no version, where each worker goes at its own pace, while one reads",
-    (
-        Transition(
-            "pause.begun",
-            "the version that stands still is noted, and who has asked may not be told",
-            "notes it again, and tells who asks again",
-        ),
-        Transition(
-            "pause.over",
-            "it has heard that the pause is over",
-            "finds that noted",
-            waits="the worker, or a process in its place",
-        ),
-    ),
-)
-
 END = Phase(
     "end",
     "server",
@@ -423,25 +317,6 @@ BORROWING = Phase(
             "snapshot.held",
             "it has the snapshot, and nothing is written from it",
             "has it freed, and asks for its own",
-            waits="the answers of all servers",
-        ),
-    ),
-)
-
-STANDING = Phase(
-    "standing",
-    "worker",
-    "has a version stand still where each worker goes at its own pace",
-    (
-        Transition(
-            "pause.asked",
-            "a worker has asked servers for a pause, and has no answer",
-            "ends the pauses of its predecessor",
-        ),
-        Transition(
-            "pause.held",
-            "all servers stand still behind the same version",
-            "ends the pauses of its predecessor",
             waits="the answers of all servers",
         ),
     ),

@@ -58,7 +58,7 @@ def main() -> None:
             train(store, world, spec, step)
             log(member, store, round_, step)
             if step % 4 == 1 + world.rank % 2:
-                read(store, world, STEPS * (round_ + 1))
+                read(store)
         collective.sum([1.0])
     with store.still():
         state = np.zeros(store.layout.size_bytes, np.uint8)
@@ -136,7 +136,7 @@ def log(member: WorkerMember, store: OwnPaceStore, round_: int, step: int) -> No
         file.write(json.dumps(event) + "\n")
 
 
-def read(store: OwnPaceStore, world: World, most: int) -> None:
+def read(store: OwnPaceStore) -> None:
     """A version stands still at all servers, with its state, and a snapshot is of that."""
     spec = store.layout.spec
     with store.still():
@@ -155,7 +155,7 @@ def read(store: OwnPaceStore, world: World, most: int) -> None:
             found.add(int(values[0]))
             of_state.add(digits_of(state, store, spec, tensor))
         assert len(found) == len(of_state) == 1, (found, of_state)
-        assert max(*next(iter(of_state))) <= most
+        assert max(next(iter(of_state))) <= STEPS * ROUNDS
         counts = sum(next(iter(of_state)))
         assert snapshot.counts().tolist() == store.counts().tolist() == [counts] * len(found) * 3
     snapshot.release()

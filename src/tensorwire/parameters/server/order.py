@@ -49,7 +49,7 @@ class Follower:
         return Event.from_bytes(wait(self._opening, self._mailbox, number, self._first))
 
 
-class Asked(NamedTuple):
+class PauseWish(NamedTuple):
     """A worker, by its rank, wants a pause; its request has this number."""
 
     rank: int
@@ -80,7 +80,9 @@ class Leader:
                 delays=dict.fromkeys(self._slices, 0),
             )
         self._lead = ledger.account.lead
-        self._come: queue.SimpleQueue[tuple[int, int] | Asked | BaseException] = queue.SimpleQueue()
+        self._come: queue.SimpleQueue[tuple[int, int] | PauseWish | BaseException] = (
+            queue.SimpleQueue()
+        )
         self._stopped: dict[int, int] = {}  # operations that all make together, by slice
         places = order_places(opening.spec)
         self._others = [
@@ -111,7 +113,7 @@ class Leader:
 
     def ask_pause(self, rank: int, number: int) -> None:
         """A worker wants that no version is made until it says so. Any thread."""
-        self._come.put(Asked(rank, number))
+        self._come.put(PauseWish(rank, number))
 
     @property
     def is_decided(self) -> bool:
@@ -157,7 +159,7 @@ class Leader:
                 continue
             if isinstance(come, BaseException):
                 raise come
-            if isinstance(come, Asked):
+            if isinstance(come, PauseWish):
                 if come.number > lead.paused.get(come.rank, 0):
                     lead.paused[come.rank] = come.number
                     return Event(EventKind.PAUSED, *come)

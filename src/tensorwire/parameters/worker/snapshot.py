@@ -377,8 +377,10 @@ class Asker:
         data, number = request.to_bytes(), self._requests
         for link, (bell, outbox), _ in boxes:
             self._answers.attempt(link.peer, _send, bell, outbox, data, number)
-        if request.kind in (RequestKind.MAKE, RequestKind.PAUSE):
-            failpoint("snapshot.asked" if request.kind == RequestKind.MAKE else "pause.asked")
+        if request.kind == RequestKind.MAKE:
+            failpoint("snapshot.asked")
+        elif request.kind == RequestKind.PAUSE:
+            failpoint("pause.asked")
         return [
             self._answers.attempt(link.peer, self._wait, link.peer, bell, inbox, number)
             for link, (bell, _), inbox in boxes
