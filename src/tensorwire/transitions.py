@@ -10,7 +10,8 @@ It knows names and sentences only: no memory, no process.
 
 from __future__ import annotations
 
-from .phase import Phase, Transition
+from .phase import Phase as Phase
+from .phase import Transition as Transition
 from .phases_of_modes import EVENT, PAUSE, STANDING
 
 _AGAIN = "does it again, with the same bytes"

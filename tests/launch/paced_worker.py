@@ -79,6 +79,8 @@ def run_store(
     assert found == {(steps * rounds,) * world.slices}, found
     assert store.counts().tolist() == [steps * rounds * world.slices] * len(tensors)
     store.release()
+    assert member.history is not None
+    member.history.refuse("a store was freed")  # as `opt.close()` does
 
 
 def stop_now_and_then() -> None:

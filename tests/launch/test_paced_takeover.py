@@ -8,7 +8,7 @@ import pytest
 from launching import HERE, Place
 from test_takeover import SERVER
 
-from tensorwire.transitions import EVENT, PAUSE, STANDING
+from tensorwire.phases_of_modes import EVENT, PAUSE, STANDING
 
 WORKER = (HERE / "paced_worker.py").read_text()
 STEPS, ROUNDS = 8, 2

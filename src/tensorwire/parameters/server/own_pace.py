@@ -20,7 +20,7 @@ import numpy as np
 
 from tensorwire.errors import PeerLostError, TimeoutError
 from tensorwire.memory import RemoteRegion, Transfer, wait_all
-from tensorwire.transitions import EVENT, PAUSE
+from tensorwire.phases_of_modes import EVENT, PAUSE
 from tensorwire.walk import Walk
 
 from ..kernel import Kernel
@@ -119,6 +119,7 @@ class OwnPace(Versions):
             self._snapshots.ask_pause = self._leader.ask_pause
         self._deliveries = Deliveries(opening, self._publication.master)
         self._sent: dict[int, list[Transfer]] = {}
+        self._notes_bytes = 0  # of the journal
         self._idle = replace(Commit.empty(0, APPLY, opening.spec), weight=0.0)
         self._event_walk = self._bind_event()
         self._pause_walk = Walk[OwnPace, Event](
@@ -253,7 +254,8 @@ class OwnPace(Versions):
         made.finite, made.norm, made.since = made.finite and finite, norm, now
         made.work_s += now - started - arriving.waited_s / self._shard.threads
         if self._journal is not None:
-            made.notes_s += self._journal.cost(self._shard.threads)[0]
+            notes_s, self._notes_bytes = self._journal.cost(self._shard.threads)
+            made.notes_s += notes_s
         self._account.version, self._stepped = version, True
 
     def _exchange(self, mine: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
@@ -292,10 +294,6 @@ class OwnPace(Versions):
             ),
         )  # fmt: skip
         doing.tells[rank] = self._deliveries.bring(rank)
-
-    @property
-    def _notes_bytes(self) -> int:
-        return 0 if self._journal is None else self._journal.cost(self._shard.threads)[1]
 
     def _say(self, rank: int, result: Result) -> None:
         self._account.answers[rank] = result.version, result.to_bytes().tobytes()
