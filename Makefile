@@ -134,6 +134,7 @@ fuzz-build: $(VENV)/.with-dev
 model: $(VENV)/.with-dev ## check the models of our protocols exhaustively, with spin and by an explorer
 	@$(NEED) cc spin
 	python models/takeover.py
+	python models/own_pace.py
 	models/check.sh
 
 bench: build $(VENV)/.with-bench ## measure the memory API beside its limits and rivals

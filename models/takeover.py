@@ -137,6 +137,12 @@ OUTSIDE = {
         for phase in (T.LENDING, T.BORROWING)
         for row in phase.all_rows()
     },
+    **{
+        row.name: "where each worker goes at its own pace: models/own_pace.py"
+        for phase in (T.EVENT, T.PAUSE, T.STANDING)
+        for row in phase.all_rows()
+    },
+    "pause.ended": "likewise",
     "gradients.noted": "of several optimizers, and there is one store here; "
     "tests/torch/test_killed_workers.py kills there",
     "grant.noted": "what people read afterwards; the launcher reads it never",

@@ -1,9 +1,9 @@
 """The protocol of a durable job as data: what its processes do, in which order, and why.
 
 A row is one transition of one process: something is done, and then it is true. The processes run
-these rows (`Walk` binds each to what does it), models/takeover.py explores them, a failpoint of
-the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is added in one
-place, here, and where it is bound.
+these rows (`Walk` binds each to what does it), models/takeover.py and own_pace.py explore them, a
+failpoint of the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is
+added in one place, here or in phases_of_modes.py, and where it is bound.
 
 It knows names and sentences only: no memory, no process.
 """
