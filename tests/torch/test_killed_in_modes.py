@@ -96,10 +96,9 @@ def run(
 @pytest.mark.parametrize(
     ("fail", "staleness"),
     [
-        ("worker-1:commit.sent:7:kill,worker-0:position.noted:20:kill", "2"),
-        ("worker-1:gradients.sent:7:kill,server-0:event.made:40:kill", "2"),
+        ("worker-1:commit.sent:7:kill,server-0:event.made:40:kill", "2"),
         ("worker-0:pause.held:2:kill,server-1:event.made:30:kill", ""),
-        ("worker-0:snapshot.asked:2:kill,server-0:pause.begun:3:kill", "1"),
+        ("worker-0:snapshot.asked:2:kill,worker-1:position.noted:9:kill", "1"),
     ],
 )
 def test_each_sample_counts_once(tmp_path: Path, fail: str, staleness: str) -> None:
