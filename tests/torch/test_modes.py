@@ -319,8 +319,11 @@ def saved(job: tw.Job, path: str) -> Any:
     return n
 
 
-def test_a_checkpoint_is_of_one_version(team: Team, tmp_path: Path) -> None:
-    (first, second) = team.run(saved, str(tmp_path / "file"), servers=2, mode="async")
+def test_a_checkpoint_is_of_one_version(
+    team: Team, tmp_path: Path, transports: list[str] | None
+) -> None:
+    path = str(tmp_path / "file")
+    (first, second) = team.run(saved, path, servers=2, mode="async", transports=transports)
     assert first == second
 
 
