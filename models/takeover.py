@@ -30,25 +30,22 @@ row that notices a death to its last one.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 
 def load_transitions() -> Any:
     """The module, without the package, which would have to be built."""
-    path = Path(__file__).resolve().parents[1] / "src/tensorwire/transitions.py"
-    spec = importlib.util.spec_from_file_location("transitions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["transitions"] = module
-    spec.loader.exec_module(module)
-    return module
+    package = ModuleType("protocol")
+    package.__path__ = [str(Path(__file__).resolve().parents[1] / "src/tensorwire")]
+    sys.modules["protocol"] = package
+    return importlib.import_module("protocol.transitions")
 
 
 T = load_transitions()
@@ -145,6 +142,12 @@ OUTSIDE = {
         "them, tests/torch/test_taken_slices.py kills there"
         for row in T.TAKING.rows
     },
+    **{
+        row.name: "where each worker goes at its own pace: models/own_pace.py"
+        for phase in (T.EVENT, T.PAUSE, T.STANDING)
+        for row in phase.all_rows()
+    },
+    "pause.ended": "likewise",
     "gradients.noted": "of several optimizers, and there is one store here; "
     "tests/torch/test_killed_workers.py kills there",
     "grant.noted": "what people read afterwards; the launcher reads it never",

@@ -1,62 +1,18 @@
 """The protocol of a durable job as data: what its processes do, in which order, and why.
 
 A row is one transition of one process: something is done, and then it is true. The processes run
-these rows (`Walk` binds each to what does it), models/takeover.py explores them, a failpoint of
-the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is added in one
-place, here, and where it is bound.
+these rows (`Walk` binds each to what does it), models/takeover.py and own_pace.py explore them, a
+failpoint of the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is
+added in one place, here or in phases_of_modes.py, and where it is bound.
 
 It knows names and sentences only: no memory, no process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-
-class Transition(NamedTuple):
-    """A transition.
-
-    Attributes:
-        name: of the row, and of the failpoint behind it.
-        what: what is true behind it; a sentence that "it" can begin, of who runs the phase.
-        then: what a successor does if the process ends right behind it.
-        waits: for what the row waits; "" if for nothing.
-        when: the name of a guard without which the row is left out; "" if there is none.
-    """
-
-    name: str
-    what: str
-    then: str
-    waits: str = ""
-    when: str = ""
-
-
-class Phase(NamedTuple):
-    """Rows that a process runs from the first to the last.
-
-    Attributes:
-        name: of the phase, also as a part of another one.
-        who: "server", "worker" or "launcher".
-        what: what the rows make, for people.
-        rows: rows and phases.
-        when: as of a row.
-    """
-
-    name: str
-    who: str
-    what: str
-    rows: tuple[Transition | Phase, ...]
-    when: str = ""
-
-    def all_rows(self) -> Iterator[Transition]:
-        """The rows, those of phases within this one in their places."""
-        for each in self.rows:
-            if isinstance(each, Phase):
-                yield from each.all_rows()
-            else:
-                yield each
-
+from .phase import Phase as Phase
+from .phase import Transition as Transition
+from .phases_of_modes import EVENT, PAUSE, STANDING
 
 _AGAIN = "does it again, with the same bytes"
 _NOBODY = "there is none: the job ends with the launcher"
@@ -329,8 +285,14 @@ SNAPSHOT = Phase(
 LENDING = Phase(
     "lending",
     "server",
-    "answers what a worker asks about snapshots",
+    "answers what a worker asks about snapshots and pauses",
     (
+        Transition(
+            "pause.ended",
+            "the end of a worker's pauses is noted, and who has asked for it is not told",
+            "notes it again",
+            when="ends",
+        ),
         SNAPSHOT,
         Transition(
             "snapshot.freed",
@@ -537,6 +499,8 @@ DEATH = Phase(
 PHASES = (
     OPENING,
     VERSION,
+    EVENT,
+    PAUSE,
     LENDING,
     END,
     SUM,
@@ -548,6 +512,7 @@ PHASES = (
     REJOIN,
     BORROWING,
     TAKING,
+    STANDING,
     DEATH,
 )
 """All of the protocol, in the order of a job; a phase is added here."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 from launching import HERE, Place
 
+from tensorwire.phases_of_modes import EVENT, PAUSE
 from tensorwire.transitions import CELL, NORMS, SUM, rows_of
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
@@ -60,8 +61,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], set[str]]
     return undisturbed
 
 
-ELSEWHERE = {"norm.noted": "tests/torch/test_journal.py"}
+PACED = "tests/launch/test_paced_takeover.py"  # in the modes async and bounded
+ELSEWHERE = {"norm.noted": "tests/torch/test_journal.py", "pause.ended": PACED}
 """Rows of a server that other tests try, with the file, as tests/torch/test_x.py."""
+ELSEWHERE |= {row.name: PACED for phase in (EVENT, PAUSE) for row in phase.all_rows()}
 
 NORM_ROWS = {row.name for row in NORMS.rows}
 NAMES = [name for name in rows_of("server") if name not in ELSEWHERE]

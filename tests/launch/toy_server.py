@@ -1,4 +1,7 @@
-"""A real server whose arithmetic is numpy's, so that it starts at once: SGD with momentum."""
+"""A real server whose arithmetic is numpy's, so that it starts at once: SGD with momentum.
+
+Or, for an optimizer called "sum", what parameters are the sum of all gradients of, and state too.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,6 +61,26 @@ class ToyTile:
         return (scalars[0] * 0.99 + 0.01 * count,)
 
 
+class SumTile(ToyTile):
+    """Whatever is applied twice, or not at all, is seen."""
+
+    def step(
+        self,
+        hyper: Hyper,
+        count: int,
+        scalars: Scalars,
+        start: int,
+        stop: int,
+        kept: bool,
+        scale: float,
+    ) -> Scalars:
+        part = slice(start // 4, stop // 4)
+        gradient = self._kept[part] if kept else self._reduced
+        self._velocity[part] += gradient
+        self._master[part] += gradient
+        return (scalars[0] + 1.0,)
+
+
 class ToyLookup:
     """See `parameters.Lookup`: plain SGD on rows."""
 
@@ -90,6 +113,9 @@ class ToyKernel:
     scalars: tuple[str, ...] = ("warmth",)
     changes_kept = False
 
+    def __init__(self, tile: type[ToyTile] = ToyTile) -> None:
+        self._tile = tile
+
     def bind(
         self,
         cell: Cell,
@@ -99,7 +125,7 @@ class ToyKernel:
         states: Mapping[str, Bytes],
         kept: Bytes,
     ) -> Tile:
-        return ToyTile(master, slots, states.get("velocity", master), kept)
+        return self._tile(master, slots, states.get("velocity", master), kept)
 
     def average(self, dtype: str, target: Bytes, source: Bytes, weight: float) -> None:
         a, b = target.view(np.float32), source.view(np.float32)
@@ -110,8 +136,8 @@ class ToyKernel:
 
 
 def kernels(options: Any) -> Any:
-    kernel: Kernel = ToyKernel()
-    return lambda text: kernel
+    kernels: dict[str, Kernel] = {"toy": ToyKernel(), "sum": ToyKernel(SumTile)}
+    return kernels.__getitem__
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import TAKING, rows_of
 
 SCRIPT = """
@@ -148,6 +149,7 @@ def test_every_place_is_tried() -> None:
     apart = {"commit.repeated", "version.reached", "gradients.noted"}
     apart |= {each.partition(":")[0] for each in SNAPSHOTS}
     apart |= {row.name for row in TAKING.rows}  # tests/torch/test_taken_slices.py
+    apart |= {row.name for row in STANDING.rows}  # in other modes: test_paced_takeover.py
     assert TIMES.keys() | apart == set(rows_of("worker"))
     assert all(len(set(times)) > 1 for times in TIMES.values())
     assert sum(line.count(":kill") for line in kills()) == sum(map(len, TIMES.values()))

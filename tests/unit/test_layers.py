@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first. A layer imports from earlier rows only; names in one row do not import each other.
 PYTHON_LAYERS = (
-    ("_core", "errors", "tracebacks", "transitions"),
+    ("_core", "errors", "tracebacks", "phase"),
+    ("phases_of_modes",),
+    ("transitions",),
     ("failpoints",),
     ("walk",),
     ("command",),

@@ -4,15 +4,20 @@ import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tensorwire.cli.status import _pace
 from tensorwire.errors import ClosedError, PeerLostError
 from tensorwire.parameters.modes import SYNC, Mode, Pace, Paces, checked_mode
 from tensorwire.parameters.server.clocks import Clocks
-from tensorwire.parameters.server.order import Event, EventKind, Leader
+from tensorwire.parameters.server.events import Event, EventKind
+from tensorwire.parameters.server.ledger import Ledger
+from tensorwire.parameters.server.order import Leader
+from tensorwire.parameters.server.pauses import Pauses
 
 
 def test_a_mode_is_checked() -> None:
@@ -42,22 +47,74 @@ def test_a_worker_that_is_lost_when_the_node_was_closed(monkeypatch: pytest.Monk
             raise closed
 
     class Inbox:
+        taken: ClassVar[list[int]] = [1]
+
         def wait(self, index: int, number: int, timeout_s: float) -> int:
             raise PeerLostError("worker 0 was lost")
 
     spec = SimpleNamespace(slices=1)
-    opening: Any = SimpleNamespace(member=Gone(), committers=[0], spec=spec)
+    opening: Any = SimpleNamespace(
+        member=Gone(), committers=[0], spec=spec, durable=False, mode=Mode("async")
+    )
     inbox: Any = Inbox()
     calls: Any = None
     with pytest.raises(ClosedError) as caught:
-        Leader(opening, Mode("async"), inbox, calls).next(1)
+        Leader(opening, Ledger(opening), inbox, calls).decide(1)
     assert caught.value is closed
     assert not seen
 
 
 def test_an_event_travels() -> None:
     for kind in EventKind:
-        assert Event.from_bytes(Event(kind, 70_000).to_bytes()) == Event(kind, 70_000)
+        assert Event.from_bytes(Event(kind, 70_000, 9).to_bytes()) == Event(kind, 70_000, 9)
+
+
+class Memory:
+    """Regions of a store that outlive whoever allocates them."""
+
+    def __init__(self) -> None:
+        self.regions: dict[Any, NDArray[np.uint8]] = {}
+        self.committers, self.durable = [0, 1], True
+        self.member = SimpleNamespace(count=2)
+
+    def allocate(self, kind: Any, which: Any = None, size_bytes: int | None = None) -> Any:
+        memory = self.regions.setdefault(kind, np.zeros(size_bytes or 1 << 15, np.uint8))
+        return SimpleNamespace(array=lambda kind="uint8": memory.view(kind))
+
+
+def test_a_ledger_is_that_before_an_event_or_behind_it() -> None:
+    """Whatever a process that was killed had written of it."""
+    opening: Any = Memory()
+    ledger = Ledger(opening)
+    (memory,) = opening.regions.values()
+    for events in range(1, 6):
+        before = memory.copy()
+        ledger.account.events, ledger.account.answers[0] = events, (events, b"a" * 100 * events)
+        ledger.note()
+        after, head = memory.copy(), 8
+        memory[:] = before
+        for place in (slice(64, None), slice(head, 64), slice(0, head)):
+            assert Ledger(opening).account.events == events - 1
+            memory[place] = after[place]
+        found = Ledger(opening).account
+        assert (found.events, found.answers[0][0], found.taken) == (events, events, [1, 1])
+
+
+def test_a_pause_is_over_when_a_later_request_says_so() -> None:
+    opening: Any = Memory()
+    pauses = Pauses(opening)
+    assert pauses.version == 0
+    pauses.begin(1, 4, 70)
+    assert pauses.is_begun(1, 4)
+    assert not pauses.wait(1, 4, 0.0)
+    after = Pauses(opening)  # a successor's
+    assert (after.version, after.is_begun(1, 5), after.is_begun(0, 1)) == (70, False, False)
+    after.end(1, 4)  # a request of before
+    assert after.version == 0
+    assert not after.is_over(1, 4)
+    after.end(1, 5)
+    assert after.wait(1, 4, 60.0)
+    assert not after.is_over(1, 5)
 
 
 @given(
@@ -93,13 +150,27 @@ def test_who_is_excused_holds_nobody_back() -> None:
         clocks.step(0)
         clocks.step(1)
     clocks.excuse([])
-    assert not clocks.may_go(0)  # until it makes a step, with which it is where the others are
-    clocks.step(2)
-    assert clocks.now == [12, 12, 12]
+    assert clocks.now == [12, 12, 12]  # it is where the others are
     clocks.step(2)
     assert clocks.now == [12, 12, 13]
     clocks.excuse([0, 1])
     assert clocks.behind(2) == 0
+
+
+def test_the_bound_holds_from_where_all_have_met() -> None:
+    """Named for a bug: one that had waited was put beside those who had gone on since."""
+    clocks = Clocks({0: [0], 1: [1]}, 2)
+    assert clocks.excuse([1])
+    assert not clocks.excuse([1])
+    clocks.step(0)
+    assert clocks.excuse([0, 1])  # each waits for the other
+    assert not clocks.excuse([])
+    assert clocks.now == [1, 1]
+    for _ in range(3):
+        clocks.step(0)
+    assert not clocks.may_go(0)
+    clocks.step(1)
+    assert clocks.now == [4, 2]
 
 
 def test_without_a_bound_all_may_go() -> None:

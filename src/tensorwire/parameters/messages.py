@@ -29,10 +29,6 @@ APPLY, REDUCE, PUBLISH, RELEASE = 1, 2, 3, 4
 """Operations: reduce and apply; reduce only, the result is kept; slot 0's values become the
 parameters; the store is not needed any more."""
 
-PAUSE, GO_ON = 5, 6
-"""Operations of one slice, where each worker goes at its own pace: no version is made until it says
-that it goes on."""
-
 REDUCED = 1
 """Flag of APPLY and REDUCE: the reduced gradient is kept already."""
 CHECK_FINITE = 2
@@ -45,8 +41,6 @@ OPERATION_NAMES = {
     REDUCE: "synchronize() or clip_grad_norm_()",
     PUBLISH: "DistributedOptimizer(), edit() or load()",
     RELEASE: "close(), add_param_group() or edit()",
-    PAUSE: "save() or state_dict()",
-    GO_ON: "save() or state_dict()",
 }
 
 # numpy's structured arrays say the same and take ten times as long for a few numbers.
@@ -143,6 +137,12 @@ class Commit:
     hyper: tuple[Hyper, ...]
     present: bytes
     blocks: Sequence[int] = ()
+
+    @property
+    def looks(self) -> bool:
+        """The norm of the reduced gradient is taken, of all of it."""
+        asked = bool(self.flags & (WANT_NORM | CHECK_FINITE)) or self.max_norm < math.inf
+        return asked and self.operation in (APPLY, REDUCE)
 
     def to_bytes(self) -> Bytes:
         """As it is written."""

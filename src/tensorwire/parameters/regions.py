@@ -40,6 +40,8 @@ class RegionKind(StrEnum):
     ASKS, HOLDERS, SNAPSHOT, REPLY = "asks", "holders", "snapshot", "reply"
     # At a server whose memory outlives it.
     OPENING, JOURNAL, UNDO, TABLE_UNDO, KEPT = "opening", "journal", "undo", "table undo", "kept"
+    # Likewise, where each worker goes at its own pace; who has versions stand still also elsewhere.
+    LEDGER, PAUSES = "ledger", "pauses"
 
 
 AVERAGE = "average of weights"
@@ -49,11 +51,12 @@ AVERAGE = "average of weights"
 _RESULT_BLOCK_BYTES = mailbox_bytes(RESULT_BYTES)
 _REPLY_BLOCK_BYTES = mailbox_bytes(REPLY_BYTES)
 _STAMP_BYTES = 8
-_ORDER_BYTES = 16
+_ORDER_BYTES = 24
+_LEDGER_BYTES, _LEDGER_SLICE_BYTES = 1 << 15, 1 << 13  # pages that are never written need no memory
 # What peers may; else all.
 _UNSEEN = (
     RegionKind.OPENING, RegionKind.JOURNAL, RegionKind.UNDO, RegionKind.TABLE_UNDO,
-    RegionKind.HOLDERS,
+    RegionKind.HOLDERS, RegionKind.LEDGER, RegionKind.PAUSES,
 )  # fmt: skip
 _AT_WORKER = {RegionKind.SPEC: "r", RegionKind.SENT: "none"}
 _AT_WORKER |= dict.fromkeys((RegionKind.RESULT, RegionKind.REPLY), "w")
@@ -70,7 +73,7 @@ def allocate_at_worker(
 ) -> Region:
     """Allocates a region of a worker."""
     name, access = region_name(store, kind, which), _AT_WORKER.get(kind, "rw")
-    if kind == RegionKind.VIEW:  # where no server shares memory, so that none outlives its process
+    if kind == RegionKind.VIEW and not member.memory.durable:
         return member.node.allocate(size_bytes, name=name, access=access, mappable=True)
     if access == "r" and member.memory.durable:
         access = "rw"
@@ -150,6 +153,7 @@ class ServerRegions:
             RegionKind.ARRIVED: stamps,
             RegionKind.NORMS: norms * len(shares),
             RegionKind.ORDER: mailbox_bytes(_ORDER_BYTES, order_places(spec)),
+            RegionKind.LEDGER: _LEDGER_BYTES + _LEDGER_SLICE_BYTES * spec.slices,
         }  # of all others: the share's
         written = RegionKind.COMMIT, RegionKind.ARRIVED, RegionKind.NORMS, RegionKind.ORDER
         self._access = dict.fromkeys(written, "w")

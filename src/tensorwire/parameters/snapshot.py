@@ -54,7 +54,9 @@ class RequestKind(IntEnum):
 
     MAKE = 1
     FREE = 2
-    FREE_ALL = 3  # whatever was made for the same member
+    FREE_ALL = 3  # whatever was made for the same member, and its pauses are over
+    PAUSE = 4  # no version is made, where each worker goes at its own pace, until GO_ON
+    GO_ON = 5
 
 
 class Request(NamedTuple):
@@ -92,7 +94,10 @@ class RequestOutcome(IntEnum):
 
 
 class Reply(NamedTuple):
-    """A server's answer; the text tells what an outcome other than DONE is about."""
+    """A server's answer; the text tells what an outcome other than DONE is about.
+
+    Of a pause it is the version that stands still.
+    """
 
     outcome: RequestOutcome
     text: str = ""

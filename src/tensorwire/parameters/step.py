@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .contributions import Contributions
 from .journal import Change, Journal
 from .kernel import Rows, Scalars
-from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, WANT_NORM, Commit
+from .messages import APPLY, CHECK_FINITE, PUBLISH, REDUCE, REDUCED, Commit
 from .rows import Table
 
 Exchange = Callable[[NDArray[np.float64]], Sequence[float]]
@@ -76,9 +76,8 @@ class Step:
         self.commits, self.publisher, self.arrivals = commits, publisher, arrivals
         self.journal, self._exchange, self._contribute = journal, exchange, contribute
         self.head = head = commits[0]
-        asked = bool(head.flags & (WANT_NORM | CHECK_FINITE)) or head.max_norm < math.inf
         self.trains, self.publishes = head.operation == APPLY, head.operation == PUBLISH
-        self.looks = asked and (self.trains or head.operation == REDUCE)
+        self.looks = head.looks
         self.reduces = self.looks or head.operation == REDUCE
         self.reduced = bool(head.flags & REDUCED)
         self.sums = np.empty(0)

@@ -79,20 +79,17 @@ def find_place(rank: int | None = None, workers: int | None = None) -> World:
     return World(meeting.rank, meeting.workers, _start_servers(meeting), slices)
 
 
-def as_durable(place: World, durable: bool | None, mode: str = "") -> World:
+def as_durable(place: World, durable: bool | None) -> World:
     """A worker's place as `tw.init(durable=…)` wants it.
 
     Args:
         place: of the worker.
         durable: as it was given.
-        mode: in which nobody is replaced; "" for none.
 
     Raises:
         ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be.
     """
     why = "" if durable is not False else "tw.init(durable=False)"
-    if mode and place.durable:
-        why = f"tw.init({mode})"
     names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
     if place.durable and "shm" not in names:
         why = f"its transports are {', '.join(names)}, and only shared memory outlives a process"

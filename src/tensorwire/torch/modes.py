@@ -17,19 +17,12 @@ def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> W
     Raises:
         ValueError: they cannot be had together.
     """
-    if mode.is_sync:
-        return as_durable(place, durable)
-    if durable:
-        raise ValueError(
-            f"tw.init(durable=True, {mode}): a process that is killed is replaced in "
-            'mode="sync" only; leave durable out, save checkpoints and load the last one'
-        )
-    if pipeline > 1:
+    if not mode.is_sync and pipeline > 1:
         raise ValueError(
             f"tw.init(pipeline={pipeline}, {mode}): the processes that share a model step "
             'together, use mode="sync"'
         )
-    return as_durable(place, None if durable is None and not place.durable else False, str(mode))
+    return as_durable(place, durable)
 
 
 def check_slices(place: World, mode: Mode) -> None:

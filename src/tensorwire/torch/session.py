@@ -17,6 +17,7 @@ from tensorwire.parameters import (
     LocalStore,
     Mode,
     OwnPaceStore,
+    Paces,
     Part,
     RemoteStore,
     Result,
@@ -121,8 +122,8 @@ class Session:
         durable = [bool(each[_SEED_BYTES]) for each in told]
         if len(set(durable)) > 1:
             raise ValueError(
-                f"worker {durable.index(False)} says tw.init(durable=False), a mode other than "
-                f'"sync", or transports without shm, and worker {durable.index(True)} does not: '
+                f"worker {durable.index(False)} says tw.init(durable=False), or transports "
+                f"without shm, and worker {durable.index(True)} does not: "
                 "all workers have to say the same"
             )
         member.colocation.learn([each[_SEED_BYTES + 1 :] for each in told])
@@ -276,6 +277,7 @@ class Session:
             "made_steps": self.position.made_steps,
             "statistics": self.statistics.noted(),
             "server_takeovers_s": [] if self.member is None else list(self.member.takeovers_s),
+            "paces": self._paces(),
             **self.counts(),
         }
 
@@ -285,6 +287,9 @@ class Session:
             "sums": 0 if self._collective is None else self._collective.number,
             "versions": [store.version for store in self._stores],
         }
+
+    def _paces(self) -> list[Paces]:
+        return [store.paces for store in self._stores if isinstance(store, OwnPaceStore)]
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
         """The script is where `saved` was made, by a process in whose place this one is."""
@@ -298,6 +303,9 @@ class Session:
             self._collective.go_on(saved["sums"])
         for store, version in zip(self._stores, saved["versions"], strict=True):
             store.go_on(version)
+        paced = [store for store in self._stores if isinstance(store, OwnPaceStore)]
+        for store, paces in zip(paced, saved["paces"], strict=True):
+            store.paces = paces
 
     def begin_behind(self, done: int, position: dict[str, Any] | None) -> None:
         """`Job.epochs` begins where a checkpoint was saved."""

@@ -2,8 +2,8 @@
 
 A slice's clock counts its steps. In a bounded mode a worker waits while it is more than so many
 steps ahead of the slowest slice. A worker that waits for all others, or has left, is excused: it
-holds nobody back. When it comes again it is where the slowest of the others is, so that they do not
-have to wait for steps that nobody misses.
+holds nobody back. When it goes on it is at once where the slowest of the others is, so that they do
+not have to wait for steps that nobody misses, and the bound holds from there.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ class Clocks:
         self._slices, self._staleness = slices, staleness
         self.now = [0] * sum(map(len, slices.values()))
         self._excused: set[int] = set()
-        self._back: set[int] = set()  # workers that were excused since their last step
 
-    def excuse(self, ranks: Collection[int]) -> None:
-        """These workers, and no others, hold nobody back now."""
-        self._excused = set(ranks)
-        self._back |= self._excused
+    def excuse(self, ranks: Collection[int]) -> bool:
+        """These workers, and no others, hold nobody back now; whether one of them is new."""
+        before, self._excused = self._excused, set(ranks)
+        back = before - self._excused
+        # Where nobody has worked meanwhile, all have waited for each other.
+        others = self._slices.keys() - before - self._excused
+        reached = min(map(self._of, others)) if others else max(map(self._of, back), default=0)
+        for rank in back:
+            self._set(rank, max(self._of(rank), reached))
+        return not before >= self._excused
 
     def step(self, rank: int) -> None:
         """A worker has made a step with all its slices."""
-        now = self._of(rank) + 1
-        if rank in self._back:
-            others = self._slowest(rank)
-            now = now if others is None else max(now, others)
-        self._back.discard(rank)
-        for index in self._slices[rank]:
-            self.now[index] = now
+        self._set(rank, self._of(rank) + 1)
 
     def behind(self, rank: int) -> int:
         """How many steps of a worker the slowest slice has not made."""
@@ -51,6 +50,10 @@ class Clocks:
     def may_go(self, rank: int) -> bool:
         """A worker may begin its next step."""
         return self._staleness is None or self.behind(rank) <= self._staleness
+
+    def _set(self, rank: int, now: int) -> None:
+        for index in self._slices[rank]:
+            self.now[index] = now
 
     def _of(self, rank: int) -> int:
         return self.now[self._slices[rank][0]]

@@ -31,7 +31,11 @@ class SliceInbox(Gatherer):
             TimeoutError, PeerLostError, ClosedError, StaleHandleError: see `Mailbox.wait`.
         """
         contributor = self._contributors[index]
-        contributor.mailbox.wait(number, timeout_s, peer=contributor.peer)
+        wait = partial(contributor.mailbox.wait, number, timeout_s, peer=contributor.peer)
+        if contributor.peer is None:
+            wait()
+        else:  # who was killed is waited for
+            self._member.persist(contributor.peer, wait)
         return contributor.mailbox.count
 
     def read(self, index: int) -> Commit:

@@ -60,7 +60,10 @@ class Opening:
         self.durable = member.durable and self.descriptions[0].durable
         if member.durable and not self.durable:
             member.decline_successor()
-        if self.durable and -1 in {each.home for each in self.descriptions.values()}:
+        everywhere = -1 not in {each.home for each in self.descriptions.values()}
+        if not self.mode.is_sync:  # where each worker has memory of its own
+            everywhere = len(self.mapped) == member.count
+        if self.durable and not everywhere:
             raise ValueError(
                 "a worker reaches no server over shared memory, so that the memory of servers "
                 "cannot outlive them: start the job with --no-durable"

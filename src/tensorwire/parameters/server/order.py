@@ -1,142 +1,96 @@
 """In which order a store's commits are applied, where each worker goes at its own pace.
 
 Server 0 sees commits as they come, one after the other, and tells the other servers what it does
-with each. All servers do the same in the same order, so that a version has the same number, and is
-made of the same commits, at every server. A mailbox at each other server has places for all that
-can be under way: a worker makes no further commit before every server has answered the last one.
+with each, when it has noted that for its successor. All servers do the same in the same order, so
+that a version has the same number, and is made of the same commits, at every server. A mailbox at
+each other server has places for all that can be under way: a worker makes no further commit before
+every server has answered the last one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from enum import IntEnum
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from functools import partial
+from typing import NamedTuple
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.membership import lost
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, Transfer
 
-from ..messages import APPLY, OPERATION_NAMES, PAUSE, Bytes, DisagreementError
-from ..modes import Mode, Pace, Paces
+from ..messages import APPLY, OPERATION_NAMES, Bytes, DisagreementError
+from ..modes import Pace
 from ..regions import RegionKind, order_places
 from .clocks import Clocks
+from .events import Event, EventKind
 from .gather import Calls
 from .inbox import SliceInbox
+from .ledger import Lead, Ledger
 from .opening import Opening
 
-_EVENT = struct.Struct("<qq")
 _LOOK_S = 0.25  # whether all are still there
 _HELD_LOOK_S = 0.01  # whether a worker that holds others back waits for them
 
 
-class EventKind(IntEnum):
-    """What all servers do next."""
-
-    APPLIED = 1  # a slice's commit makes the next version
-    ANSWERED = 2  # a worker gets the version that is in place
-    TOGETHER = 3  # all slices have asked for the same, which makes the next version
-    PAUSED = 4  # nothing, until the worker of a slice says that it goes on
-
-
-class Event(NamedTuple):
-    """What all servers do next, with a slice, or the rank of a worker where it is ANSWERED."""
-
-    kind: EventKind
-    which: int
-
-    def to_bytes(self) -> Bytes:
-        """As it travels."""
-        return np.frombuffer(_EVENT.pack(*self), np.uint8)
-
-    @staticmethod
-    def from_bytes(data: Bytes) -> Event:
-        """Copies it out of memory."""
-        kind, index = _EVENT.unpack(data[: _EVENT.size].tobytes())
-        return Event(EventKind(kind), index)
-
-
-class Sequencer(Protocol):
-    """Gives the events of a store at one server."""
-
-    def next(self, version: int) -> Event:
-        """Returns what comes next, when `version` is in place; ClosedError: nothing does."""
-
-    def pace(self, rank: int) -> Pace | None:
-        """What is told of the version that a worker is about to get; None: another server knows."""
-
-    def described(self) -> Mapping[str, object]:
-        """For `tensorwire status`, what this server knows."""
-
-    def close(self) -> None:
-        """Ends its threads."""
-
-
 class Follower:
-    """See `Sequencer`: that of a server which does as server 0 says."""
+    """The events of a store at a server which does as server 0 says."""
 
     def __init__(self, opening: Opening) -> None:
         places = order_places(opening.spec)
         self._mailbox = Mailbox(opening.allocate(RegionKind.ORDER), places)
-        self._first, self._opening, self._number = opening.member.servers[0], opening, 0
+        self._first, self._opening = opening.member.servers[0], opening
 
-    def next(self, version: int) -> Event:
-        """See `Sequencer`."""
-        self._number += 1
-        data = wait(self._opening, self._mailbox, self._number, self._first)
-        return Event.from_bytes(data)
+    def await_event(self, number: int) -> Event:
+        """An event by its number; ClosedError: nothing comes any more."""
+        return Event.from_bytes(wait(self._opening, self._mailbox, number, self._first))
 
-    def pace(self, rank: int) -> Pace | None:
-        """See `Sequencer`."""
-        return None
 
-    def described(self) -> Mapping[str, object]:
-        """See `Sequencer`."""
-        return {}
+class PauseWish(NamedTuple):
+    """A worker, by its rank, wants a pause; its request has this number."""
 
-    def close(self) -> None:
-        """See `Sequencer`."""
+    rank: int
+    number: int
 
 
 class Leader:
-    """See `Sequencer`: server 0's. A thread for each slice waits for its commits.
+    """Decides on the events of a store, at server 0. A thread for each slice waits for its commits.
 
     Args:
         opening: of the store.
-        mode: how far workers may be ahead.
+        ledger: of this server, with what a predecessor has decided.
         inbox: the commits.
         calls: where workers wait.
     """
 
-    def __init__(self, opening: Opening, mode: Mode, inbox: SliceInbox, calls: Calls) -> None:
+    def __init__(self, opening: Opening, ledger: Ledger, inbox: SliceInbox, calls: Calls) -> None:
         self._opening, self._member, self._calls = opening, opening.member, calls
-        self._inbox, self._bounded = inbox, mode.staleness is not None
+        self._inbox, self._ledger = inbox, ledger
         committers = opening.committers
         self._slices: dict[int, list[int]] = {}
         for index, rank in enumerate(committers):
             self._slices.setdefault(rank, []).append(index)
-        self._clocks = Clocks(self._slices, mode.staleness)
-        self._paces = Paces()
-        self._come: queue.SimpleQueue[tuple[int, int] | BaseException] = queue.SimpleQueue()
+        if ledger.account.lead is None:
+            ledger.account.lead = Lead(
+                Clocks(self._slices, opening.mode.staleness),
+                adopted=dict.fromkeys(self._slices, 1),
+                delays=dict.fromkeys(self._slices, 0),
+            )
+        self._lead = ledger.account.lead
+        self._come: queue.SimpleQueue[tuple[int, int] | PauseWish | BaseException] = (
+            queue.SimpleQueue()
+        )
         self._stopped: dict[int, int] = {}  # operations that all make together, by slice
-        self._held: list[int] = []  # workers that wait for an answer
-        self._adopted = dict.fromkeys(self._slices, 1)  # versions that workers compute with
-        self._delays = dict.fromkeys(self._slices, 0)
+        places = order_places(opening.spec)
         self._others = [
-            RemoteMailbox(opening.look_up(peer, RegionKind.ORDER), order_places(opening.spec))
+            (peer, RemoteMailbox(opening.look_up(peer, RegionKind.ORDER), places))
             for _, peer in sorted(self._member.servers.items())
         ]
         # What is under way is kept; no more can be.
-        most = order_places(opening.spec) * len(self._others)
-        self._sent = deque[Transfer](maxlen=most)
-        self._number = 0
+        self._sent = deque[Transfer](maxlen=places * len(self._others))
         self._closing = False
         for index in range(len(committers)):
             name = f"tensorwire-commits-{index}"
@@ -144,9 +98,8 @@ class Leader:
 
     def _watch(self, index: int) -> None:
         """Tells of each commit of a slice, until the worker leaves or the job is over."""
-        number, rank = 1, self._opening.committers[index]
+        number, rank = self._inbox.taken[index], self._opening.committers[index]
         try:
-            peer = self._member.workers[rank]
             try:
                 while not self._closing:
                     with contextlib.suppress(TimeoutError):
@@ -154,44 +107,67 @@ class Leader:
                         self._come.put((index, number))
             except PeerLostError as error:
                 if not self._member.has_left(rank):
-                    raise lost(peer, error) from error
+                    raise lost(self._member.workers[rank], error) from error
         except BaseException as error:
             self._come.put(error)  # nobody looks when the store or the Node was closed
 
-    def next(self, version: int) -> Event:
-        """See `Sequencer`."""
-        event = self._find(version)
-        self._number += 1
+    def ask_pause(self, rank: int, number: int) -> None:
+        """A worker wants that no version is made until it says so. Any thread."""
+        self._come.put(PauseWish(rank, number))
+
+    @property
+    def is_decided(self) -> bool:
+        """What comes next was decided, perhaps by a predecessor."""
+        return self._lead.decided > self._ledger.account.events
+
+    def decide(self, version: int) -> None:
+        """Notes what comes next, when `version` is in place; ClosedError: nothing does."""
+        self._lead.event = self._find(version)
+        self._lead.decided += 1
+        self._ledger.note()
+
+    def send(self) -> Event:
+        """Tells the others what was decided last, and returns it."""
+        event, number = self._lead.event, self._lead.decided
+        assert event is not None
         data = event.to_bytes()
-        self._sent.extend(box.send(data, self._number) for box in self._others)
+        for peer, box in self._others:
+            if self._opening.durable:
+                self._member.persist(peer, _send, box, data, number)
+            else:
+                self._sent.append(box.send(data, number))
         return event
 
     def _find(self, version: int) -> Event:
+        lead = self._lead
         while True:
-            for rank in self._held:
+            for rank in lead.held:
                 self._look()
-                if self._clocks.may_go(rank):
-                    self._held.remove(rank)
+                if lead.clocks.may_go(rank):
+                    lead.held.remove(rank)
                     self._note(rank, version)
                     return Event(EventKind.ANSWERED, rank)
             if len(self._stopped) == len(self._opening.committers):
                 self._stopped.clear()
-                self._adopted = dict.fromkeys(self._slices, version + 1)
-                return Event(EventKind.TOGETHER, 0)
+                lead.adopted = dict.fromkeys(self._slices, version + 1)
+                return Event(EventKind.TOGETHER)
             try:
-                come = self._come.get(timeout=_HELD_LOOK_S if self._held else _LOOK_S)
+                come = self._come.get(timeout=_HELD_LOOK_S if lead.held else _LOOK_S)
             except queue.Empty:
                 check_open(self._opening)
                 self._check_stopped()
                 continue
             if isinstance(come, BaseException):
                 raise come
+            if isinstance(come, PauseWish):
+                if come.number > lead.paused.get(come.rank, 0):
+                    lead.paused[come.rank] = come.number
+                    return Event(EventKind.PAUSED, *come)
+                continue  # a predecessor has decided on it
             index, number = come
             if number <= self._inbox.taken[index]:
-                continue  # that a worker goes on was looked for
+                continue  # likewise
             operation = self._inbox.read(index).operation
-            if operation == PAUSE:
-                return Event(EventKind.PAUSED, index)
             if operation == APPLY:
                 self._step(index, number, version)
                 return Event(EventKind.APPLIED, index)
@@ -199,38 +175,42 @@ class Leader:
 
     def _step(self, index: int, number: int, version: int) -> None:
         """A slice's commit is about to make the version behind `version`."""
-        rank = self._opening.committers[index]
+        rank, lead = self._opening.committers[index], self._lead
         mine = self._slices[rank]
         done = sum(self._inbox.taken[each] == number for each in mine)
-        delay = version - self._adopted[rank] - done
-        self._delays[rank] = max(self._delays[rank], delay)
+        delay = version - lead.adopted[rank] - done
+        lead.delays[rank] = max(lead.delays[rank], delay)
         if done == len(mine) - 1:  # all others are applied
             self._look()
-            self._clocks.step(rank)
-            self._held.append(rank)
+            lead.clocks.step(rank)
+            lead.held.append(rank)
 
     def _look(self) -> None:
         """Finds who holds nobody back: who has left, or waits for all others."""
         member, calls = self._member, self._calls
         stopped = {self._opening.committers[index] for index in self._stopped}
-        self._clocks.excuse(
+        is_new = self._lead.clocks.excuse(
             [
                 rank
                 for rank in self._slices
                 if rank in stopped or member.has_left(rank) or calls.is_summing(rank)
             ]
         )
+        if is_new:
+            self._ledger.note()  # a successor would not see it of one that has gone on
 
     def _note(self, rank: int, version: int) -> None:
-        self._adopted[rank] = version
-        clock = self._clocks.now[self._slices[rank][0]]
-        self._pace = Pace(version, clock, self._clocks.behind(rank), self._delays[rank])
-        self._delays[rank] = 0
-        self._paces.add(self._pace)
+        lead = self._lead
+        lead.adopted[rank] = version
+        clock = lead.clocks.now[self._slices[rank][0]]
+        lead.pace = Pace(version, clock, lead.clocks.behind(rank), lead.delays[rank])
+        lead.delays[rank] = 0
+        lead.paces.add(lead.pace)
 
-    def pace(self, rank: int) -> Pace | None:
-        """See `Sequencer`."""
-        return self._pace
+    @property
+    def pace(self) -> Pace | None:
+        """What is told of the version that a worker is about to get."""
+        return self._lead.pace
 
     def _check_stopped(self) -> None:
         """Raises if workers wait for one that will never ask for the same."""
@@ -253,11 +233,11 @@ class Leader:
             )
 
     def described(self) -> Mapping[str, object]:
-        """See `Sequencer`."""
-        return {"clocks": list(self._clocks.now), **self._paces.described()}
+        """For `tensorwire status`."""
+        return {"clocks": list(self._lead.clocks.now), **self._lead.paces.described()}
 
     def close(self) -> None:
-        """See `Sequencer`."""
+        """Ends its threads."""
         self._closing = True
 
 
@@ -271,7 +251,7 @@ def wait(opening: Opening, mailbox: Mailbox, number: int, peer: Peer) -> Bytes:
     """A message of a peer; ClosedError if nobody waits for it any more."""
     while True:
         try:
-            return mailbox.wait(number, _LOOK_S, peer=peer)
+            return opening.member.persist(peer, partial(mailbox.wait, number, _LOOK_S, peer=peer))
         except TimeoutError:
             check_open(opening)
         except PeerLostError as error:
@@ -282,3 +262,7 @@ def wait(opening: Opening, mailbox: Mailbox, number: int, peer: Peer) -> Bytes:
         except TensorwireError:
             check_open(opening)
             raise
+
+
+def _send(box: RemoteMailbox, data: Bytes, number: int) -> None:
+    box.send(data, number).wait()

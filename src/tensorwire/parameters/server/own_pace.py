@@ -4,6 +4,10 @@ There is one copy of parameters and state, and each worker has parameters of its
 where servers write while it is in `step()`. So nothing that a worker reads is ever overwritten, and
 nobody waits for a reader: when all servers have applied a worker's commit, each copies its share of
 that very version, before it makes the next one.
+
+What is done next is an event, the same at all servers. Where memory outlives servers, an event is
+noted when it is done, before anybody is told: a successor does again what was not noted, with the
+same commit and the same bytes, and tells again what was.
 """
 
 from __future__ import annotations
@@ -14,19 +18,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from tensorwire.errors import PeerLostError
+from tensorwire.errors import PeerLostError, TimeoutError
 from tensorwire.memory import RemoteRegion, Transfer, wait_all
+from tensorwire.phases_of_modes import EVENT, PAUSE
+from tensorwire.walk import Walk
 
 from ..kernel import Kernel
-from ..messages import APPLY, GO_ON, PUBLISH, RELEASE, Bytes, Commit, DisagreementError, Result
+from ..messages import APPLY, PUBLISH, RELEASE, Bytes, Commit, DisagreementError, Result
 from ..regions import RegionKind
 from .arrivals import ArrivingUnits
+from .events import Event, EventKind
 from .gather import Calls, Gatherer
 from .inbox import SliceInbox
+from .ledger import Ledger, Round
 from .opening import Opening
-from .order import EventKind, Follower, Leader, Sequencer, check_open
+from .order import Follower, Leader, check_open
 from .publish import Results
 from .versions import Versions
+
+_LOOK_S = 0.25  # whether all are still there
 
 
 class Deliveries:
@@ -44,28 +54,43 @@ class Deliveries:
         self._copies: dict[int, Bytes] = {}  # what is under way to workers over a network
 
     def bring(self, rank: int) -> list[Transfer]:
-        """Starts to write the share; the worker has been told of the last one."""
-        master, start = self._master, self._start
-        if not master.size:
+        """Starts to write the share; the worker has been told of the last one.
+
+        Where it was killed, the write is made again into the memory that its successor has.
+        """
+        member, master = self._opening.member, self._master
+        if not master.size or rank not in member.workers:
             return []
-        if rank not in self._views:
-            name = self._opening.regions.name(RegionKind.VIEW)
-            view = self._opening.member.workers[rank].region(name)
-            self._views[rank] = view[start : start + master.size]
         if rank in self._opening.mapped:
-            self._views[rank].write(master).wait()
+            member.persist(member.workers[rank], self._copy, rank)
             return []
         copy = self._copies.setdefault(rank, np.empty_like(master))
         copy[:] = master
-        return [self._views[rank].write(copy)]
+        return [self._view(rank).write(copy)]
+
+    def _copy(self, rank: int) -> None:
+        self._view(rank).write(self._master).wait()
+
+    def _view(self, rank: int) -> RemoteRegion:
+        if rank not in self._views:
+            name = self._opening.regions.name(RegionKind.VIEW)
+            view = self._opening.member.workers[rank].region(name)
+            self._views[rank] = view[self._start : self._start + self._master.size]
+        return self._views[rank]
 
 
-class Round:
-    """What a worker's commits have come to, since it was answered."""
+class _Doing:
+    """An event while it is done.
+
+    Attributes:
+        event: set by the row that decides on it, or has heard of it.
+        tells: by rank, what is under way to the workers that are told then.
+    """
+
+    event: Event
 
     def __init__(self) -> None:
-        self.finite, self.norm, self.work_s = True, float("nan"), 0.0
-        self.since = 0.0  # when the last of them was applied
+        self.tells: dict[int, list[Transfer]] = {}
 
 
 class OwnPace(Versions):
@@ -82,16 +107,43 @@ class OwnPace(Versions):
         results: Results,
         fail: Callable[[BaseException], None],
     ) -> None:
-        first = opening.regions.server == 0
-        follower = None if first else Follower(opening)  # others look for its memory
+        # Others look for its memory.
+        self._follower = None if opening.regions.server == 0 else Follower(opening)
         super().__init__(opening, make_kernel, threads, calls, results, fail)
-        self._opening = opening
-        self._order: Sequencer = follower or Leader(opening, opening.mode, self._inbox, calls)
+        self._opening, self._ledger = opening, Ledger(opening)
+        self._account = account = self._ledger.account
+        self._inbox.taken, self.over = account.taken, account.over
+        self._leader: Leader | None = None
+        if self._follower is None:
+            self._leader = Leader(opening, self._ledger, self._inbox, calls)
+            self._snapshots.ask_pause = self._leader.ask_pause
         self._deliveries = Deliveries(opening, self._publication.master)
-        self._rounds = {rank: Round() for rank in opening.committers}
         self._sent: dict[int, list[Transfer]] = {}
-        self._norms_made = 1
+        self._notes_bytes = 0  # of the journal
         self._idle = replace(Commit.empty(0, APPLY, opening.spec), weight=0.0)
+        self._event_walk = self._bind_event()
+        self._pause_walk = Walk[OwnPace, Event](
+            PAUSE, {"pause.begun": OwnPace._begin_pause, "pause.over": OwnPace._await_end}
+        )
+
+    def _bind_event(self) -> Walk[OwnPace, _Doing]:
+        leads = self._leader is not None
+        return Walk[OwnPace, _Doing](
+            EVENT,
+            {
+                "event.decided": OwnPace._decide,
+                "event.sent": OwnPace._send,
+                "event.come": OwnPace._await_event,
+                "event.made": OwnPace._make,
+                "event.noted": OwnPace._note,
+                "event.told": OwnPace._tell_workers,
+            },
+            {
+                "undecided": OwnPace._is_undecided if leads else False,
+                "leads": leads,
+                "follows": not leads,
+            },
+        )
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
         self._inbox = SliceInbox(opening, self._shard, calls)
@@ -99,49 +151,116 @@ class OwnPace(Versions):
 
     def described(self) -> Mapping[str, object]:
         """See `Versions`."""
-        return self._order.described()
+        return {} if self._leader is None else self._leader.described()
 
     def close(self) -> None:
         """See `Versions`."""
-        self._order.close()
+        if self._leader is not None:
+            self._leader.close()
         super().close()
+
+    def lend(self) -> None:
+        """See `Versions`; snapshots are made in a pause, which a predecessor may have begun."""
+        self._snapshots.present = self._snapshots.pauses.version
+        self._snapshots.start()
+
+    def tell_opened(self) -> int:
+        """See `Versions`. Each worker was told something else."""
+        if self._journal is None:
+            return super().tell_opened()
+        for rank in dict.fromkeys(self._opening.committers):
+            told = self._account.answers.get(rank, (1, Result(1).to_bytes().tobytes()))
+            self._results.answer_again(rank, *told)
+        if self.over:
+            self._note_last()
+        return self._account.version
 
     def advance(self, version: int) -> None:
         """See `Versions`. Workers are answered before the next version is made."""
-        while True:
-            kind, index = self._order.next(version - 1)
-            if kind == EventKind.ANSWERED:
-                self._answer(index, version - 1)
-            elif kind == EventKind.PAUSED:
-                self._pause(index)
-            elif kind == EventKind.APPLIED:
-                self._apply(index, version)
-                return
-            else:
-                self._make_together(version)
-                return
+        while self._account.version < version:
+            self._event_walk(self, _Doing())
 
-    def _apply(self, index: int, version: int) -> None:
+    # ---- the rows of an event
+
+    def _is_undecided(self, _: _Doing) -> bool:
+        assert self._leader
+        return not self._leader.is_decided
+
+    def _decide(self, _: _Doing) -> None:
+        assert self._leader
+        self._leader.decide(self._account.version)
+
+    def _send(self, doing: _Doing) -> None:
+        assert self._leader
+        doing.event = self._leader.send()
+
+    def _await_event(self, doing: _Doing) -> None:
+        assert self._follower
+        doing.event = self._follower.await_event(self._account.events + 1)
+
+    def _make(self, doing: _Doing) -> None:
+        kind, which, _ = doing.event
+        if kind == EventKind.ANSWERED:
+            self._answer(which, doing)
+        elif kind == EventKind.PAUSED:
+            self._pause_walk(self, doing.event)
+        elif kind == EventKind.APPLIED:
+            self._apply(which)
+        else:
+            self._make_together(doing)
+        self._account.events += 1
+
+    def _note(self, _: _Doing) -> None:
+        self._ledger.note()
+        if self._journal is not None and self._journal.published < self._account.version:
+            # Also what a launcher looks at, to know whether there is progress.
+            self._journal.publish(self._account.version, Result(self._account.version).to_bytes())
+
+    def _tell_workers(self, doing: _Doing) -> None:
+        for rank, after in doing.tells.items():
+            number, data = self._account.answers[rank]
+            if self._journal is not None:
+                self._results.answer_surely(rank, number, data)
+            else:
+                self._results.answer(rank, number, data, after)
+                self._sent[rank] = after  # until it asks again, when all has come
+        self.over = self._account.over
+        if self.over:
+            self._note_last()
+
+    def _note_last(self) -> None:
+        """Behind the answers: who finds this note does not give them again."""
+        if self._journal is not None:
+            version = self._account.version
+            self._journal.publish(version, Result(version).to_bytes(), last=True)
+
+    # ---- what is done
+
+    def _apply(self, index: int) -> None:
         commit, arriving = self._take(index)
         if commit.operation != APPLY:
             raise ValueError(f"a commit to be applied asks for {commit.operation}")
-        started = time.perf_counter()
+        started, version = time.perf_counter(), self._account.version + 1
         # The mean is over one slice; `scale * weight / weight` would be rounded.
         mine = replace(commit, version=version, weight=1.0)
         idle = replace(self._idle, version=version, flags=commit.flags, scale=commit.scale)
         idle = replace(idle, max_norm=commit.max_norm, hyper=commit.hyper)
         commits = [mine if i == index else idle for i in range(len(self._inbox.taken))]
+        # Of those with a norm: numbered one by one, as two places are for two in a row.
+        self._account.norms += commit.looks
         finite, norm = self._change(version, commits, self._exchange, None, arriving)
         now = time.perf_counter()
-        made = self._rounds[self._inbox.rank(index)]
+        made = self._account.rounds[self._inbox.rank(index)]
         made.finite, made.norm, made.since = made.finite and finite, norm, now
         made.work_s += now - started - arriving.waited_s / self._shard.threads
-        self._stepped = True
+        if self._journal is not None:
+            notes_s, self._notes_bytes = self._journal.cost(self._shard.threads)
+            made.notes_s += notes_s
+        self._account.version, self._stepped = version, True
 
     def _exchange(self, mine: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-        """Those of all servers; numbered one by one, as two places are for two in a row."""
-        self._norms_made += 1
-        return self._norms.exchange(self._norms_made, mine)
+        """Those of all servers."""
+        return self._norms.exchange(self._account.norms, mine)
 
     def _take(self, index: int) -> tuple[Commit, ArrivingUnits]:
         """A slice's next commit, which server 0 has seen."""
@@ -152,7 +271,7 @@ class OwnPace(Versions):
         opening, rank = self._opening, self._inbox.rank(index)
         while True:
             try:
-                self._inbox.wait(index, self._inbox.taken[index] + 1, 0.25)
+                self._inbox.wait(index, self._inbox.taken[index] + 1, _LOOK_S)
                 return
             except TimeoutError:
                 check_open(opening)
@@ -160,38 +279,44 @@ class OwnPace(Versions):
                 check_open(opening)
                 raise PeerLostError(f"worker {rank} was lost") from None
 
-    def _answer(self, rank: int, version: int) -> None:
+    def _answer(self, rank: int, doing: _Doing) -> None:
         """A worker gets the version in place, and goes on."""
-        made, self._rounds[rank] = self._rounds[rank], Round()
-        number = max(self._taken_of(rank))
-        pace = self._order.pace(rank)
+        rounds = self._account.rounds
+        made, rounds[rank] = rounds[rank], Round()
+        pace = None if self._leader is None else self._leader.pace
         text = "" if pace is None else pace.to_text()
         wait_s = time.perf_counter() - made.since
-        result = Result(number, made.finite, made.norm, wait_s, made.work_s, message=text)
-        self._tell_worker(rank, result, self._deliveries.bring(rank))
+        self._say(
+            rank,
+            Result(
+                max(self._taken_of(rank)), made.finite, made.norm, wait_s, made.work_s,
+                made.notes_s, self._notes_bytes, message=text,
+            ),
+        )  # fmt: skip
+        doing.tells[rank] = self._deliveries.bring(rank)
 
-    def _tell_worker(self, rank: int, result: Result, after: list[Transfer]) -> None:
-        self._results.answer(rank, result, after)
-        self._sent[rank] = after  # until it asks again, when all has come
+    def _say(self, rank: int, result: Result) -> None:
+        self._account.answers[rank] = result.version, result.to_bytes().tobytes()
 
     def _taken_of(self, rank: int) -> list[int]:
         taken = self._inbox.taken
         return [taken[i] for i in range(len(taken)) if self._inbox.rank(i) == rank]
 
-    def _pause(self, index: int) -> None:
+    def _begin_pause(self, event: Event) -> None:
         """No version is made until a worker says that it has read what it wants."""
-        rank = self._inbox.rank(index)
-        commit, _ = self._take(index)
-        self._snapshots.present = commit.version
-        self._tell_worker(rank, Result(commit.version), [])
-        commit, _ = self._take(index)
-        self._snapshots.present = 0
-        if commit.operation != GO_ON:
-            raise ValueError(f"worker {rank} has not said that it goes on")
-        self._tell_worker(rank, Result(commit.version), [])
+        version = self._account.version
+        self._snapshots.pauses.begin(event.which, event.number, version)
+        self._snapshots.present = version
+        self._snapshots.look()  # who has asked is answered
 
-    def _make_together(self, version: int) -> None:
+    def _await_end(self, event: Event) -> None:
+        while not self._snapshots.pauses.wait(event.which, event.number, _LOOK_S):
+            check_open(self._opening)
+        self._snapshots.present = 0
+
+    def _make_together(self, doing: _Doing) -> None:
         """What all slices ask for, each at its own number."""
+        version = self._account.version + 1
         taken = [self._take(index) for index in range(len(self._inbox.taken))]
         commits = [replace(commit, version=version) for commit, _ in taken]
         ranks = [self._inbox.rank(index) for index in range(len(commits))]
@@ -211,6 +336,8 @@ class OwnPace(Versions):
         if chunks:
             wait_all(chunks.finish())
         for rank in dict.fromkeys(ranks):
-            after = [] if chunks or operation == RELEASE else self._deliveries.bring(rank)
-            self._tell_worker(rank, Result(max(self._taken_of(rank))), after)
-        self.over = operation == RELEASE
+            doing.tells[rank] = (
+                [] if chunks or operation == RELEASE else self._deliveries.bring(rank)
+            )
+            self._say(rank, Result(max(self._taken_of(rank))))
+        self._account.version, self._account.over = version, operation == RELEASE

@@ -62,7 +62,9 @@ class Publication:
                 self.place = home, RegionKind.VIEW, share.start
             elif share.size_bytes:
                 self._views.append(RemoteView(region, whole, None))
-        for rank, each in sorted(opening.descriptions.items()):
+        # In memory that outlives its worker a version comes whole, see `Deliveries`.
+        alone = opening.durable and not opening.mode.is_sync
+        for rank, each in sorted(opening.descriptions.items()) if not alone else ():
             if each.home == -1 and each.view == rank and share.size_bytes:
                 worker, changes = opening.member.workers[rank], None
                 region = worker.region(regions.name(RegionKind.VIEW))
@@ -266,13 +268,33 @@ class Results:
                 raise ClosedError("the job is over")
             self._member.tell_workers(self._mailboxes, data, result.version)
 
-    def answer(self, rank: int, result: Result, after: list[Transfer]) -> None:
+    def answer(self, rank: int, number: int, data: bytes, after: list[Transfer]) -> None:
         """Tells one worker, behind transfers that are under way; adds what is sent to these."""
+        told = np.frombuffer(data, np.uint8)
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            sent = self._mailboxes[rank].send(result.to_bytes(), result.version, after or None)
+            sent = self._mailboxes[rank].send(told, number, after or None)
         after.append(sent)
+
+    def answer_surely(self, rank: int, number: int, data: bytes) -> None:
+        """Tells one worker, or the process that takes its place when it was killed."""
+        with self._sending:
+            if self._over:
+                raise ClosedError("the job is over")
+            boxes = {rank: self._mailboxes[rank]}
+            self._member.tell_workers(boxes, np.frombuffer(data, np.uint8), number)
+
+    def answer_again(self, rank: int, number: int, data: bytes) -> None:
+        """Tells one worker, if it is there, what a predecessor has told it or not."""
+        if (peer := self._member.workers.get(rank)) is None:
+            return
+        if rank not in self._mailboxes:
+            with contextlib.suppress(LookupError, TensorwireError):
+                self._mailboxes[rank] = self._member.persist(peer, self._mailbox, peer)
+        if rank in self._mailboxes:
+            with contextlib.suppress(PeerLostError):  # it has left
+                self.answer_surely(rank, number, data)
 
     def poison(self, text: str) -> None:
         """Tells every worker that no version will follow. Called once, by the main thread."""

@@ -332,16 +332,15 @@ class StoreServer:
 
     def _tell_opened(self) -> None:
         """Tells the workers that the store is open, or once more what they were told last."""
-        told = self._last or self._made.published
         if self.versions is not None:
             self.versions.lend()
-        if told is None:
-            self.results.tell_opened()
-        else:
-            self.results.tell_again(*told)
-            self.version = told[0]
-        if self.versions is not None:
+            self.version = self.versions.tell_opened()
             self.share = self._opened.regions.share
+            return
+        assert self._last
+        self.version = self._last[0]
+        if self._opened.mode.is_sync:  # else all were told before it was noted
+            self.results.tell_again(*self._last)
 
     def _release(self) -> None:
         self.results.close()

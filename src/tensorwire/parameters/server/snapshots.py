@@ -43,6 +43,7 @@ from ..snapshot import (
     state,
 )
 from .opening import Opening
+from .pauses import Pauses
 
 _LOOK_S = 1.0  # whether who holds a snapshot is still there
 _FIND_S = 5.0
@@ -85,6 +86,8 @@ class Snapshots:
 
     Attributes:
         present: the version in place; set when all of it is written, before anybody is told.
+        pauses: in which versions stand still for a worker.
+        ask_pause: is called, at server 0, when a worker has asked for one: rank and number.
     """
 
     def __init__(
@@ -105,6 +108,8 @@ class Snapshots:
         notes = opening.allocate(RegionKind.HOLDERS, None, 8 * words).array("int64")[:words]
         self._notes = notes.reshape(MOST_SNAPSHOTS, -1)
         self._answered = [0] * count  # by rank, the number of the request
+        self.pauses, self._pausing = Pauses(opening), [0] * count
+        self.ask_pause: Callable[[int, int], None] = lambda rank, number: None
         self._outboxes: dict[int, RemoteMailbox] = {}
         # Those of a predecessor go on; what it was about to make or to free is not kept.
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
@@ -113,13 +118,19 @@ class Snapshots:
         self._lend = Walk[Snapshots, Asked](
             LENDING,
             {
+                "pause.ended": Snapshots._end_pause,
                 "snapshot": Snapshots._make,
                 "snapshot.freed": Snapshots._free_asked,
                 "snapshot.told": Snapshots._tell,
             },
             {
                 "makes": lambda _, asked: asked.request.kind == RequestKind.MAKE,
-                "frees": lambda _, asked: asked.request.kind != RequestKind.MAKE,
+                "frees": lambda _, asked: (
+                    asked.request.kind in (RequestKind.FREE, RequestKind.FREE_ALL)
+                ),
+                "ends": lambda _, asked: (
+                    asked.request.kind in (RequestKind.GO_ON, RequestKind.FREE_ALL)
+                ),
             },
         )
         self._copy_version = Walk[Snapshots, Copying](
@@ -136,11 +147,15 @@ class Snapshots:
         """Begins to answer; when the store has the version that is in place."""
         self._thread.start()
 
+    def look(self) -> None:
+        """Something can be answered now that could not before. Any thread."""
+        with contextlib.suppress(ClosedError, StaleHandleError):
+            self._bell.set(self._bell.value + 1)
+
     def close(self) -> None:
         """Ends the thread and frees all snapshots: the store is about to be freed."""
         self._closing = True
-        with contextlib.suppress(ClosedError, StaleHandleError):
-            self._bell.set(self._bell.value + 1)
+        self.look()
         if self._thread.ident is not None:
             self._thread.join()
         for held in list(self._regions):
@@ -172,7 +187,18 @@ class Snapshots:
         if number <= self._answered[rank]:
             return
         request = Request.from_bytes(self._inboxes[rank].message(number))
-        self._lend(self, Asked(rank, number, request))
+        asked = Asked(rank, number, request)
+        if request.kind == RequestKind.PAUSE:
+            if not self.pauses.is_begun(rank, number):  # it is answered when it is
+                if self._pausing[rank] < number:
+                    self._pausing[rank] = number
+                    self.ask_pause(rank, number)
+                return
+            asked.reply = Reply(RequestOutcome.DONE, str(self.pauses.version))
+        self._lend(self, asked)
+
+    def _end_pause(self, asked: Asked) -> None:
+        self.pauses.end(asked.rank, asked.number)
 
     def _tell(self, asked: Asked) -> None:
         """Answers a worker. For one that is gone a process in its place asks anew."""

@@ -14,7 +14,7 @@ from tensorwire.walk import Walk
 
 from ..journal import Journal
 from ..kernel import Kernel
-from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, Bytes, Commit, Result
+from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, Commit, Result
 from ..reading import ReadPlace, lent_name
 from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
@@ -152,10 +152,17 @@ class Versions:
         assert self._journal
         self._journal.publish(1, Result(1).to_bytes())
 
-    @property
-    def published(self) -> tuple[int, Bytes] | None:
-        """The version that is noted as complete, and what is told of it; None: no journal."""
-        return None if self._journal is None else (self._journal.published, self._journal.result)
+    def tell_opened(self) -> int:
+        """Tells the workers that the store is open, or once more what they were told last.
+
+        Returns:
+            The version that is in place.
+        """
+        if self._journal is None:
+            self._results.tell_opened()
+            return 1
+        self._results.tell_again(self._journal.published, self._journal.result)
+        return self._journal.published
 
     def advance(self, version: int) -> None:
         """Makes a version."""

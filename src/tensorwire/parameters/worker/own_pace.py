@@ -13,7 +13,7 @@ from dataclasses import replace
 from tensorwire.membership import WorkerMember
 
 from ..layout import Spec
-from ..messages import GO_ON, PAUSE, Commit, Result
+from ..messages import Result
 from ..modes import Mode, Pace, Paces
 from .snapshot import Snapshot
 from .store import RemoteStore
@@ -29,6 +29,7 @@ class OwnPaceStore(RemoteStore):
     def __init__(self, member: WorkerMember, number: int, spec: Spec, mode: Mode) -> None:
         self.paces = Paces()
         self._still = 0  # how many blocks of `still` this is in
+        self._present = 0  # the version that stands still there
         super().__init__(member, number, spec, None, mode)
 
     def wait(self) -> Result:
@@ -42,21 +43,15 @@ class OwnPaceStore(RemoteStore):
     def still(self) -> Iterator[None]:
         """See `Store`. Others may compute meanwhile, and wait in their steps."""
         if self._still == 0:
-            self._say(PAUSE)
+            self._present = self._asker.pause()
         self._still += 1
         try:
             yield
         finally:
             self._still -= 1
             if self._still == 0 and not self.reason():
-                self._say(GO_ON)
-
-    def _say(self, operation: int) -> None:
-        """Commits what is not of a slice, in the name of this worker's first one."""
-        commit = Commit.empty(self.version + 1, operation, self.layout.spec)
-        self.commit(min(self._slices), commit)
-        self.wait()
+                self._asker.go_on()
 
     def snapshot(self) -> Snapshot:
         with self.still():
-            return self._asker.make(self.version)
+            return self._asker.make(self._present)

@@ -330,6 +330,25 @@ class Asker:
             raise MemoryError(text)
         raise RuntimeError(f"no snapshot of version {version} can be made: {text}")
 
+    def pause(self) -> int:
+        """Returns when all servers stand still behind the same version, which it returns.
+
+        Raises:
+            RuntimeError: the job is over.
+            PeerLostError: a server is gone.
+        """
+        with self._asking:
+            versions = {int(each.text) for each in self._ask(Request(RequestKind.PAUSE))}
+        failpoint("pause.held")
+        if len(versions) > 1:
+            raise RuntimeError(f"servers stand still at different versions: {sorted(versions)}")
+        return versions.pop()
+
+    def go_on(self) -> None:
+        """They go on."""
+        with self._asking:
+            self._ask(Request(RequestKind.GO_ON))
+
     def _find(self, link: Link, number: int) -> ServerPart:
         region = link.region(RegionKind.SNAPSHOT, f"{self._member.place.rank}.{number}")
         head = np.empty(Parts.head_bytes(), np.uint8)
@@ -342,7 +361,10 @@ class Asker:
             self._ask(Request(RequestKind.FREE, number=number))
 
     def free_all(self) -> None:
-        """They get back that of all snapshots of a process in whose place this one is."""
+        """They get back that of all snapshots of a process in whose place this one is.
+
+        They do not wait for its pauses any more.
+        """
         with self._asking:
             self._ask(Request(RequestKind.FREE_ALL))
 
@@ -357,6 +379,8 @@ class Asker:
             self._answers.attempt(link.peer, _send, bell, outbox, data, number)
         if request.kind == RequestKind.MAKE:
             failpoint("snapshot.asked")
+        elif request.kind == RequestKind.PAUSE:
+            failpoint("pause.asked")
         return [
             self._answers.attempt(link.peer, self._wait, link.peer, bell, inbox, number)
             for link, (bell, _), inbox in boxes

@@ -1,0 +1,46 @@
+"""What all servers of a store do next, where each worker goes at its own pace."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from ..messages import Bytes
+
+_EVENT = struct.Struct("<qqq")
+
+
+class EventKind(IntEnum):
+    """What all servers do next."""
+
+    APPLIED = 1  # a slice's commit makes the next version
+    ANSWERED = 2  # a worker gets the version that is in place
+    TOGETHER = 3  # all slices have asked for the same, which makes the next version
+    PAUSED = 4  # nothing, until a worker says that it goes on
+
+
+class Event(NamedTuple):
+    """What all servers do next.
+
+    Attributes:
+        kind: of it.
+        which: a slice; the rank of a worker where it is ANSWERED or PAUSED.
+        number: of the worker's request, where it is PAUSED.
+    """
+
+    kind: EventKind
+    which: int = 0
+    number: int = 0
+
+    def to_bytes(self) -> Bytes:
+        """As it travels."""
+        return np.frombuffer(_EVENT.pack(*self), np.uint8)
+
+    @staticmethod
+    def from_bytes(data: Bytes) -> Event:
+        """Copies it out of memory."""
+        kind, which, number = _EVENT.unpack(data[: _EVENT.size].tobytes())
+        return Event(EventKind(kind), which, number)

@@ -1,0 +1,50 @@
+"""What the protocol of a durable job is written down in: rows, and phases of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Transition(NamedTuple):
+    """A transition.
+
+    Attributes:
+        name: of the row, and of the failpoint behind it.
+        what: what is true behind it; a sentence that "it" can begin, of who runs the phase.
+        then: what a successor does if the process ends right behind it.
+        waits: for what the row waits; "" if for nothing.
+        when: the name of a guard without which the row is left out; "" if there is none.
+    """
+
+    name: str
+    what: str
+    then: str
+    waits: str = ""
+    when: str = ""
+
+
+class Phase(NamedTuple):
+    """Rows that a process runs from the first to the last.
+
+    Attributes:
+        name: of the phase, also as a part of another one.
+        who: "server", "worker" or "launcher".
+        what: what the rows make, for people.
+        rows: rows and phases.
+        when: as of a row.
+    """
+
+    name: str
+    who: str
+    what: str
+    rows: tuple[Transition | Phase, ...]
+    when: str = ""
+
+    def all_rows(self) -> Iterator[Transition]:
+        """The rows, those of phases within this one in their places."""
+        for each in self.rows:
+            if isinstance(each, Phase):
+                yield from each.all_rows()
+            else:
+                yield each

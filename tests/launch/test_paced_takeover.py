@@ -1,0 +1,114 @@
+"""Processes are killed where each worker goes at its own pace: every step is applied once.
+
+Real servers and workers, without torch; a program apart judges what workers have adopted.
+"""
+
+import paced_judge
+import pytest
+from launching import HERE, Place
+from test_takeover import SERVER
+
+from tensorwire.phases_of_modes import EVENT, PAUSE, STANDING
+
+WORKER = (HERE / "paced_worker.py").read_text()
+STEPS, ROUNDS = 8, 2
+
+
+def run(
+    place: Place,
+    fail: str = "",
+    servers: int = 2,
+    workers: int = 2,
+    staleness: int | None = None,
+    slices: int | None = None,
+    **more: str,
+) -> str:
+    """What the launcher said; everything was applied once."""
+    folder = place.folder / "log"
+    folder.mkdir()
+    environment = {
+        "TENSORWIRE_FAIL": fail,
+        "TOY_FOLDER": str(folder),
+        "TOY_STEPS": str(STEPS),
+        "TOY_ROUNDS": str(ROUNDS),
+        "TOY_STALENESS": "" if staleness is None else str(staleness),
+        **more,
+    }
+    done = place.run(
+        WORKER,
+        environment=environment,
+        servers=servers,
+        workers=workers,
+        server_command=SERVER,
+        durable=True,
+        patience={"standby_s": 60.0},
+        **({} if slices is None else {"slices": slices}),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done ") == workers, done.stdout + done.stderr
+    kills = fail.count(":kill")
+    assert done.stderr.count("(restart ") == kills, done.stderr
+    looked_at = paced_judge.judge(folder, STEPS, ROUNDS, slices or workers, staleness)
+    assert looked_at > (slices or workers) * STEPS * ROUNDS - 2 - kills
+    return done.stderr
+
+
+# Of the first store with two workers: commits and answers, two publications, the release, pauses.
+LAST = 2 * 2 * STEPS * ROUNDS + ROUNDS + 1 + 2 * (ROUNDS * STEPS // 4 + 1)
+
+# A job a line: whose processes end at which visit of a row, "server-0+1" is server 0's successor.
+KILLS = {
+    "decided": "server-0:event.decided:1 server-0+1:event.decided:9 "
+    "server-1:event.come:1 server-1+1:event.come:12",
+    "sent": "server-0:event.sent:1 server-0+1:event.sent:9 "
+    "server-1:event.made:1 server-1+1:event.made:12",
+    "made": "server-0:event.made:1 server-0+1:event.made:10 "
+    "server-1:event.noted:1 server-1+1:event.noted:10",
+    "noted": "server-0:event.noted:1 server-0+1:event.noted:8 "
+    "server-1:event.told:1 server-1+1:event.told:10",
+    "told": "server-0:event.told:1 server-0+1:event.told:9 "
+    "server-1:cell.changed:3 server-1+1:cell.done:4",
+    # The pauses, of which each worker takes two a round.
+    "begun": "server-0:pause.begun:1 server-0+1:pause.over:2 server-1:pause.over:1 "
+    "server-1+1:pause.ended:2 worker-1:pause.asked:3 worker-1+1:pause.held:4",
+    "ended": "server-0:pause.ended:1 server-0+1:pause.begun:3 server-1:snapshot.copied:1 "
+    "server-1+1:pause.begun:2 worker-0:pause.held:1 worker-0+1:pause.asked:2",
+    "over": "server-0:pause.over:1 server-0+1:snapshot.noted:2 worker-0:snapshot.held:1",
+    # Several at once: what follows from one commit, and what from the next.
+    "several": "server-0:event.made:4 server-0+1:norms.sent:1 server-1:event.made:4 "
+    "server-1+1:norms.awaited:1 worker-0:commit.sent:2 worker-0+1:commit.noted:9 "
+    "worker-1:commit.noted:3 worker-1+1:result.come:8",
+    # The store is freed, and workers go on with another one.
+    "freed": f"server-0:event.noted:{LAST} server-0+1:store.through:1 "
+    f"server-1:event.made:{LAST} server-1+1:event.told:1",
+    "awaited": f"server-0:event.told:{LAST} server-1:store.awaited:1",
+}
+STALENESS = {"sent": 1, "made": 0, "told": 2, "ended": 1, "over": 2, "several": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_at_a_place(place: Place, name: str) -> None:
+    fail = ",".join(f"{each}:kill" for each in KILLS[name].split())
+    run(place, fail, staleness=STALENESS.get(name))
+
+
+def test_every_place_is_tried() -> None:
+    """A row that is added to what is done at a worker's own pace is tried here at once."""
+    tried = {each.partition(":")[2] for kills in KILLS.values() for each in kills.split()}
+    for phase in EVENT, PAUSE, STANDING:
+        for row in phase.all_rows():
+            assert sum(each.startswith(f"{row.name}:") for each in tried) > 1, row.name
+    assert any(each.startswith("pause.ended:") for each in tried)
+
+
+def test_a_server_is_replaced(place: Place) -> None:
+    run(place, "server-1:event.made:9:kill", staleness=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "slices"), [(3, 3), (2, 4)])
+def test_stopped_and_slow_workers(place: Place, workers: int, slices: int) -> None:
+    """One is stopped again and again, another one is slow; a server and a worker are killed."""
+    fail = "server-0:event.sent:20:kill,worker-1:commit.sent:9:kill"
+    run(place, fail, 3, workers, 1, slices, TOY_STOPS="0", TOY_PAUSE_S="0.02")
