@@ -285,7 +285,8 @@ def test_tables_and_slices(tmp_path: Path) -> None:
 def test_only_a_durable_job(tmp_path: Path) -> None:
     for options, text in (
         ("--workers 2 --no-durable", "leave it out"),
-        ("--workers 2 --transports tcp", "add shm"),
+        ("--workers 2 --transports tcp", "add shm, or let workers be restarted"),
+        ("--workers 2 --restarts 0", "1 or more are needed, or let workers be restarted"),
         ("--workers 1", "start several, or let it be restarted"),
     ):
         _, said = run(tmp_path / options, "", "", options=options, code=2)
