@@ -240,6 +240,16 @@ REFUSED = {
         1,
         "worker 0 was killed inside edit(), load() or another call in which its values become",
     ),
+    "worker 0 while it loads states": (
+        {
+            "here": "pass",
+            "behind": "state = opt.state_dict(); "
+            "job.local_replicas[0].store.set_counts = lambda counts: die(0); "
+            "opt.load_state_dict(state)",
+        },
+        1,
+        "worker 0 was killed inside load_state_dict() or load(), and what it has written of the",
+    ),
     "an optimizer that is made afterwards": (
         {"behind": SECOND},
         1,
