@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jobs import JobAtWork, training
 
-from tensorwire import BusyError, Node, PeerLostError, TimeoutError
+from tensorwire import BusyError, Node, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.files import JobReader
 from tensorwire.files.job import find_way
 from tensorwire.parameters.reading import LEASE_BYTES, LOST_S, MOST_LENT
@@ -59,8 +59,7 @@ def await_held(reader: JobReader, count: int, timeout_s: float) -> None:
 def test_what_is_read_while_it_trains_is_of_one_version(
     folder: Path, arguments: tuple[str, ...], mode: str
 ) -> None:
-    durable = ["--no-durable"] if mode == "async" else []
-    with training(folder, *arguments, *durable, MODE=mode) as job:
+    with training(folder, *arguments, MODE=mode) as job:
         for transports in (SHM, TCP):
             with JobReader(job.address, transports=transports) as reader:
                 large, small = (reader.store().tensor(name) for name in ("a", "b"))
@@ -79,6 +78,25 @@ def test_what_is_read_while_it_trains_is_of_one_version(
                 assert len(seen) > 3
                 assert sorted(seen)[0] >= 2
                 await_held(reader, 0, 5)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_replaced_tells_the_version_in_place(folder: Path) -> None:
+    """Also where each worker goes at its own pace, before the next commit comes."""
+    with training(folder, "--workers", "1", paused=True, MODE="async") as job:
+        with JobReader(job.address) as reader:
+            deadline = time.monotonic() + 30
+            while (version := reader.store().version()) < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.kill(job.servers[0].pid, signal.SIGKILL)
+        while True:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(TensorwireError, LookupError):  # until it has opened the store
+                with JobReader(job.address) as reader:
+                    assert reader.store().version() == version
+                    break
+            time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ from team import Team
 from torch import nn
 
 import tensorwire.torch as tw
+from tensorwire.membership import World
+from tensorwire.parameters import checked_mode
+from tensorwire.torch.modes import place_in
 
 SIZES = 300_000, 7, 280_000  # of the first, part lies at each of two servers
 
@@ -352,6 +355,53 @@ def test_groups_are_added_and_values_edited_by_all_together(team: Team) -> None:
     team.run(grown, mode="bounded", staleness=2)
 
 
+def unseen(job: tw.Job, path: str) -> list[int]:
+    """Worker 0 changes values, loads and gets a group when worker 1 has stepped since it has."""
+    model = Numbers()
+    opt = tw.DistributedOptimizer(torch.optim.SGD([model.all[0], model.all[1]], lr=1.0), model)
+    job.keep(model=model, optimizer=opt)
+    seen: list[int] = []
+
+    def step_apart(*counts: int) -> None:
+        for rank, steps in enumerate(counts):
+            for _ in range(steps if rank == job.rank else 0):
+                model.backward(100.0**job.rank)
+                opt.step()
+                opt.zero_grad()
+            job.barrier()
+
+    def see() -> None:
+        assert torch.equal(model.all[0][:7], model.all[1])
+        seen.append(int(model.all[1][0]))
+
+    step_apart(1, 3)
+    with tw.edit(model), torch.no_grad():
+        for each in model.all[:2]:
+            each.add_(10_000)
+    see()
+    if job.rank == 0:
+        job.save(path)
+    job.barrier()
+    step_apart(0, 3)  # worker 0 has what is in the file
+    job.load(path)
+    see()
+    step_apart(1, 3)
+    opt.add_param_group({"params": [model.all[2]]})
+    see()
+    with tw.edit(model):
+        pass
+    see()
+    return seen
+
+
+def test_what_worker_0_changes_has_all_steps_of_others(
+    team: Team, tmp_path: Path, transports: list[str] | None
+) -> None:
+    path = str(tmp_path / "file")
+    for seen in team.run(unseen, path, servers=2, mode="async", transports=transports):
+        assert seen == [10_301, 10_301, 10_602, 10_602]
+
+
 # ---- errors
 
 ERRORS: dict[str, tuple[Callable[[tw.Job], Any], str]] = {
@@ -388,6 +438,15 @@ def test_what_has_no_meaning_is_an_error(team: Team, name: str) -> None:
 def test_modes_that_cannot_be(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tw.init(**arguments)
+
+
+def test_slices_are_not_taken_over_at_own_pace() -> None:
+    """Nobody would apply what is committed for a worker that was killed."""
+    place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
+    with pytest.raises(ValueError, match="under --no-restart-workers"):
+        place_in(place, checked_mode("async", None), None, 1)
+    assert not place_in(place, checked_mode("async", None), False, 1).takeover
+    assert place_in(place, checked_mode("sync", None), None, 1).takeover
 
 
 def disagrees(job: tw.Job) -> None:

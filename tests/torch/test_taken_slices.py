@@ -240,6 +240,16 @@ REFUSED = {
         1,
         "worker 0 was killed inside edit(), load() or another call in which its values become",
     ),
+    "worker 0 while it loads states": (
+        {
+            "here": "pass",
+            "behind": "state = opt.state_dict(); "
+            "job.local_replicas[0].store.set_counts = lambda counts: die(0); "
+            "opt.load_state_dict(state)",
+        },
+        1,
+        "worker 0 was killed inside load_state_dict() or load(), and what it has written of the",
+    ),
     "an optimizer that is made afterwards": (
         {"behind": SECOND},
         1,
@@ -285,7 +295,8 @@ def test_tables_and_slices(tmp_path: Path) -> None:
 def test_only_a_durable_job(tmp_path: Path) -> None:
     for options, text in (
         ("--workers 2 --no-durable", "leave it out"),
-        ("--workers 2 --transports tcp", "add shm"),
+        ("--workers 2 --transports tcp", "add shm, or let workers be restarted"),
+        ("--workers 2 --restarts 0", "1 or more are needed, or let workers be restarted"),
         ("--workers 1", "start several, or let it be restarted"),
     ):
         _, said = run(tmp_path / options, "", "", options=options, code=2)

@@ -92,7 +92,10 @@ class JobSpec:
         if not 0 <= self.silence_s < math.inf:
             raise ValueError(f"silence is {self.silence_s:g}; seconds are needed, or 0 for never")
         if self.durable and (why := self._obstacle()):
-            raise ValueError(f"the servers of this job cannot be replaced when they die: {why}")
+            raise ValueError(
+                f"the servers of this job cannot be replaced when they die: {why}, or use "
+                "--no-durable"
+            )
         if not self.restart_workers and (why := self._takeover_obstacle()):
             raise ValueError(f"no worker can take over the slices of one that is killed: {why}")
         for name in self.imports:
@@ -250,7 +253,8 @@ class JobSpec:
             return "--no-durable says that nothing outlives a process; leave it out"
         if self.workers == 1:
             return "there is one; start several, or let it be restarted"
-        return self._obstacle()
+        why = self._obstacle()
+        return why and f"{why}, or let workers be restarted"
 
     def _obstacle(self) -> str:
         """Why no server could be replaced, and what to do about it; "" if all of them can be."""
@@ -258,16 +262,16 @@ class JobSpec:
         if names is None and (inherited := os.environ.get("TENSORWIRE_TRANSPORTS")):
             names = tuple(name.strip() for name in inherited.split(","))
         if self.restarts == 0:
-            return "restarts is 0; 1 or more are needed, or --no-durable"
+            return "restarts is 0; 1 or more are needed"
         if names is not None and "shm" not in names:
             return (
                 f"its transports are {', '.join(names)}, and only what is in shared memory "
-                "outlives a server; add shm, or use --no-durable"
+                "outlives a server; add shm"
             )
         if not _is_loopback(self.listen):
             return (
                 f"they listen on {self.listen}, and workers of other hosts would lose what was "
-                "under way; listen on 127.0.0.1, or use --no-durable"
+                "under way; listen on 127.0.0.1"
             )
         return ""
 

@@ -35,7 +35,9 @@ class PassedSlices:
     def reason_against(keeper: Keeper) -> str:
         """Why nobody could take over the slices of a worker that has ended; "" if one could."""
         if keeper.offer is None:
-            return "it had not come to job.epochs"
+            return (
+                "it had not come to job.epochs, or nobody is to be replaced, as worker 0 has said"
+            )
         return keeper.offer
 
     def pass_on(self, rank: int, living: Sequence[int]) -> tuple[int, int] | None:

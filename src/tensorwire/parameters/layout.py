@@ -31,7 +31,7 @@ _CELLS = 8
 """A store has so many cells at least, as far as they are not smaller than that: several servers
 share the work, and gradients leave over a network before backward has made the last."""
 
-FORMAT = 5
+FORMAT = 6
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}

@@ -22,7 +22,13 @@ def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> W
             f"tw.init(pipeline={pipeline}, {mode}): the processes that share a model step "
             'together, use mode="sync"'
         )
-    return as_durable(place, durable)
+    placed = as_durable(place, durable)
+    if not mode.is_sync and placed.takeover:
+        raise ValueError(
+            f"tw.init({mode}) under --no-restart-workers: slices of a worker that is killed are "
+            'taken over where all step together; use mode="sync", or let workers be restarted'
+        )
+    return placed
 
 
 def check_slices(place: World, mode: Mode) -> None:

@@ -291,7 +291,7 @@ class DistributedMixin:
             super().add_param_group(param_group)  # type: ignore[misc]
             return
         core.between_steps("add_param_group()")
-        core.session.meet()
+        core.meet()
         core.ownership.check_movable("add_param_group()")
         state = core.state.saved()
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -312,7 +312,7 @@ class DistributedMixin:
         """As in torch, on all workers; worker 0's state wins."""
         core = self._tensorwire
         core.between_steps("load_state_dict()")
-        core.session.meet()
+        core.meet()
         core.withdraw()
         super().load_state_dict(core.ownership.own_state_dict(state_dict))  # type: ignore[misc]
         if core.ownership.split:

@@ -163,6 +163,9 @@ class OwnPace(Versions):
         """See `Versions`; snapshots are made in a pause, which a predecessor may have begun."""
         self._snapshots.present = self._snapshots.pauses.version
         self._snapshots.start()
+        if self._lending is not None:
+            # A predecessor may have been in the middle of the next version.
+            self._lending.open(self._account.version, settled=self._account.version == 1)
 
     def tell_opened(self) -> int:
         """See `Versions`. Each worker was told something else."""
@@ -305,8 +308,8 @@ class OwnPace(Versions):
     def _begin_pause(self, event: Event) -> None:
         """No version is made until a worker says that it has read what it wants."""
         version = self._account.version
+        self._snapshots.present = version  # first: who is answered may ask for a copy at once
         self._snapshots.pauses.begin(event.which, event.number, version)
-        self._snapshots.present = version
         self._snapshots.look()  # who has asked is answered
 
     def _await_end(self, event: Event) -> None:

@@ -144,12 +144,19 @@ class OptimizerState:
             if i not in self._trained
         }
         self._session.barrier()  # others may still read what worker 0 is about to overwrite
-        if self._session.rank == 0:
+        writes = self._session.rank == 0
+        if writes:
             if entries or self._store.counts().any():
                 self._write({i: entries[p] for i, p in self._trained.items() if p in entries})
             if self._arithmetic.ema and (averages or self._store.counts(averaged=True).any()):
                 self._write_averages({i: averages[i] for i in self._trained if i in averages})
         self._session.barrier()
+        if self._session.rank == 0 and not writes:  # since then
+            raise RuntimeError(
+                "worker 0 was killed inside load_state_dict() or load(), and what it has written "
+                "of the optimizer's state may not be all. The job can go on from its last "
+                "checkpoint: job.load"
+            )
         self._averaged = self._count_averaged() if self._frozen_averages else 0
 
     def check_complete(self, arithmetic: Arithmetic, saved: Mapping[str, Any]) -> None:

@@ -249,18 +249,27 @@ class Replica:
 
     # ---- versions
 
-    def _publish(self, edited: bool = False) -> None:
-        """Replica 0's parameters and buffers become everybody's; if `edited`, what has changed.
+    def _publish(self, edited: range | None = None) -> None:
+        """Replica 0's parameters and buffers become everybody's; of the `edited`, what has changed.
 
         The first values move part by part, so that they are never there twice.
         """
-        if edited:
-            self._publish_part(range(len(self.store.layout.spec.tensors)), True)
-        for part in () if edited else self._residency.parts():
+        if edited is not None:
+            self._publish_part(edited, True)
+        for part in () if edited is not None else self._residency.parts():
             self._publish_part(part)
             self._residency.adopt(part)
             give_back_freed()
         self.adopt()
+
+    def meet(self) -> None:
+        """All workers are here, with the same version also where each goes at its own pace."""
+        self.session.meet()
+        if not self.session.mode.is_sync:
+            self._residency.guard.check()
+            self.withdraw()
+            self._hold(edits=True)
+            self._publish(edited=range(0))
 
     def _publish_part(self, part: range, edited: bool = False) -> None:
         present = bytearray(len(self.store.layout.spec.tensors))
@@ -362,19 +371,19 @@ class Replica:
             reducer.reduced = False
             return
         self._taken.begin(self)
+        spoiled = check_finite and not math.isfinite(self.last_norm)
         if reducer.sealed:
             flags |= REDUCED
             self._check_scale(self._scaled if scale is None else scale)
             if self._averages is None:
                 reducer.check_all_unchanged()
             elif self.session.replica == 0:
-                spoiled = check_finite and not math.isfinite(self.last_norm)
                 reducer.push_edited(self._averages, spoiled)
             present = self._reduced_present
         else:
             self._scaled = 1.0 if scale is None else scale
             present = self._take()
-        self._check_hyper()
+        self._same_hyper.check(reducer.turn, self.arithmetic)
         repeated = self.store.is_committed(slice_index)
         if not repeated:
             reducer.check_repeated()
@@ -382,7 +391,6 @@ class Replica:
         self.buffers.push(self.store, slice_index)
         weight = reducer.samples.weight()
         self._commit(slice_index, APPLY, flags, weight, present)
-        spoiled = check_finite and not math.isfinite(self.last_norm)
         if not self._taken.is_complete(weight, flags, self._averages, spoiled, self._commit):
             statistics.exposed_s += time.perf_counter() - started
             return
@@ -393,7 +401,7 @@ class Replica:
             if self.session.rank == 0:
                 self._residency.begin_edit(self._edit_memory)
                 self._worker_steps.step()
-            self._publish(edited=True)
+            self._publish(edited=range(len(self.store.layout.spec.tensors)))
         self._forget_average()
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
@@ -419,12 +427,6 @@ class Replica:
             self.same_batches.slice_comes(self.reducer.gradients())
         return self.reducer.present()
 
-    def _check_hyper(self) -> None:
-        """All slices of a step have the first one's hyper-parameters."""
-        self.arithmetic.check_tables()
-        if self._same_hyper.looks:
-            self._same_hyper.check(self.reducer.turn, self.arithmetic.hyper())
-
     def reduce(self, scale: float) -> float:
         """Averages the gradients on the servers before the step; returns their norm."""
         taking = self.session.taking
@@ -442,7 +444,7 @@ class Replica:
         if not self.store.is_committed(reducer.slice_index):
             reducer.check_repeated()
         if taking is not None:  # now: who goes on for this worker does not have them
-            self._check_hyper()
+            self._same_hyper.check(reducer.turn, self.arithmetic)
             self.buffers.push(self.store, reducer.slice_index)
         self._commit(reducer.slice_index, REDUCE, WANT_NORM, weight, present)
         if taking is not None and not self._taken.is_reduced(weight):
@@ -500,7 +502,7 @@ class Replica:
         """Parameters are copies inside; what worker 0 has changed becomes everybody's."""
         self._check_open()
         self.between_steps("edit()")
-        self.session.meet()
+        self.meet()
         self._residency.guard.check()
         self.withdraw()
         self.state.average_frozen()
@@ -520,7 +522,7 @@ class Replica:
                 plan = self._plan()
             else:
                 self._hold(edits=True)
-                self._publish(edited=True)
+                self._publish(edited=range(len(self.store.layout.spec.tensors)))
         except BaseException:
             residency.take_format(before)
             self.adopt()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tensorwire.parameters import Hyper
 
+from .arithmetic import Arithmetic
+
 
 class SameHyper:
     """Compares those of one optimizer.
@@ -13,11 +15,13 @@ class SameHyper:
     """
 
     def __init__(self, looks: bool) -> None:
-        self.looks = looks
+        self._looks = looks
         self._first: tuple[Hyper, ...] = ()
 
-    def check(self, turn: int, hyper: tuple[Hyper, ...]) -> None:
-        """Raises RuntimeError if they are not those of turn 0."""
+    def check(self, turn: int, arithmetic: Arithmetic) -> None:
+        """Raises RuntimeError if they are not those of turn 0, or not for tables."""
+        arithmetic.check_tables()
+        hyper = arithmetic.hyper() if self._looks else ()
         if turn == 0:
             self._first = hyper
         elif hyper != self._first:
