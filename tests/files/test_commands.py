@@ -112,6 +112,22 @@ def check_refusals(root: str, folder: Path) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=False)
     assert done.returncode != 0
     assert full.read_text() == "kept"
+    for path in ("params/a.npy", "status/version"):
+        command = f"{sys.executable} -m tensorwire cat {root}/{path} > /dev/full"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert done.stderr == b"tensorwire cat: cannot write: No space left on device\n"
+    # What is no file is written to, and stays what it is; so does a link.
+    pipe, link = folder / "pipe", folder / "link"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reading:
+        run("cp", f"{root}/params/b.npy", str(pipe))
+        assert reading.communicate(timeout=60)[0].startswith(b"\x93NUMPY")
+    assert pipe.is_fifo()
+    link.symlink_to(full)
+    run("cp", f"{root}/params/b.npy", str(link))
+    assert link.is_symlink()
+    assert np.load(full).shape == (7,)
 
 
 def check_maps(address: str, root: str) -> None:

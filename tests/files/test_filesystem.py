@@ -185,6 +185,9 @@ def check_tree(address: str) -> None:
     again = pickle.loads(pickle.dumps(fs))
     assert again.isfile("status/version")
     assert fs.isdir("params")
+    with fs.open("params/b.npy") as file:
+        assert file.size == fs.size("params/b.npy") == len(file.read())
+    assert fs.read_block("params/b.npy", 0, 6) == b"\x93NUMPY"
 
 
 def check_refusals(address: str) -> None:

@@ -17,7 +17,8 @@ from jobs import JobAtWork, training
 from tensorwire import BusyError, Node, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.files import JobReader
 from tensorwire.files.job import find_way
-from tensorwire.parameters.reading import LEASE_BYTES, LOST_S, MOST_LENT
+from tensorwire.memory import RemoteMailbox
+from tensorwire.parameters.reading import ASKS, LEASE_BYTES, LOST_S, MOST_LENT, Ask, AskKind
 
 SHM, TCP = None, ("tcp",)
 CUT_BY_SERVERS = ("--workers", "2", "--servers", "2")
@@ -169,6 +170,20 @@ def test_readers_write_nothing_and_are_no_members(folder: Path) -> None:
             with JobReader(job.address) as reader, reader.snapshot() as snapshot:
                 tensor = reader.store().tensor("a")
                 check_one_version(snapshot.tensor_bytes(tensor), snapshot.version)
+                wanted = reader.store().version() + 100
+            with Node("reader-rude", secret=way.secret) as other:
+                door = other.connect(way.address)
+                lease = door.allocate(LEASE_BYTES, "lease reader-rude")
+                door.region("bell").word(0).fetch_add(1, 10)
+                ask = Ask(AskKind.MAKE, 0, wanted).to_bytes()
+                RemoteMailbox(lease[ASKS]).send(ask, 1).wait(10)
+                # Of this word the server's own thread wants to ring when it has the version.
+                door.region("bell").word(0).set((1 << 64) - 1).wait(10)
+                with JobReader(job.address) as reader:
+                    await_held(reader, 1, 30)
+                    store = reader.store()
+                    while store.version() <= wanted + 1:
+                        time.sleep(0.01)
 
 
 HOLDER = """

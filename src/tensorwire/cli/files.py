@@ -271,9 +271,13 @@ def _write(data: bytes) -> None:
         sys.stdout.buffer.write(data)
         if not data:
             sys.stdout.buffer.flush()
-    except BrokenPipeError:  # who reads has seen enough
+    except OSError as error:
+        # What is still in the buffer must not be written again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
-        raise click.exceptions.Exit(141) from None  # as a shell tells the signal
+        if isinstance(error, BrokenPipeError):  # who reads has seen enough
+            raise click.exceptions.Exit(141) from None  # as a shell tells the signal
+        click.echo(f"tensorwire cat: cannot write: {error.strerror}", err=True)
+        raise click.exceptions.Exit(1) from None
 
 
 def _chunks(tree: Tree, path: str) -> Iterator[bytes]:
@@ -336,7 +340,15 @@ def cp(arguments: tuple[str, ...], recursive: bool, secret_file: str | None) -> 
 
 
 def _copy_file(tree: Tree, path: str, to: Path) -> None:
-    """Beside its place first: a full disk, or a job that ends, leaves what was there."""
+    """Beside its place first: a full disk, or a job that ends, leaves what was there.
+
+    What is no file, as a device or a pipe, is written to, and a link's target is replaced.
+    """
+    if to.exists() and not to.is_file():
+        with open(to, "wb") as opened:
+            opened.writelines(_chunks(tree, path))
+        return
+    to = Path(os.path.realpath(to))
     descriptor, name = tempfile.mkstemp(prefix=f".{to.name[:100]}.", dir=to.parent)
     try:
         with open(descriptor, "wb") as file:

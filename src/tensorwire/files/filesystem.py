@@ -211,7 +211,7 @@ class TensorwireFileSystem(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
         if mode != "rb":
             raise _read_only(path)
-        return io.BufferedReader(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
+        return BufferedFile(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
 
     def snapshot(self, store: int = 0, whole: bool = True) -> str:
         """Takes a snapshot and holds it until `release`, `close` or the end; returns its folder.
@@ -329,6 +329,17 @@ class OpenFile(io.RawIOBase):
                 self._content.close()
             finally:
                 super().close()
+
+
+class BufferedFile(io.BufferedReader):
+    """What `open` gives: fsspec, and what is built on it, asks for the size."""
+
+    raw: OpenFile
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.raw.size
 
 
 def _info(entry: TreeEntry) -> dict[str, Any]:

@@ -367,7 +367,7 @@ def _root(tree: Tree) -> _Folder:
             return _Folder(
                 tree,
                 path,
-                lambda: [str(each) for each in tree.reader.stores()],
+                lambda: [str(n) for n in tree.reader.stores() if tree.reader.has_store(n)],
                 lambda at, each: _of_store(tree, at, _number(each)),
             )
         numbers = tree.reader.stores() if not tree.reader.has_store(0) else [0]

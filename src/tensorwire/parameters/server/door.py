@@ -28,6 +28,7 @@ from tensorwire.memory import Mailbox, Region
 
 from ..reading import ANSWERS, ASKS, BELL, LEASE_BYTES, LOST_S, Ask, AskKind, lease_name
 from ..snapshot import Reply, RequestOutcome
+from .budget import CopyBudget
 from .lending import Lending
 
 DOOR = "door"
@@ -39,6 +40,8 @@ _MOST_READERS = 128
 _LOOK_S = 0.25
 _WORD_BYTES = 64  # of a mailbox, before its message
 _HOSTILE_BELL = 1 << 62  # above that it could not be waited for
+_MOST_BELL = (1 << 64) - 1
+_REST, _MOST_REST_S = 3.0, 0.005  # after a look, of its time: others need the interpreter, too
 
 
 class ReaderLease:
@@ -50,6 +53,7 @@ class ReaderLease:
         self._asks, self._answers = Mailbox(region[ASKS]), region[ANSWERS]
         self._beat, self._since = self._word.value, time.monotonic()
         self._answered = 0
+        self.asked_s = 0.0  # when the request came that waits
         self._pending: Ask | None = None
 
     @property
@@ -65,7 +69,7 @@ class ReaderLease:
         """Does what it asks for, as far as that can be done now."""
         number = self._asks.count
         if number != self._answered and self._pending is None:
-            self._answered = number
+            self._answered, self.asked_s = number, time.monotonic()
             try:
                 self._pending = Ask.from_bytes(self._asks.message(number))
             except ValueError:
@@ -103,6 +107,7 @@ class ReaderDoor:
         address: for readers.
         secret: of readers, see `reading_secret`.
         node: the door's.
+        budget: for copies.
 
     Raises:
         ValueError, OSError, UnavailableError, BusyError: it cannot be opened.
@@ -130,6 +135,7 @@ class ReaderDoor:
         self._bell = self.node.allocate(64, name=BELL, access="rw").word(0)
         told = member.node.allocate(_ADDRESS_BYTES, name=DOOR, access="r")
         told.array()[: len(self.address)] = bytearray(self.address.encode())
+        self.budget = CopyBudget()
         self._others: dict[int, str] = {}
         self._lendings: dict[int, Lending] = {}
         self._leases: dict[str, ReaderLease] = {}
@@ -148,7 +154,8 @@ class ReaderDoor:
         """The thread looks at what was asked for; nothing happens where nobody is."""
         if self._leases:
             with contextlib.suppress(ClosedError, StaleHandleError):
-                self._bell.set(self._bell.value + 1)
+                # Readers write this word: it may be at its end.
+                self._bell.set(min(self._bell.value + 1, _MOST_BELL))
 
     def close(self) -> None:
         """Readers see that the job is over."""
@@ -188,13 +195,15 @@ class ReaderDoor:
                 if not self.node.peers:
                     self._forget_all()
                     self.node.accept()
-                seen = self._bell.value
+                seen, began = self._bell.value, time.monotonic()
                 self._look()
+                time.sleep(min(_REST * (time.monotonic() - began), _MOST_REST_S))
                 if seen >= _HOSTILE_BELL:
                     time.sleep(_LOOK_S)
                     continue
+                look_s = min(self.budget.opens_in_s() or _LOOK_S, _LOOK_S)
                 with contextlib.suppress(TimeoutError):
-                    self._bell.wait_until(seen + 1, _LOOK_S)
+                    self._bell.wait_until(seen + 1, look_s)
         except (ClosedError, StaleHandleError):
             self._forget_all()
         except BaseException:
@@ -210,19 +219,21 @@ class ReaderDoor:
                 self.node.accept(timeout_s=0)
         for peer in self.node.peers:
             if peer.name not in self._leases:
-                with contextlib.suppress(LookupError):
+                with contextlib.suppress(LookupError, StaleHandleError):  # it may go meanwhile
                     region = self.node.region(lease_name(peer.name))
                     if region.size_bytes >= LEASE_BYTES:
                         self._leases[peer.name] = ReaderLease(region)
         lendings = dict(self._lendings)
-        for name, lease in list(self._leases.items()):
-            if lease.has_ended:
-                self._forget(name)
-            else:
-                try:
+        # Who has waited longest comes first, so that nobody who asks all the time is always first.
+        for name, lease in sorted(self._leases.items(), key=lambda each: each[1].asked_s):
+            try:
+                ended = lease.has_ended
+                if not ended:
                     lease.serve(lendings)
-                except (ClosedError, StaleHandleError):
-                    self._forget(name)
+            except (ClosedError, StaleHandleError):
+                ended = True
+            if ended:
+                self._forget(name)
 
     def _forget(self, name: str) -> None:
         lease = self._leases.pop(name)

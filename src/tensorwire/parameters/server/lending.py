@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ from ..reading import (
 from ..regions import AVERAGE, ServerRegions
 from ..shard import ShardMemory
 from ..snapshot import Parts, Reply, RequestOutcome
+from .budget import CopyBudget
 from .sealed import SealedMemory
 
 _MOST_AHEAD = 1 << 16  # versions that somebody may wait for
@@ -74,7 +76,12 @@ class Lending:
         lent: the regions that can be read as they are, by the name of what is in them.
         places: what is where in them, or at another server's door; empty: nothing is read as it is.
         ring: wakes the door's thread.
+        budget: of the server, for copies.
         threads: that copy.
+
+    Raises:
+        ValueError: a name is taken at the door, by a peer of it.
+        ClosedError, BusyError, MemoryError: the door was closed, or has no place for it.
     """
 
     def __init__(
@@ -87,9 +94,10 @@ class Lending:
         lent: Mapping[str, Region],
         places: Mapping[str, ReadPlace],
         ring: Callable[[], None],
+        budget: CopyBudget,
         threads: int = 1,
     ) -> None:
-        self._threads = threads
+        self._threads, self._budget = threads, budget
         self._node, self.store, self._share = node, store, regions.share
         self._first = regions.server == 0
         self._memory, self._make_arrays, self._ring = memory, arrays, ring
@@ -97,23 +105,24 @@ class Lending:
         self._present, self._changing, self._closed = 0, True, False
         self._copies: list[Copy] = []
         self._numbers = 0
-        self._stack = contextlib.ExitStack()
-        word = node.allocate(64, name=version_name(store), access="r")
-        self._stack.callback(word.free)
-        self._word = word.word(0)
-        try:
-            for name, region in lent.items():
-                self._stack.callback(_lend(node, lent_name(store, name), region).free)
-        except UnavailableError:  # the memory of a job without shm cannot be seen by another Node
-            places = {}
-        spec = regions.share.layout.spec.to_json().decode()
-        server, servers = regions.server, regions.servers
         states = (*memory.states, *(() if memory.average is None else (AVERAGE,)))
-        facts = StoreFacts(store, server, servers, spec, states, dict(places)).to_json()
-        told = node.allocate(8 + len(facts), name=facts_name(store), access="r")
-        self._stack.callback(told.free)
-        told.array()[8:] = bytearray(facts)
-        told.array()[:8].view("int64")[0] = len(facts)
+        with contextlib.ExitStack() as stack:  # what fails leaves nothing at the door
+            word = node.allocate(64, name=version_name(store), access="r")
+            stack.callback(word.free)
+            self._word = word.word(0)
+            try:
+                for name, region in lent.items():
+                    stack.callback(_lend(node, lent_name(store, name), region).free)
+            except UnavailableError:  # memory of a job without shm cannot be seen by another Node
+                places = {}
+            spec = regions.share.layout.spec.to_json().decode()
+            server, servers = regions.server, regions.servers
+            facts = StoreFacts(store, server, servers, spec, states, dict(places)).to_json()
+            told = node.allocate(8 + len(facts), name=facts_name(store), access="r")
+            stack.callback(told.free)
+            told.array()[8:] = bytearray(facts)
+            told.array()[:8].view("int64")[0] = len(facts)
+            self._stack = stack.pop_all()
 
     # ---- the store's thread
 
@@ -156,18 +165,20 @@ class Lending:
         """Holds a snapshot for a reader.
 
         Returns:
-            The answer; None if the version is not there yet: ask again.
+            The answer; None if the version is not there yet, or the budget is spent: ask again.
         """
         copy = self._find(ask)
         if copy is None:
-            if ask.version < self._next():
-                return Reply(RequestOutcome.PASSED, str(self._next()))
             if ask.version > self._present + _MOST_AHEAD:
                 return Reply(RequestOutcome.REFUSED, f"version {ask.version} is far ahead")
             if len(self._copies) >= MOST_LENT:
                 held = ", ".join(f"version {each.version}" for each in self._copies)
                 text = f"the job holds {MOST_LENT} snapshots for readers, the most: {held}"
                 return Reply(RequestOutcome.BUSY, text)
+            if self._budget.opens_in_s():
+                return None
+            if ask.version < self._next():
+                return Reply(RequestOutcome.PASSED, str(self._next()))
             copy = Copy(ask.version, ask.whole)
             with self._lock:
                 if self._closed:
@@ -228,6 +239,7 @@ class Lending:
     def _make(self, copy: Copy) -> None:
         self._numbers += 1
         name = lent_name(self.store, f"snapshot/{copy.version}.{self._numbers}")
+        began = time.monotonic()
         try:
             state = self._copy_state(copy, f"{name}/state") if copy.whole else ""
             self._copy_model(copy, f"{name}/model")
@@ -239,6 +251,8 @@ class Lending:
         except Exception as error:  # a reader's wish must not end the job
             self._discard(copy)
             copy.told = Reply(RequestOutcome.NO_MEMORY, f"a snapshot cannot be made: {error}")
+        finally:
+            self._budget.spend(time.monotonic() - began)
 
     def _copy_model(self, copy: Copy, name: str) -> None:
         file = model_file(self._share.layout, self.store, copy.version)

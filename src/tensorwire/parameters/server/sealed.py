@@ -17,6 +17,7 @@ from tensorwire.memory import Node
 from tensorwire.memory.lent import LentRegion
 
 from ..messages import Bytes
+from .room import check_room
 
 _CHUNK_BYTES = 8 << 20
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -37,7 +38,7 @@ class SealedMemory:
         descriptor: of the memory, for reading alone, until `free`.
 
     Raises:
-        MemoryError: the system has not so much.
+        MemoryError: the system has not so much, or would have next to nothing left.
         BusyError: no descriptor is left, or the Node has as many regions as it can have.
         ClosedError: the Node was closed.
     """
@@ -55,6 +56,7 @@ class SealedMemory:
         limit, what = _core.memory_limit()
         if size_bytes > limit:
             raise MemoryError(f"{size_bytes} bytes are more than {what} ({limit} bytes)")
+        check_room(size_bytes)
         writing = os.memfd_create("tensorwire snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(writing, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)

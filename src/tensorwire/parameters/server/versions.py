@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
+from tensorwire.errors import TensorwireError
 from tensorwire.memory import wait_all
 from tensorwire.transitions import VERSION
 from tensorwire.walk import Walk
@@ -263,18 +265,17 @@ def _lend(
     places = {VALUES: ReadPlace(home, lent_name(store, kind), at)}
     places |= {state(name): ReadPlace(here, lent_name(store, state(name)), 0) for name in states}
     arrays = partial(whole_arrays, memory, opening.regions.share.size_bytes)
-    lending = Lending(
-        opening.door.node,
-        store,
-        opening.regions,
-        memory,
-        arrays,
-        lent,
-        places,
-        opening.door.ring,
-        threads,
-    )
-    opening.door.add(lending)
+    door = opening.door
+    try:
+        lending = Lending(
+            door.node, store, opening.regions, memory, arrays, lent, places, door.ring,
+            door.budget, threads,
+        )  # fmt: skip
+    except (TensorwireError, ValueError, OSError, MemoryError) as error:
+        # What happens at the door, where readers have names of their own, must not end the job.
+        sys.stderr.write(f"server {here}: nobody can read store {store} as files: {error}\n")
+        return None
+    door.add(lending)
     return lending
 
 
