@@ -10,6 +10,7 @@ from tensorwire.cli import main
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_some_rows_of_everything(folder: Path) -> None:
     file = folder / "files.json"
     result = CliRunner().invoke(main, ["bench", "files", "--quick", "--json", str(file)])

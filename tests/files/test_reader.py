@@ -66,7 +66,8 @@ def test_what_is_read_while_it_trains_is_of_one_version(
                 large, small = (reader.store().tensor(name) for name in ("a", "b"))
                 seen = set()
                 until = time.monotonic() + 1.5
-                while time.monotonic() < until:
+                deadline = until + 30  # for a busy machine
+                while time.monotonic() < (deadline if len(seen) <= 3 else until):
                     found = reader.read(large)
                     check_one_version(found.data, found.version)
                     seen.add(found.version)
@@ -121,7 +122,8 @@ def test_a_version_that_is_half_made_is_not_read(folder: Path) -> None:
         with pytest.raises(TimeoutError, match="in the middle"):
             reader.read(tensor)
         os.kill(server, signal.SIGCONT)
-        found = reader.read(tensor)
+        with JobReader(job.address) as patient:
+            found = patient.read(patient.store().tensor("a"))
         check_one_version(found.data, found.version)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import TAKING, rows_of
 
 SCRIPT = """
@@ -162,6 +163,7 @@ def test_every_place_is_tried() -> None:
     # Notes are for a process in the place of a worker.
     noted = {"position.noted", "gradients.noted", "commit.noted", "answer.noted", "result.noted"}
     noted |= {"commit.repeated", "version.reached"}
+    noted |= {row.name for row in STANDING.rows}  # of other modes, which refuse it
     assert tried | noted == set(rows_of("worker"))
     assert {row.name for row in TAKING.rows} <= tried
 
