@@ -534,11 +534,12 @@ class Reducer:
         self._store.settle()
         self.forget()
         self.samples.stepped()
-        self.turn += 1
-        self._begin()
+        turn = self.turn + 1
         if self._session.taking is None:
-            self.turn %= len(self._session.my_slices)
-        return self.turn == 0
+            turn %= len(self._session.my_slices)
+        self.turn = turn  # at once: an interrupt of a notebook may come anywhere
+        self._begin()
+        return turn == 0
 
     def leave_slots(self) -> None:
         """Another slice of the step is computed here: what was committed stays where it lies."""
