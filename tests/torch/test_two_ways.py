@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from statistics import median
 
 import hosts
 import pytest
@@ -32,7 +31,7 @@ def pair() -> Iterator[Hosts]:
 
 
 def train(job: tw.Job, max_norm: float | None) -> tuple[float, str]:
-    """Median seconds of a step's exchange, and a digest of the parameters."""
+    """Seconds of the shortest exchange of a step, and a digest of the parameters."""
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
     model = nn.Sequential(*layers)
@@ -47,7 +46,7 @@ def train(job: tw.Job, max_norm: float | None) -> tuple[float, str]:
         times.append(time.perf_counter() - started)
         opt.zero_grad()
     values = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return median(times), hashlib.sha256(b"".join(values)).hexdigest()
+    return min(times), hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def test_both_ways_are_used(team: Team, pair: Hosts) -> None:
