@@ -94,7 +94,7 @@ def test_a_server_that_is_replaced_tells_the_version_in_place(folder: Path) -> N
             os.kill(job.servers[0].pid, signal.SIGKILL)
         while True:
             assert time.monotonic() < deadline
-            # Until it has written its job file, by which a reader gets its secret, and opened the store.
+            # Until it has written its job file, with the readers' secret, and opened the store.
             with contextlib.suppress(TensorwireError, LookupError, PermissionError):
                 with JobReader(job.address) as reader:
                     assert reader.store().version() == version
