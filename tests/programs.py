@@ -29,9 +29,10 @@ def output_of(
     folder: Path,
     code: int = 0,
     environ: Mapping[str, str] = os.environ,
+    limit_s: float = 100,
     **environment: str,
 ) -> str:
-    """All that a command prints in `folder`; it must end with this exit code within 100 s."""
+    """All that a command prints in `folder`; it must end with this exit code in time."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -40,7 +41,7 @@ def output_of(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=limit_s,
     )
     assert done.returncode == code, done.stdout
     return done.stdout

@@ -1,6 +1,6 @@
 """Reads a file of a job at a rate until its input ends, and tells how many bytes that were.
 
-python -m tensorwire_benchmarks.files_reader HOST:PORT PATH BYTES_PER_SECOND
+python files_reader.py HOST:PORT PATH BYTES_PER_SECOND
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 Parameters are counters: one of each sample, and many of all steps, at two servers.
 """
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import output_of
 
 SCRIPT = """
 import sys, random, time, torch, tensorwire.torch as tw
@@ -69,19 +68,10 @@ def run(
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tensorwire", "run", "--durable", "--workers", f"{workers}"]
     command += ["--servers", f"{servers}", str(folder / "script.py"), str(folder / "file")]
-    done = subprocess.run(
-        [*command, staleness],
-        env={**os.environ, "TENSORWIRE_FAIL": fail},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("(restart ") == fail.count(":kill"), done.stdout
-    results = [eval(text) for text in re.findall(r"result (\{.*\})", done.stdout)]
-    assert len(results) == workers, done.stdout
+    said = output_of([*command, staleness], folder, 0, limit_s=150, TENSORWIRE_FAIL=fail)
+    assert said.count("(restart ") == fail.count(":kill"), said
+    results = [eval(text) for text in re.findall(r"result (\{.*\})", said)]
+    assert len(results) == workers, said
     for each in results:
         assert each["samples"] == [2.0], "each sample counts once in each epoch"
         assert each["steps"] == [48.0], "each step is applied once"
@@ -89,7 +79,7 @@ def run(
         assert not staleness or each["staleness"] <= int(staleness)
     saved = torch.load(folder / "file", weights_only=True)["model"]
     assert saved["steps"].unique().tolist() == [saved["samples"].sum().item() / 4]
-    return results, done.stdout
+    return results, said
 
 
 @pytest.mark.slow

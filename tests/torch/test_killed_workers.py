@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import TAKING, rows_of
@@ -77,17 +78,14 @@ def run(folder: Path, script: str, fail: str, *options: str, code: int = 0) -> t
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "tensorwire", "run", "--durable"]
     command += [] if "--workers" in options else ["--workers", "2"]
-    done = subprocess.run(
+    said = output_of(
         [*command, *options, str(folder / "script.py"), str(folder / "checkpoint")],
-        env={**os.environ, "TENSORWIRE_FAIL": fail},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
+        folder,
+        code,
+        limit_s=200,
+        TENSORWIRE_FAIL=fail,
     )
-    assert done.returncode == code, done.stdout
-    return set(re.findall(r"digest (\w+)", done.stdout)), done.stdout
+    return set(re.findall(r"digest (\w+)", said)), said
 
 
 def run_killed(folder: Path, fail: str, *options: str) -> tuple[set[str], bytes]:

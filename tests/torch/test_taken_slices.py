@@ -3,13 +3,12 @@
 Or they cannot, and the job ends with the reason.
 """
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 from tensorwire.phases_of_modes import STANDING
 from tensorwire.transitions import TAKING, rows_of
@@ -88,17 +87,14 @@ def run(
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "tensorwire", "run", "--no-restart-workers"]
     options = options or "--workers 3 --servers 2"
-    done = subprocess.run(
+    said = output_of(
         [*command, *options.split(), str(folder / "script.py"), *arguments],
-        env={**os.environ, "TENSORWIRE_FAIL": fail},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
+        folder,
+        code,
+        limit_s=200,
+        TENSORWIRE_FAIL=fail,
     )
-    assert done.returncode == code, done.stdout
-    return set(re.findall(r"digest (\w+)", done.stdout)), done.stdout
+    return set(re.findall(r"digest (\w+)", said)), said
 
 
 def run_killed(folder: Path, fail: str, readers: str = "0") -> tuple[set[str], set[str], bytes]:

@@ -40,6 +40,16 @@ def test_another_word_for_durability_is_an_error() -> None:
         World.from_environment({**GOOD, "TENSORWIRE_DURABLE": "yes"})
 
 
+def test_slices_are_taken_over_in_durable_jobs_only() -> None:
+    durable = {**GOOD, "TENSORWIRE_DURABLE": "1", "TENSORWIRE_TAKEOVER": "1"}
+    place = World.from_environment(durable)
+    assert place is not None
+    assert place.takeover
+    for change in ({"TENSORWIRE_DURABLE": "0"}, {"TENSORWIRE_TAKEOVER": "yes"}):
+        with pytest.raises(ValueError, match="TENSORWIRE_TAKEOVER is"):
+            World.from_environment({**durable, **change})
+
+
 def test_nothing_said_is_alone() -> None:
     assert World.from_environment({}) is None
     assert World.from_environment({"TENSORWIRE_SLICES": "3"}) == World(slices=3)

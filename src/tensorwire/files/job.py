@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorwire.errors import UnavailableError
@@ -67,15 +69,15 @@ def make_node(name: str, secret: bytes, transports: tuple[str, ...] | None) -> N
     return Node(name, secret=secret, transports=transports)
 
 
-class _without_job_secret:
+@contextlib.contextmanager
+def _without_job_secret() -> Iterator[None]:
     """Node takes the secret of the environment where it gets none; a reader has its own or none."""
-
-    def __enter__(self) -> None:
-        names = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
-        self._kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-
-    def __exit__(self, *_: object) -> None:
-        os.environ.update(self._kept)
+    names = "TENSORWIRE_SECRET", "TENSORWIRE_SECRET_FILE"
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def _running() -> list[RunningServer]:

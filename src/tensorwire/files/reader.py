@@ -281,7 +281,7 @@ class JobReader:
         way: Way = find_way(self.address, *self._given)
         node = make_node(reader_name(), way.secret, self._transports)
         try:
-            first = node.connect(way.address, timeout_s=_CONNECT_S)
+            first = _connect_first(node, way)
             doors = [first]
             told = _doors_of(first, node.name)
             doors += [node.connect(address, timeout_s=_CONNECT_S) for address in told[1:]]
@@ -298,6 +298,21 @@ class JobReader:
         self._pulse = threading.Event()
         if node is not None:
             node.close()
+
+
+def _connect_first(node: Node, way: Way) -> Peer:
+    try:
+        return node.connect(way.address, timeout_s=_CONNECT_S)
+    except PermissionError as error:
+        if way.secret:
+            raise
+        # What the Node advises is for members of a job.
+        raise PermissionError(
+            f"{way.address} asks for a secret, and no job file of this host and user has the one "
+            "for reading it: a server that was killed may be about to be replaced, so try again; "
+            "for a job of another host or user give its door and the secret, which `tensorwire ls "
+            "--save-secret` writes there"
+        ) from error
 
 
 def _doors_of(door: Peer, reader: str) -> list[str]:

@@ -50,7 +50,7 @@ class WorkerMember:
         memory: its regions.
         history: what it has got from others; None: no process could take its place.
         takeovers: of the slices of workers that were killed; None: there are none.
-        takeovers_s: for each server that was killed, how long this worker was without it.
+        without_server_s: for each server that was killed, how long this worker was without it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WorkerMember:
             self.takeovers = Takeovers(place, store)
         self.servers = servers
         self.colocation = Colocation(place, node, servers)
-        self.takeovers_s: list[float] = []
+        self.without_server_s: list[float] = []
         self._recovering = threading.Lock()
         self._words = [self.persist(peer, peer.region, CONTROL) for peer in servers]
         self._closing = threading.Event()
@@ -189,7 +189,7 @@ class WorkerMember:
                     successor.close()
                     return False
                 peer.succeed(successor)
-                self.takeovers_s.append(time.perf_counter() - started)
+                self.without_server_s.append(time.perf_counter() - started)
         return True
 
     def _watch_servers(self) -> None:

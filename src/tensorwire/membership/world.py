@@ -86,9 +86,12 @@ class World:
         if (said := environ.get(DURABLE, "0")) not in ("0", "1", "default"):
             raise ValueError(f"{DURABLE} is {said!r}; it is 1, default or 0")
         durable, asked = said != "0", said == "1"
-        takeover = durable and environ.get(TAKEOVER) == "1"
+        if (takes := environ.get(TAKEOVER, "0")) not in ("0", "1") or (
+            takes == "1" and not durable
+        ):
+            raise ValueError(f"{TAKEOVER} is {takes!r}; it is 1 in a durable job, or 0")
         return World(
-            rank, workers, addresses, slices, durable=durable, asked=asked, takeover=takeover
+            rank, workers, addresses, slices, durable=durable, asked=asked, takeover=takes == "1"
         )
 
     def check(self) -> None:

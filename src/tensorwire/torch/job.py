@@ -512,7 +512,7 @@ class Job:
             path: also write it there as JSON.
         """
         member = self.session.member
-        waited = [] if member is None else list(member.takeovers_s)
+        waited = [] if member is None else list(member.without_server_s)
         about: dict[str, Any] = {"workers": self.size, "slices": self.slices, "rank": self.rank}
         stores = [replica.store for replica in self.local_replicas]
         about |= {**told_of(self.session.mode, stores), "server_takeovers_s": waited}

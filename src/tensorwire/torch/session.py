@@ -276,7 +276,7 @@ class Session:
             "position": self.position.now(),
             "made_steps": self.position.made_steps,
             "statistics": self.statistics.noted(),
-            "server_takeovers_s": [] if self.member is None else list(self.member.takeovers_s),
+            "server_takeovers_s": [] if self.member is None else list(self.member.without_server_s),
             "paces": self._paces(),
             **self.counts(),
         }
@@ -298,7 +298,7 @@ class Session:
         self.position.made_steps = saved["made_steps"]
         self.statistics.go_on(saved["statistics"])
         if self.member is not None:
-            self.member.takeovers_s[:0] = saved["server_takeovers_s"]
+            self.member.without_server_s[:0] = saved["server_takeovers_s"]
         if self._collective is not None:
             self._collective.go_on(saved["sums"])
         for store, version in zip(self._stores, saved["versions"], strict=True):

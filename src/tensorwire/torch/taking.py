@@ -36,9 +36,8 @@ class Taking:
         self.weight = 0.0
         self.present: int | None = None
         self._given_at = 0  # after so many commits
-        self._random: torch.Tensor | None = (
-            None  # behind the slices of the worker for which it acts
-        )
+        # Torch's random numbers behind the slices of the worker for which this one acts.
+        self._random: torch.Tensor | None = None
         self._reason = ""
         self._stepped: tuple[int, object] = -1, None  # with which batch, and what
 
