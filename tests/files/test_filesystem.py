@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
 from jobs import training
+from programs import output_of
 
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
@@ -283,3 +285,45 @@ def check_safetensors(address: str) -> None:
 def _no_instance_stays() -> Iterator[None]:
     yield
     TensorwireFileSystem.clear_instance_cache()
+
+
+MODEL = """
+import os
+import fsspec, numpy as np, torch
+from safetensors.torch import load
+import tensorwire.torch as tw
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+job = tw.init()
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+last = torch.nn.Conv2d(2, 3, (2, 5)).to(memory_format=torch.channels_last)
+both = torch.nn.ModuleDict({"model": model, "last": last})
+opt = tw.DistributedOptimizer(torch.optim.SGD(both.parameters(), lr=0.1), both)
+inputs = torch.randn(5, 3, 6, 6) + job.rank
+(model(inputs).square().mean() + last(torch.randn(2, 2, 5, 5)).square().mean()).backward()
+opt.step()
+if job.rank == 0:
+    address = os.environ["TENSORWIRE_SERVERS"].split(",")[0]
+    fs = fsspec.filesystem("tw", address=address)
+    found = load(fs.cat_file("model.safetensors"))
+    name = next(each for each in found if "strides" in each)
+    weight = last.weight.detach().numpy()
+    for stored in (found.pop(name).numpy(), np.load(fs.open(f"params/{name}.npy"))):
+        assert stored.shape == (3, 2, 5, 2)
+        assert np.array_equal(stored.transpose(0, 3, 1, 2), weight)
+    wanted = both.state_dict()
+    del wanted["last.weight"]
+    assert found.keys() == wanted.keys(), found.keys()
+    assert all(torch.equal(found[each], value) for each, value in wanted.items())
+    print("the same")
+job.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_the_model_is_that_of_its_state_dict(folder: Path) -> None:
+    """Named for two bugs: buffers had other names, and channels_last was told as contiguous."""
+    (folder / "model.py").write_text(MODEL)
+    command = [sys.executable, "-m", "tensorwire", "run", "--workers", "2", "--servers", "2"]
+    assert "the same" in output_of([*command, "model.py"], folder)

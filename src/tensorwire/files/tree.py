@@ -281,14 +281,14 @@ class _Array(_Item):
     ) -> None:
         super().__init__(tree, path)
         self._tensor, self._version = tensor, version
-        self._header = npy_header(tensor.spec.dtype, tensor.spec.shape)
+        self._header = npy_header(tensor.spec.dtype, tensor.spec.stored_shape)
 
     def entry(self) -> TreeEntry:
         spec, version = self._tensor.spec, self._version
         version = self._tensor.store.version() if version is None else version
         size = len(self._header) + self._tensor.size_bytes
         return TreeEntry(
-            self.path, False, size, version, spec.dtype, spec.shape, self.tree.seen(version)
+            self.path, False, size, version, spec.dtype, spec.stored_shape, self.tree.seen(version)
         )
 
     def open(self) -> FileContent:

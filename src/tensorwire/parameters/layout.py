@@ -58,6 +58,7 @@ class TensorSpec:
         shape: as the user sees it.
         kind: one of KINDS.
         group: index of its group of hyper-parameters; 0 where it has none.
+        order: its dimensions, that of the longest stride first; (): as in `shape`.
     """
 
     name: str
@@ -65,6 +66,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     kind: str = "trained"
     group: int = 0
+    order: tuple[int, ...] = ()
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in which its elements lie one behind the other, in C order."""
+        return tuple(self.shape[i] for i in self.order) if self.order else self.shape
 
     @property
     def elements(self) -> int:
@@ -131,6 +138,7 @@ class Spec:
                     tuple(int(size) for size in each["shape"]),
                     str(each["kind"]),
                     int(each["group"]),
+                    tuple(int(dimension) for dimension in each["order"]),
                 )
                 for each in raw.pop("tensors")
             )
@@ -160,6 +168,8 @@ class Spec:
                 raise ValueError(f"{tensor}: dtype {tensor.dtype!r} is not supported")
             if tensor.kind not in KINDS:
                 raise ValueError(f"{tensor}: unknown kind")
+            if tensor.order and sorted(tensor.order) != list(range(len(tensor.shape))):
+                raise ValueError(f"{tensor}: that is no order of its dimensions")
             if not 0 <= tensor.group < self.groups:
                 raise ValueError(f"{tensor}: there is no group {tensor.group}")
             if any(size < 0 for size in tensor.shape) or tensor.elements > 1 << 48:

@@ -71,7 +71,7 @@ class ModelFile:
             offsets[index] = at
             entries[tensors[index].name] = {
                 "dtype": _NAMES[tensors[index].dtype],
-                "shape": list(tensors[index].shape),
+                "shape": list(tensors[index].stored_shape),
                 "data_offsets": [at, at + size],
             }
             at += size

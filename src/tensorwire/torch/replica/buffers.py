@@ -87,7 +87,7 @@ class Buffers:
         specs = []
         for full, tensor in self._likes.items():
             assert tensor is not None
-            name, dtype = f"buffer {full}", str(tensor.dtype).removeprefix("torch.")
+            name, dtype = full, str(tensor.dtype).removeprefix("torch.")
             shape = tuple(tensor.shape)
             if dtype not in ITEM_BYTES:  # bool or complex, for example: travels as bytes
                 name, dtype, shape = f"{name} of {dtype} {shape}", "uint8", (tensor.nbytes,)

@@ -155,6 +155,8 @@ def _declare(name: str, parameter: torch.Tensor, kind: str, group: int) -> Tenso
             "distributed"
         )
     strides = memory_format_of(parameter)
+    order: tuple[int, ...] = ()
     if not parameter.is_contiguous():
         name = f"{name}, strides {strides}"  # a worker with another order must not agree
-    return TensorSpec(name, dtype, tuple(parameter.shape), kind, group)
+        order = tuple(sorted(range(parameter.dim()), key=lambda i: (-strides[i], i)))
+    return TensorSpec(name, dtype, tuple(parameter.shape), kind, group, order)
