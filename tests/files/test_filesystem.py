@@ -17,6 +17,7 @@ from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
 from jobs import training
 from programs import output_of
 
+from tensorwire import Node
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.files.names import file_name, tensor_name
@@ -224,6 +225,15 @@ def check_refusals(address: str) -> None:
     for number, (attempt, code) in enumerate(refused):
         assert errno_of(attempt) == code, number
     assert not fs.exists("params/none.npy")
+
+
+def test_a_reader_is_told_which_secret_is_meant() -> None:
+    """Not that of the members of a job, which a Node advises."""
+    with Node("server-0", secret=b"s" * 32) as node:
+        with pytest.raises(PermissionError, match="secret for readers than the one that was"):
+            JobReader(node.address, secret="w" * 32)
+        with pytest.raises(PermissionError, match="tensorwire ls --save-secret"):
+            JobReader(node.address)
 
 
 def check_versions(address: str) -> None:

@@ -303,10 +303,13 @@ class JobReader:
 def _connect_first(node: Node, way: Way) -> Peer:
     try:
         return node.connect(way.address, timeout_s=_CONNECT_S)
-    except PermissionError as error:
+    except PermissionError as error:  # what it advises is for members of a job
         if way.secret:
-            raise
-        # What the Node advises is for members of a job.
+            raise PermissionError(
+                f"{way.address} has another secret for readers than the one that was given; it "
+                "comes from secret= or secret_file=, TENSORWIRE_READ_SECRET_FILE or "
+                "TENSORWIRE_READ_SECRET, else from the job's file"
+            ) from error
         raise PermissionError(
             f"{way.address} asks for a secret, and no job file of this host and user has the one "
             "for reading it: a server that was killed may be about to be replaced, so try again; "
