@@ -116,7 +116,8 @@ def test_a_version_that_is_half_made_is_not_read(folder: Path) -> None:
             patient.read(patient.store().tensor("a"))
         reader.read(tensor)
         job.go_on()
-        while f"{server} (python) T" not in Path(f"/proc/{server}/stat").read_text():
+        # Its state follows its name, which is that of the interpreter.
+        while Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2][:1] != "T":
             time.sleep(0.01)
         torn = elements(tensor.copy(0, tensor.size_bytes))
         assert len(set(torn.tolist())) == 2  # who does not look at the version is misled
