@@ -11,6 +11,10 @@ has it in the same run:
     sync    forward + max(backward, push) + pull, both over the busiest link
     async   the same for a worker alone, or what the busiest link needs for a step of everybody
 
+Arithmetic knows nothing of workers that meet at a link by chance, or of a switch that drops what it
+cannot queue. So plain sockets carry the same bytes at the same moments (`scaling_raw.py`), and what
+they reach is a limit too.
+
 A row of a machine that was busy for more than 70 % is void, and says so.
 """
 
@@ -37,10 +41,12 @@ from tensorwire.bench.rows import Report, Row, Verdict
 from tensorwire.command import Told
 from tensorwire_benchmarks import link
 from tensorwire_benchmarks.link import Host
+from tensorwire_benchmarks.scaling_raw import shares
 from tensorwire_benchmarks.systems import LIMIT, OWN
 from tensorwire_benchmarks.traffic import FLOAT_BYTES
 
 MODES = ("sync", "async")
+RAW = "raw sockets"
 BAR = 0.9
 MOST_BUSY = 0.7
 _WARM = 2  # steps of each worker that do not count
@@ -198,25 +204,30 @@ def _rows(
     point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host],
     speed: float,
 ) -> list[Row]:  # fmt: skip
-    """The row of a job, and that of its limit."""
+    """The rows of a job, of plain sockets in its place, and of its limit."""
     size_bytes = recording.size_bytes
     limit_s = limit_seconds(point, recording, speed)
     note = f"{recording.model}; links of {settings.megabits} Mbit/s, a raw socket {speed / 1e6:.1f}"
     limit = Row(
         "parameters", point.case, LIMIT, size_bytes, seconds_median=limit_s, note=f"{note} MB/s"
     )
+    sockets = Row("parameters", point.case, RAW, size_bytes)
+    try:
+        sockets = sockets.timed(_run_raw(point, settings, recording, hosts))
+    except PairError as error:
+        sockets = dataclasses.replace(sockets, note=str(error))
     row = Row("parameters", point.case, OWN, size_bytes)
     try:
         seconds, cpu_workers, cpu_servers = _run(point, settings, recording, hosts)
     except PairError as error:
-        return [dataclasses.replace(row, note=str(error)), limit]
+        return [dataclasses.replace(row, note=str(error)), sockets, limit]
     row = row.timed(seconds)
     assert row.seconds_median is not None
     busy = (cpu_workers + cpu_servers) * point.workers / row.seconds_median / (os.cpu_count() or 1)
     note = f"{100 * busy:.0f} % of all cores busy"
     if busy > MOST_BUSY:
         note = f"void, because cores bound it: {note}, {row.seconds_median:.3g} s per step"
-        return [Row("parameters", point.case, OWN, size_bytes, note=note), limit]
+        return [Row("parameters", point.case, OWN, size_bytes, note=note), sockets, limit]
     row = dataclasses.replace(
         row,
         ratio_to_limit=limit_s / row.seconds_median,
@@ -224,7 +235,7 @@ def _rows(
         cpu_seconds_remote=cpu_servers,
         note=note,
     )
-    return [row, limit]
+    return [row, sockets, limit]
 
 
 def _run(
@@ -274,6 +285,49 @@ def _run(
     cpu_workers = sum(each["cpu_s"] for each in told) / count
     cpu_servers = sum(after - first for after, first in zip(used, before, strict=True)) / count
     return seconds, cpu_workers, cpu_servers
+
+
+def _run_raw(
+    point: Point, settings: ScalingSettings, recording: Recording, hosts: Sequence[Host]
+) -> list[float]:
+    """Seconds of all steps that count, by plain sockets."""
+    program = [sys.executable, "-P", str(_PACKAGE / "scaling_raw.py")]
+    sizes = [FLOAT_BYTES * _product(shape) for _, shape in recording.tensors]
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for index in range(point.servers):
+            plan = {
+                "host": hosts[index].address,
+                "workers": point.workers,
+                "share": sum(shares(size, point.servers)[index] for size in sizes),
+                "sync": point.mode == "sync",
+            }
+            server = stack.enter_context(
+                _process(hosts[index].command(*program, "server"), _environment())
+            )
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.write(json.dumps(plan) + "\n")
+            server.stdin.flush()
+            if not (port := server.stdout.readline().strip()):
+                assert server.stderr is not None
+                said = _last_line(server.stderr.read())
+                raise PairError(f"a server of plain sockets gave no port: {said}")
+            addresses.append((hosts[index].address, int(port)))
+        own_hosts = hosts[max(settings.servers) :]
+        workers = [
+            stack.enter_context(_process(host.command(*program, "worker"), _environment()))
+            for host in own_hosts[: point.workers]
+        ]
+        plan = {
+            "addresses": addresses,
+            "sizes": sizes,
+            "steps": recording.steps,
+            "count": _WARM + settings.steps,
+        }
+        with ThreadPoolExecutor(point.workers) as pool:
+            told = list(pool.map(lambda worker: _told(worker, plan), workers))
+    return [second for each in told for second in each["seconds"][_WARM:]]
 
 
 @contextlib.contextmanager
@@ -374,22 +428,25 @@ def judge(report: Report, settings: ScalingSettings) -> list[Verdict]:
             continue
         alone = dataclasses.replace(point, workers=1)
         name = f"{point.case}: rate by {point.workers} times that of one"
-        own, one, limit, limit_of_one = (
-            None if (row := found.get(key)) is None else row.seconds_median
-            for key in (
-                (point.case, OWN), (alone.case, OWN), (point.case, LIMIT), (alone.case, LIMIT)
+
+        def linear(system: str, point: Point = point, alone: Point = alone) -> float | None:
+            one, all_of_them = (
+                row.seconds_median if (row := found.get((each.case, system))) else None
+                for each in (alone, point)
             )
-        )  # fmt: skip
-        if own is None or one is None or limit is None or limit_of_one is None:
+            return one / all_of_them if one and all_of_them else None
+
+        own, calculated, sockets = linear(OWN), linear(LIMIT), linear(RAW)
+        if own is None or calculated is None:
             rows = (found.get((case, OWN)) for case in (point.case, alone.case))
             notes = (row.note for row in rows if row is not None and not row.measured)
             missing = "; ".join(notes) or "one worker was not measured"
             verdicts.append(Verdict.of(name, ">=", BAR, "", None, None, missing))
             continue
-        allowed = min(1.0, limit_of_one / limit)
-        linear = one / own
-        detail = f"{linear:.3g} of linear"
+        allowed = min(1.0, calculated, sockets or 1.0)
+        detail = f"{own:.3g} of linear"
         if allowed < 1:
-            name += f", or by the {allowed:.2f} of it that links let through"
-        verdicts.append(Verdict.of(name, ">=", BAR, "", linear / allowed, None, detail))
+            what = "links let through" if allowed == calculated else f"{RAW} reach"
+            name += f", or by the {allowed:.2f} of it that {what}"
+        verdicts.append(Verdict.of(name, ">=", BAR, "", own / allowed, None, detail))
     return verdicts

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorwire.bench.report import figure
 from tensorwire.bench.rows import Report
-from tensorwire_benchmarks.scaling import Point, ScalingSettings
+from tensorwire_benchmarks.scaling import RAW, Point, ScalingSettings
 from tensorwire_benchmarks.systems import LIMIT, OWN
 
 _LOOKS = ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D")  # Okabe-Ito
@@ -16,7 +16,7 @@ _LOOKS = ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D") 
 def draw_scaling(report: Report, path: str | os.PathLike[str]) -> None:
     """Draws steps per second of all workers together, by that of one worker: a panel per mode.
 
-    Dotted lines are what links let through, the grey line is linear.
+    Dotted lines are what links let through, dashed ones raw sockets, the grey line is linear.
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -43,19 +43,23 @@ def _draw_mode(
         one = seconds.get((Point(mode, 1, servers).case, OWN))
         if one is None:
             continue
-        for system, style in ((OWN, "-"), (LIMIT, ":")):
+        for system, style in ((OWN, "-"), (LIMIT, ":"), (RAW, "--")):
             known = [
                 (count, count * one / found)
                 for count in counts
                 if (found := seconds.get((Point(mode, count, servers).case, system)))
             ]
+            if not known:
+                continue
             label = f"{servers} server{'s' if servers > 1 else ''}"
             axes.plot(
-                *zip(*known, strict=True), style, color=color, linewidth=1.4,
+                *zip(*known, strict=True), style, color=color,
+                linewidth=0.9 if system == RAW else 1.4,
                 marker=marker if system == OWN else "", markersize=5,
                 label=label if system == OWN else "",
             )  # fmt: skip
     axes.plot([], [], ":", color="black", linewidth=1.4, label="what links let through")
+    axes.plot([], [], "--", color="black", linewidth=0.9, label="raw sockets")
     axes.set_title(mode, loc="left")
     axes.set_xlabel("workers")
     axes.set_ylabel("steps per second, by those of one worker")

@@ -35,6 +35,7 @@ ROOMS = {
     "memory": ["tests/unit", "tests/peers"],
     "placement": ["tests/unit"],
     "edges": ["tests/unit", "tests/peers/test_edges.py", "tests/peers/test_edges_machines.py"],
+    "files": ["tests/unit", "tests/files"],
     "launch": ["tests/launch"],
     "cli": [
         "tests/unit",

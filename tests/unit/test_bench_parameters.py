@@ -133,6 +133,12 @@ def test_scaling_is_judged_by_linear_or_by_links(tmp_path: Path) -> None:
     _, four = scaling.judge(report, settings)
     assert "or by the 0.50 of it that links let through" in four.name
     assert (four.met, four.measured) == (False, pytest.approx(0.8))
+    for count, sockets in ((1, 1.0), (4, 2.4)):
+        case = scaling.Point("sync", count, 1).case
+        report.rows.append(Row("parameters", case, scaling.RAW, 8, seconds_median=sockets))
+    _, four = scaling.judge(report, settings)
+    assert "or by the 0.42 of it that raw sockets reach" in four.name
+    assert (four.met, four.measured) == (True, pytest.approx(0.96))
     draw_scaling(report, tmp_path / "scaling.svg")
     assert "4 workers" not in (tmp_path / "scaling.svg").read_text()
     with pytest.raises(ValueError, match="no measured scaling"):
@@ -148,12 +154,14 @@ def test_two_workers_on_hosts_of_their_own(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
     rows = {(row["case"], row["system"]): row for row in report["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 12
     for mode in scaling.MODES:
         for count in (1, 2):
             case = scaling.Point(mode, count, 1).case
             own, limit = rows[case, "tensorwire"], rows[case, "limit"]
             assert own["seconds_median"] >= 0.9 * limit["seconds_median"] > 0, own
+            sockets = rows[case, scaling.RAW]
+            assert sockets["seconds_median"] >= 0.9 * limit["seconds_median"], sockets
             assert own["bytes"] > 900_000
     assert 0 < report["settings"]["scaling"]["link_bytes_per_s"] < 200e6 / 8
     assert sum(verdict["met"] is not None for verdict in report["verdicts"]) == 2
