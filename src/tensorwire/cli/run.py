@@ -6,7 +6,7 @@ import click
 
 from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
-from tensorwire.launch import JobSpec, Supervisor
+from tensorwire.launch import JobSpec, RunSupervisor
 
 
 class _Run(Command):
@@ -179,7 +179,7 @@ def run(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = Supervisor(job, prefix=not no_prefix, command=own_command()).run()
+        code = RunSupervisor(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""The function that runs a job: its arguments are checked, then a `Supervisor` does the work."""
+"""The function that runs a job: its arguments are checked, then a `RunSupervisor` does the work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from tensorwire import failpoints
+from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.spec import JobSpec, Patience
-from tensorwire.launch.supervisor import Supervisor
 
 
 def run(
@@ -99,4 +99,4 @@ def run(
         *([] if server_command is None else [tuple(server_command)]),
     )
     failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
-    return Supervisor(job, prefix=prefix, patience=patience).run()
+    return RunSupervisor(job, prefix=prefix, patience=patience).run()

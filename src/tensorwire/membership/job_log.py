@@ -67,6 +67,7 @@ class LoggedJob:
         saved: the checkpoint that was written last, and where it belongs; "" if there is none.
         loaded: the one that job.load was called for; "" if it was not called.
         failure: why the job ended; "" if it did not, or nobody said.
+        control: the socket at which the launcher hears `tensorwire scale`; "" if it hears nothing.
     """
 
     path: str
@@ -82,6 +83,7 @@ class LoggedJob:
     saved: str = ""
     loaded: str = ""
     failure: str = ""
+    control: str = ""
 
     def take(self, line: dict[str, Any]) -> None:
         """Does what a line says, the next one."""
@@ -107,6 +109,8 @@ class LoggedJob:
                 self.saved = line["path"]
             case "loaded":
                 self.loaded = line["path"]
+            case "control":
+                self.control = line["path"]
             case "failed":
                 self.failure = line["text"]
 
