@@ -105,6 +105,12 @@ class _Run(Command):
     "job.loader, with one optimizer per batch, and asks job.step_complete before what belongs to a "
     "step (docs/fault-tolerance.md). It needs what --durable needs.",
 )
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="Lets `tensorwire scale` change the number of workers while the job runs, between 1 and "
+    "L, which may then be any number from W up. Implies --no-restart-workers (docs/elastic.md).",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -126,6 +132,7 @@ def run(
     restarts: int,
     silence_s: float,
     restart_workers: bool,
+    elastic: bool,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -174,7 +181,7 @@ def run(
             durable,
             restarts,
             silence_s,
-            restart_workers,
+            restart_workers and not elastic,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error

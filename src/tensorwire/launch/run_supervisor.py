@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tensorwire.errors import UnavailableError
+from tensorwire.launch.process import Process
 from tensorwire.launch.scaling import Handler, Scaling
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
+from tensorwire.launch.worker_count import WorkerCount
 from tensorwire.membership import job_secret
 
 
@@ -28,11 +30,12 @@ class RunSupervisor(Supervisor):
         command: str = "",
     ) -> None:
         super().__init__(job, prefix=prefix, patience=patience, command=command)
+        self._worker_count = WorkerCount(job, self._restarts, self, self._say, self._note_line)
         self._scaling = Scaling(self._handlers(), self._reason_against, self._note_line)
 
     def _handlers(self) -> Mapping[str, Handler]:
         """Who does what is asked, by the part of a request."""
-        return {}
+        return {"workers": self._worker_count}
 
     def run(self) -> int:
         """Runs the job; see `Supervisor`."""
@@ -54,6 +57,27 @@ class RunSupervisor(Supervisor):
 
     def _attend(self, ready: set[int]) -> None:
         self._scaling.tend(ready)
+
+    # --- for who changes the workers --------------------------------------------------------------
+
+    def living_workers(self) -> list[Process]:
+        """See `Staff`."""
+        return self._workers()
+
+    def start_joiner(self, rank: int, joins: int) -> Process:
+        """See `Staff`."""
+        with self._restarts.add("worker", rank, joins=True) as store:
+            return self._start_worker(rank, store.fileno(), joins=joins)
+
+    def _note_end(self, process: Process) -> None:
+        if self._ending or not self._worker_count.takes_end(process):
+            super()._note_end(process)
+
+    def _replace_member(self, process: Process) -> None:
+        if not self._worker_count.takes_end(process):
+            super()._replace_member(process)
+
+    # --- what is asked ----------------------------------------------------------------------------
 
     def _note_line(self, what: str, **about: Any) -> None:
         self._log.add(what, **about)

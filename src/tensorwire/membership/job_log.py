@@ -40,6 +40,7 @@ class LoggedMember:
         term: how often it was replaced.
         last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
             the "time" in seconds since 1970; None if there was none.
+        change: how it came or went while the job ran, as "joined behind step 12"; "" if it did not.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class LoggedMember:
     pid: int
     term: int = 0
     last_death: dict[str, Any] | None = None
+    change: str = ""
 
 
 @dataclass
@@ -103,6 +105,14 @@ class LoggedJob:
                         member.pid, member.term = line["pid"], line["term"]
                 if self.standby == line["pid"]:
                     self.standby = None
+            case "joined":
+                index, change = line["index"], f"joined behind step {line['step']}"
+                self.members = [m for m in self.members if (m.kind, m.index) != ("worker", index)]
+                self.members.append(LoggedMember("worker", index, line["pid"], change=change))
+            case "drained":
+                for member in self.members:
+                    if (member.kind, member.index) == ("worker", line["index"]):
+                        member.change = f"left behind step {line['step']}"
             case "standby":
                 self.standby = line["pid"]
             case "saved":
