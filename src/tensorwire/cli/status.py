@@ -265,14 +265,9 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
     """Whom the launcher has replaced, and why; what it would go on with."""
     running = "failed" not in job
     table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
-    for name in (
-        "member",
-        "pid",
-        *(["state"] if running else []),
-        "restarts",
-        "last death",
-        "change",
-    ):
+    changed = ["change"] if any(member["change"] for member in job["members"]) else []
+    states = ["state"] if running else []
+    for name in ("member", "pid", *states, "restarts", "last death", *changed):
         table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
     for member in job["members"]:
         death, text = member["last_death"], ""
