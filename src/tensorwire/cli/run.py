@@ -99,8 +99,8 @@ class _Run(Command):
 @click.option(
     "--restart-workers/--no-restart-workers",
     default=True,
-    help="With --no-restart-workers a worker that is killed is not started again: the lowest "
-    "worker that lives computes its slices too, from the same samples and random numbers, and the "
+    help="With --no-restart-workers a worker that is killed is not started again: those "
+    "that live compute its slices too, from the same samples and random numbers, and the "
     "result has the same bits. Several may die, down to one. The script makes its steps from "
     "job.loader, with one optimizer per batch, and asks job.step_complete before what belongs to a "
     "step (docs/fault-tolerance.md). It needs what --durable needs.",

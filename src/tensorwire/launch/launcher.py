@@ -70,8 +70,8 @@ def run(
         silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
             before it is killed and replaced; 0: for ever.
         restart_workers: whether another process runs the script in the place of a worker that was
-            killed; else the lowest worker that lives computes its slices too. That needs a durable
-            job.
+            killed; else those that live compute its slices too, and workers may come and go
+            (docs/elastic.md). That needs a durable job.
         patience: other times than the usual ones.
 
     Returns:

@@ -179,7 +179,11 @@ class WorkerCount:
 
     def _look_at_end(self) -> None:
         """Gives up if the job is about to end before the change."""
-        for rank in self._present() if self._state != "abandoned" else ():
+        if self._state == "abandoned":
+            return
+        if not self._present():
+            self._abandon("the workers have left the job, which is ending")
+        for rank in self._present():
             keeper = self._restarts.keeper(rank)
             switched = self._state == "switching" and self._has_switched(keeper)
             if keeper.left is not None and not switched:
