@@ -135,6 +135,7 @@ model: $(VENV)/.with-dev ## check the models of our protocols exhaustively, with
 	@$(NEED) cc spin
 	python models/takeover.py
 	python models/slices.py
+	python models/changes.py
 	python models/own_pace.py
 	models/check.sh
 

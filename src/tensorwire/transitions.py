@@ -464,6 +464,50 @@ TAKING = Phase(
     ),
 )
 
+CHANGING = Phase(
+    "changing",
+    "worker",
+    "comes, goes or stays when the number of workers is changed",
+    (
+        Transition(
+            "join.ready",
+            "a worker that is to join has made its models and optimizers, and waits",
+            "there is none: the number of workers stays",
+        ),
+        Transition(
+            "change.made",
+            "a worker has the places that it has behind the change, or none, and all servers know",
+            _NEXT,
+        ),
+        Transition("join.made", "a worker that joins is where the others are", _NEXT),
+    ),
+)
+
+CHANGE = Phase(
+    "change",
+    "launcher",
+    "changes the number of workers",
+    (
+        Transition(
+            "change.asked",
+            "all workers are asked how many steps they have made, and wait soon",
+            _NOBODY,
+        ),
+        Transition(
+            "change.planned",
+            "all are told behind which step they change",
+            _NOBODY,
+            waits="what they answer",
+        ),
+        Transition(
+            "change.handed",
+            "workers that join are told where the script is",
+            _NOBODY,
+            waits="the worker that notes it",
+        ),
+    ),
+)
+
 GRANT = Phase(
     "grant",
     "launcher",
@@ -512,8 +556,10 @@ PHASES = (
     REJOIN,
     BORROWING,
     TAKING,
+    CHANGING,
     STANDING,
     DEATH,
+    CHANGE,
 )
 """All of the protocol, in the order of a job; a phase is added here."""
 

@@ -16,7 +16,7 @@ import pytest
 from launching import HERE, Place
 
 from tensorwire.phases_of_modes import EVENT, PAUSE
-from tensorwire.transitions import CELL, NORMS, SUM, rows_of
+from tensorwire.transitions import CELL, CHANGE, NORMS, SUM, rows_of
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
 WORKER = (HERE / "toy_worker.py").read_text()
@@ -68,6 +68,8 @@ ELSEWHERE |= {row.name: PACED for phase in (EVENT, PAUSE) for row in phase.all_r
 
 NORM_ROWS = {row.name for row in NORMS.rows}
 NAMES = [name for name in rows_of("server") if name not in ELSEWHERE]
+# Where workers come and go: tests/torch/test_elastic.py.
+LAUNCHER = [name for name in rows_of("launcher") if name not in {row.name for row in CHANGE.rows}]
 SUMS = {row.name for row in SUM.rows}
 # Sums are server 0's alone; of two servers the second one has the table. The second norm is that of
 # an average that was kept, and with it rows of the table, which do not outlive a server.
@@ -116,7 +118,7 @@ def test_a_successor_is_killed_too(
 
 
 @pytest.mark.parametrize(
-    ("name", "times"), [(name, times) for name in rows_of("launcher") for times in (1, 2)]
+    ("name", "times"), [(name, times) for name in LAUNCHER for times in (1, 2)]
 )
 def test_the_launcher_is_killed(place: Place, name: str, times: int) -> None:
     """While it replaces servers: the job ends, and nothing is left."""

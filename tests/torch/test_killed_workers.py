@@ -13,7 +13,7 @@ import pytest
 from programs import output_of
 
 from tensorwire.phases_of_modes import STANDING
-from tensorwire.transitions import TAKING, rows_of
+from tensorwire.transitions import CHANGING, TAKING, rows_of
 
 SCRIPT = """
 import os, sys, hashlib, random, torch, torch.nn.functional as F, tensorwire.torch as tw
@@ -147,6 +147,7 @@ def test_every_place_is_tried() -> None:
     apart = {"commit.repeated", "version.reached", "gradients.noted"}
     apart |= {each.partition(":")[0] for each in SNAPSHOTS}
     apart |= {row.name for row in TAKING.rows}  # tests/torch/test_taken_slices.py
+    apart |= {row.name for row in CHANGING.rows}  # tests/torch/test_elastic.py
     apart |= {row.name for row in STANDING.rows}  # in other modes: test_paced_takeover.py
     assert TIMES.keys() | apart == set(rows_of("worker"))
     assert all(len(set(times)) > 1 for times in TIMES.values())

@@ -8,7 +8,7 @@ import torch
 
 from tensorwire.launch.keeper import Keeper
 from tensorwire.launch.takeovers import PassedSlices as Given
-from tensorwire.membership import GOODBYE, Takeovers, World
+from tensorwire.membership import FAREWELL, GOODBYE, Takeovers, World, deal_places, was_never_there
 from tensorwire.membership.collective import _answer, _message
 from tensorwire.membership.identity import taken_by, taker_in
 from tensorwire.torch.taking import BatchTurns, Taking
@@ -23,21 +23,25 @@ class FakeKeeper(Keeper):
         self.told.append(message)
 
 
-def test_the_lowest_that_lives_gets_all_that_a_dead_one_had() -> None:
-    given, keepers = Given(), [FakeKeeper() for _ in range(4)]
-    for rank, keeper in enumerate(keepers):
+def given_to(places: int, present: int) -> tuple[Given, list[FakeKeeper]]:
+    given, keepers = Given(places, present), [FakeKeeper() for _ in range(places)]
+    for rank, keeper in enumerate(keepers[:present]):
         given.add(rank, keeper)
-    assert given.pass_on(3, [0, 1, 2]) == (0, 1)
-    assert given.pass_on(0, [1, 2]) == (1, 2)
-    assert keepers[1].told == [{"lost": [0, 3], "number": 2}]
+    return given, keepers
+
+
+def test_those_that_live_get_what_a_dead_one_had_evenly() -> None:
+    given, keepers = given_to(5, 4)
+    assert given.pass_on(3, [0, 1, 2]) == ([1], 1)  # 0 has the place without a worker
+    assert given.pass_on(0, [1, 2]) == ([1, 2], 3)
+    assert keepers[1].told == [{"lost": [3], "number": 1}, {"lost": [4], "number": 2}]
+    assert keepers[2].told == [{"lost": [0], "number": 3}]
     keepers[1].left = True
     assert given.pass_on(2, [1]) is None
 
 
 def test_who_leaves_without_having_taken_over_passes_on() -> None:
-    given, keepers = Given(), [FakeKeeper() for _ in range(3)]
-    for rank, keeper in enumerate(keepers):
-        given.add(rank, keeper)
+    given, keepers = given_to(3, 3)
     given.pass_on(2, [0, 1])
     assert given.note_end(0, [1]) == []
     assert keepers[1].told == [{"lost": [2], "number": 2}]
@@ -46,11 +50,36 @@ def test_who_leaves_without_having_taken_over_passes_on() -> None:
 
 
 def test_nobody_is_left_for_what_was_not_taken() -> None:
-    given = Given()
-    given.add(0, FakeKeeper()), given.add(1, FakeKeeper())
+    given, _ = given_to(2, 2)
     given.pass_on(1, [0])
     assert given.note_end(0, []) == [1]
     assert given.note_end(0, []) == []
+
+
+def test_a_death_while_workers_come_and_go() -> None:
+    """What it gets up to the change and what behind it is told to who takes over."""
+    given, keepers = given_to(4, 3)
+    table = given.plan([0, 1, 3], {3: keepers[3]})
+    assert table == {0: [0, 2], 1: [1], 3: [3]}
+    # 0 had 3, too, up to the change; 2 is to leave and gets nothing, 3 is not there so far.
+    assert given.pass_on(0, [1, 2, 3]) == ([1], 2)
+    assert keepers[1].told == [{"lost": [0, 3], "next": [0, 2], "words": [0], "number": 2}]
+    assert not keepers[2].told
+    # Who was to join does not come: nobody had anything of it up to the change.
+    assert given.pass_on(3, [1, 2]) == ([1], 3)
+    assert keepers[1].told[1] == {"lost": [], "next": [3], "words": [3], "number": 3}
+    given.finish()
+    assert given.present() == [1]
+    assert [given.owner_of(place) for place in range(4)] == [1, 1, 1, 1]
+
+
+def test_places_are_dealt_evenly() -> None:
+    for living in ([0], [3], [0, 1], [1, 4], [0, 2, 5], range(7)):
+        dealt = deal_places(7, living)
+        assert sorted(place for mine in dealt.values() for place in mine) == list(range(7))
+        assert all(mine[0] == rank for rank, mine in dealt.items())
+        sizes = [len(mine) for mine in dealt.values()]
+        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(("offer", "why"), [(None, "job.epochs"), ("", ""), ("so", "so")])
@@ -63,9 +92,11 @@ def test_the_reason_against(offer: str | None, why: str) -> None:
 
 
 def test_control_words_grow() -> None:
-    words = [GOODBYE, taken_by(5, 1), taken_by(0, 2), taken_by(65534, 3)]
+    words = [GOODBYE, taken_by(1, 0), taken_by(5, 1), taken_by(0, 2), taken_by(65534, 3), FAREWELL]
     assert words == sorted(words)
-    assert [taker_in(word) for word in (0, *words)] == [None, None, 5, 0, 65534]
+    assert [taker_in(word) for word in (0, *words)] == [None, None, 1, 5, 0, 65534, None]
+    assert [was_never_there(word) for word in words] == [False, True, *[False] * 4]
+    assert taken_by(65534, 1 << 40) < FAREWELL
     assert words[-1] < 1 << 63
 
 

@@ -15,6 +15,7 @@ from tensorwire.cli.files import stat as stat_command
 from tensorwire.cli.info import info as info_command
 from tensorwire.cli.rpc import rpc as rpc_commands
 from tensorwire.cli.run import run as run_command
+from tensorwire.cli.scale import scale as scale_command
 from tensorwire.cli.serve import serve as serve_command
 from tensorwire.cli.status import status as status_command
 
@@ -48,6 +49,10 @@ def main() -> None:
         tensorwire status
 
     \b
+    Another number of workers for such a job:
+        tensorwire scale --workers 4
+
+    \b
     The parameters of such a job, as files:
         tensorwire ls -l tw://127.0.0.1:41234/params
 
@@ -62,7 +67,8 @@ def main() -> None:
 
 
 for _command in (
-    info_command, doctor_command, bench_commands, run_command, serve_command, status_command,
+    info_command, doctor_command, bench_commands, run_command, serve_command, scale_command,
+    status_command,
     explain_command, rpc_commands, ls_command, cat_command, cp_command, stat_command,
 ):  # fmt: skip
     main.add_command(_command)

@@ -6,7 +6,7 @@ import click
 
 from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
-from tensorwire.launch import JobSpec, Supervisor
+from tensorwire.launch import JobSpec, RunSupervisor
 
 
 class _Run(Command):
@@ -99,11 +99,17 @@ class _Run(Command):
 @click.option(
     "--restart-workers/--no-restart-workers",
     default=True,
-    help="With --no-restart-workers a worker that is killed is not started again: the lowest "
-    "worker that lives computes its slices too, from the same samples and random numbers, and the "
+    help="With --no-restart-workers a worker that is killed is not started again: those "
+    "that live compute its slices too, from the same samples and random numbers, and the "
     "result has the same bits. Several may die, down to one. The script makes its steps from "
     "job.loader, with one optimizer per batch, and asks job.step_complete before what belongs to a "
     "step (docs/fault-tolerance.md). It needs what --durable needs.",
+)
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="Lets `tensorwire scale` change the number of workers while the job runs, between 1 and "
+    "L, which may then be any number from W up. Implies --no-restart-workers (docs/elastic.md).",
 )
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
@@ -126,6 +132,7 @@ def run(
     restarts: int,
     silence_s: float,
     restart_workers: bool,
+    elastic: bool,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -174,12 +181,12 @@ def run(
             durable,
             restarts,
             silence_s,
-            restart_workers,
+            restart_workers and not elastic,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = Supervisor(job, prefix=not no_prefix, command=own_command()).run()
+        code = RunSupervisor(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)

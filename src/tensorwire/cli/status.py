@@ -29,7 +29,7 @@ from tensorwire.memory import Node
 
 _COLOURS = {
     "connected": "green", "left": "bright_black", "lost": "red", "expected": "yellow",
-    "stopped": "yellow", "taken": "red",
+    "stopped": "yellow", "taken": "red", "absent": "bright_black",
 }  # fmt: skip
 _CONNECT_S = 5.0
 
@@ -142,7 +142,7 @@ def _told(log: LoggedJob) -> dict[str, Any]:
         member = {"kind": each.kind, "index": each.index, "pid": each.pid, "restarts": each.term}
         if log.running:
             member["state"] = _state(each.pid)
-        members.append({**member, "last_death": about["last_death"]})
+        members.append({**member, "last_death": about["last_death"], "change": each.change})
     return {
         "durable": log.durable,
         "members": members,
@@ -229,8 +229,9 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
         table.add_column(name, justify="right" if name in ("rank", "pid") else "left")
     for worker in job["workers"]:
         cells = [str(worker.get(name, "")) for name in ("rank", "state", "pid", "address")]
-        if worker["state"] == "taken":
-            cells[1] = f"killed; worker {worker['by']} has its slices"
+        if worker["state"] in ("taken", "absent"):
+            was = "gone" if worker["state"] == "taken" else "none"
+            cells[1] = f"{was}; worker {worker['by']} has its slices"
         table.add_row(*cells, worker.get("transport", ""), style=_COLOURS[worker["state"]])
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
@@ -264,7 +265,9 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
     """Whom the launcher has replaced, and why; what it would go on with."""
     running = "failed" not in job
     table = Table(box=box.SIMPLE_HEAD, title="members", title_justify="left")
-    for name in ("member", "pid", *(["state"] if running else []), "restarts", "last death"):
+    changed = ["change"] if any(member["change"] for member in job["members"]) else []
+    states = ["state"] if running else []
+    for name in ("member", "pid", *states, "restarts", "last death", *changed):
         table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
     for member in job["members"]:
         death, text = member["last_death"], ""
@@ -274,7 +277,9 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
         name = f"{member['kind']} {member['index']}"
         state = [member["state"]] if running else []
         style = _COLOURS.get(state[0], "") if state else ""
-        table.add_row(name, str(member["pid"]), *state, str(member["restarts"]), text, style=style)
+        cells = [name, str(member["pid"]), *state, str(member["restarts"]), text]
+        cells += [member["change"]] if changed else []
+        table.add_row(*cells, style=style)
     if job["standby"]:
         state = [_state(job["standby"])] if running else []
         table.add_row("standby", str(job["standby"]), *state)

@@ -5,7 +5,9 @@ layer knows processes, pipes and signals; of tensorwire it knows the names of th
 process reads when it joins the job.
 """
 
+from tensorwire.launch.control import ScaleError, ask_launcher
 from tensorwire.launch.launcher import run
+from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.serve import RETURN_S, ServeSupervisor, serve_spec
 from tensorwire.launch.silence import is_stopped
 from tensorwire.launch.spec import JobSpec, Patience
@@ -15,8 +17,11 @@ __all__ = [
     "RETURN_S",
     "JobSpec",
     "Patience",
+    "RunSupervisor",
+    "ScaleError",
     "ServeSupervisor",
     "Supervisor",
+    "ask_launcher",
     "is_stopped",
     "run",
     "serve_spec",

@@ -17,7 +17,7 @@ import resource
 import socket
 import struct
 import termios
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tensorwire.membership import LISTENER
@@ -32,6 +32,8 @@ _MOST_DESCRIPTORS = 253
 _AT_ONCE = 64
 # More than a socket holds: what a dead process has left is read to its end.
 _ALL = 1 << 16
+# What workers say of changes; membership/takeovers.py has what it means.
+_CHANGES = {"at", "switched", "ready", "joined"}
 
 
 class KeeperError(Exception):
@@ -63,6 +65,8 @@ class Keeper:
             has said nothing so far.
         took: the number of the last takeover that this worker has made.
         saving: where a checkpoint goes that it writes now; "" if none does.
+        joins: why no worker could join by what this one has noted; None: it has said nothing.
+        said: what else it has said of changes of the job's workers, by the name of each message.
     """
 
     def __init__(self) -> None:
@@ -74,6 +78,8 @@ class Keeper:
         self.offer: str | None = None
         self.took = 0
         self.saving = ""
+        self.joins: str | None = None
+        self.said: dict[str, dict[str, Any]] = {}
 
     @property
     def descriptor(self) -> int | None:
@@ -107,14 +113,22 @@ class Keeper:
         self._reset = False
         self._socket = ours
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Tells the attached process something, before what else it is told.
+
+        Args:
+            message: that.
+            descriptors: sent beside it; they stay the caller's, and open until it is sent.
 
         Raises:
             KeeperError: see `send`.
         """
-        self._queue.append((json.dumps(message).encode(), []))
+        self._queue.append((json.dumps(message).encode(), list(descriptors)))
         self.send()
+
+    def held(self, key: str) -> int | None:
+        """The descriptor that is held under a key, which stays this object's; None: none is."""
+        return self._held[key].descriptor if key in self._held else None
 
     def hand_over(self, arguments: list[str], term: int) -> None:
         """Tells the attached process, a standby, to start, and what it gets. Keeps it all too.
@@ -236,10 +250,13 @@ class Keeper:
             self._drop(LISTENER)
         elif isinstance(offer := message.get("offer"), str) and not descriptors:
             self.offer = offer
+            self.joins = str(message.get("joins", ""))
         elif isinstance(saving := message.get("saving"), str) and not descriptors:
             self.saving = saving
         elif isinstance(number := message.get("took"), int) and not descriptors:
             self.took = max(self.took, number)
+        elif (said := _CHANGES & message.keys()) and not descriptors:
+            self.said[said.pop()] = message
         elif isinstance(key := message.get("drop"), str) and "keep" not in message:
             if descriptors:
                 raise KeeperError(f"a drop of {key!r} came with {len(descriptors)} descriptors")

@@ -1,4 +1,4 @@
-"""The function that runs a job: its arguments are checked, then a `Supervisor` does the work."""
+"""The function that runs a job: its arguments are checked, then a `RunSupervisor` does the work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from tensorwire import failpoints
+from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.spec import JobSpec, Patience
-from tensorwire.launch.supervisor import Supervisor
 
 
 def run(
@@ -70,8 +70,8 @@ def run(
         silence_s: how long a process of a durable job may be stopped (SIGSTOP, a frozen cgroup)
             before it is killed and replaced; 0: for ever.
         restart_workers: whether another process runs the script in the place of a worker that was
-            killed; else the lowest worker that lives computes its slices too. That needs a durable
-            job.
+            killed; else those that live compute its slices too, and workers may come and go
+            (docs/elastic.md). That needs a durable job.
         patience: other times than the usual ones.
 
     Returns:
@@ -99,4 +99,4 @@ def run(
         *([] if server_command is None else [tuple(server_command)]),
     )
     failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
-    return Supervisor(job, prefix=prefix, patience=patience).run()
+    return RunSupervisor(job, prefix=prefix, patience=patience).run()

@@ -92,6 +92,9 @@ class Restarts:
         say: prints a line.
         granted: is told who takes whose place with which term, before the successor is: it was
             started by then, and does nothing before.
+
+    Attributes:
+        takeovers: which worker has which slices; None: those that are killed are started again.
     """
 
     def __init__(
@@ -117,18 +120,29 @@ class Restarts:
         self._standby_deaths = 0
         self._grant = self._bind()
         self._joined = False  # all members, once
-        self._takeovers = None if job.restart_workers else PassedSlices()
+        self.takeovers = None if job.restart_workers else PassedSlices(job.places, job.workers)
 
     # --- members --------------------------------------------------------------------------------
 
-    def add(self, kind: str, index: int, arguments: Sequence[str] = ()) -> socket.socket:
-        """A member is about to start; returns its end of the socket, which the caller closes."""
+    def add(
+        self, kind: str, index: int, arguments: Sequence[str] = (), *, joins: bool = False
+    ) -> socket.socket:
+        """A member is about to start; returns its end of the socket, which the caller closes.
+
+        One that `joins` a job that runs may come after another one of that name.
+        """
+        if (former := self._members.get((kind, index))) is not None:
+            former.keeper.close()
         member = self._members[kind, index] = _Member(list(arguments))
         ours, theirs = make_pair()
         member.keeper.attach(ours)
-        if kind == "worker" and self._takeovers is not None:
-            self._takeovers.add(index, member.keeper)
+        if kind == "worker" and self.takeovers is not None and not joins:
+            self.takeovers.add(index, member.keeper)
         return theirs
+
+    def keeper(self, rank: int) -> Keeper:
+        """What is held of a worker."""
+        return self._members["worker", rank].keeper
 
     def expect(self, kind: str, index: int) -> None:
         """A member will come that something else starts; `admit` lets it in."""
@@ -196,37 +210,41 @@ class Restarts:
 
     def _is_passed_on(self, process: Replaceable) -> bool:
         """Its slices become another worker's if it is killed; nobody has its place."""
-        return process.kind == "worker" and self._takeovers is not None
+        return process.kind == "worker" and self.takeovers is not None
 
     def obstacle(self, process: Replaceable) -> str:
         """Why nobody goes on with the work of a worker that was killed, as a phrase, or ""."""
-        if self._takeovers is None or process.kind != "worker" or not process.killed:
+        if self.takeovers is None or process.kind != "worker" or not process.killed:
             return ""
         keeper = self._members["worker", process.index].keeper
-        why = "" if keeper.left else self._takeovers.reason_against(keeper)
+        why = "" if keeper.left else self.takeovers.reason_against(keeper)
         return f", and no other worker takes over its slices: {why}" if why else ""
 
     def pass_on(self, process: Replaceable, living: Sequence[int]) -> str | None:
-        """A worker was killed: the lowest of those that live computes its slices.
+        """A worker was killed: others that live compute its slices.
 
         Returns:
             What is to be said behind how it ended; None: nobody is left. "": it is to be replaced.
         """
-        if self._takeovers is None or process.kind != "worker":
+        if self.takeovers is None or process.kind != "worker":
             return ""
         keeper = self._members["worker", process.index].keeper
-        if (given := self._takeovers.pass_on(process.index, living)) is None:
+        if (given := self.takeovers.pass_on(process.index, living)) is None:
             return None
-        told = f"worker {given[0]} computes its slices from now on (takeover {given[1]})"
+        ranks, number = given
+        who = f"worker {ranks[0]} computes"
+        if ranks[1:]:
+            who = f"workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} compute"
+        told = f"{who} its slices from now on (takeover {number})"
         if keeper.saving:
             told += f"; the checkpoint that it was writing, {keeper.saving}, may not be there"
         return told
 
     def note_left(self, process: Replaceable, living: Sequence[int]) -> list[int]:
         """A process has ended; dead workers whose slices it was to take over, and did not."""
-        if self._takeovers is None or process.kind != "worker":
+        if self.takeovers is None or process.kind != "worker":
             return []
-        return self._takeovers.note_end(process.index, living)
+        return self.takeovers.note_end(process.index, living)
 
     def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""

@@ -78,7 +78,17 @@ class JobSpec:
             raise ValueError(f"workers is {self.workers}; at least 1 is needed")
         if self.servers < 1:
             raise ValueError(f"servers is {self.servers}; at least 1 is needed")
-        if self.slices is not None and (self.slices < 1 or self.slices % self.workers):
+        elastic = not self.restart_workers
+        if elastic and self.slices is not None and self.slices < self.workers:
+            raise ValueError(
+                f"slices is {self.slices}, and there are {self.workers} workers: each computes one "
+                "at least"
+            )
+        if (
+            not elastic
+            and self.slices is not None
+            and (self.slices < 1 or self.slices % self.workers)
+        ):
             raise ValueError(
                 f"slices is {self.slices}, not a multiple of the {self.workers} workers; each "
                 f"worker computes the same number of slices"
@@ -116,6 +126,11 @@ class JobSpec:
             )
 
     @property
+    def places(self) -> int:
+        """The most workers that there can be: one for each slice, where they may come and go."""
+        return self.workers if self.restart_workers else self.slices or self.workers
+
+    @property
     def is_durable(self) -> bool:
         """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
         if self.durable is None and self.restart_workers:
@@ -137,7 +152,7 @@ class JobSpec:
         """
         environment = without_ranks(os.environ)
         environment["PYTHONUNBUFFERED"] = "1"  # a crash takes no lines with it
-        for name in ("DURABLE", "TAKEOVER", "DESCRIPTOR_STORE", "TERM"):
+        for name in ("DURABLE", "TAKEOVER", "PRESENT", "DESCRIPTOR_STORE", "TERM", "JOINS"):
             environment.pop(f"TENSORWIRE_{name}", None)
         environment.pop(JOB_LOG, None)
         if self.is_durable:
@@ -145,6 +160,7 @@ class JobSpec:
             environment["TENSORWIRE_DURABLE"] = "1" if asked else "default"
         if not self.restart_workers:
             environment["TENSORWIRE_TAKEOVER"] = "1"
+            environment["TENSORWIRE_PRESENT"] = str(self.workers)
         if not environment.get("TENSORWIRE_SECRET_FILE"):
             environment["TENSORWIRE_SECRET"] = secrets.token_hex(32)
         if self.transports is not None:
@@ -162,6 +178,7 @@ class JobSpec:
         report_fd: int | None = None,
         store_fd: int | None = None,
         term: int = 0,
+        joins: int = 0,
     ) -> dict[str, str]:
         """The environment of one worker: ours, and what torchrun sets, for other libraries.
 
@@ -173,8 +190,9 @@ class JobSpec:
             report_fd: where it writes of an exception that ends it (`reports.failure_in`).
             store_fd: its socket to the keeper of its descriptors, if it has one.
             term: how often it was replaced, with this time.
+            joins: it joins a job that runs, in a place in which so many have, with it.
         """
-        count = str(self.workers)
+        count = str(self.places)
         added = {
             "TENSORWIRE_RANK": str(rank),
             "TENSORWIRE_WORKERS": count,
@@ -196,7 +214,8 @@ class JobSpec:
         if not environment.get("OMP_NUM_THREADS"):
             # Each worker would take all cores, and together they would be slower than one.
             cores = len(os.sched_getaffinity(0))
-            added["OMP_NUM_THREADS"] = str(max(1, cores // self.workers))
+            # By the places: bits depend on it, and not on how many workers there are at present.
+            added["OMP_NUM_THREADS"] = str(max(1, cores // self.places))
         if report_fd is not None:
             added["TENSORWIRE_REPORT_FD"] = str(report_fd)
             paths = [_STARTUP, *filter(None, [environment.get("PYTHONPATH")])]
@@ -205,6 +224,8 @@ class JobSpec:
             added["TENSORWIRE_DESCRIPTOR_STORE"] = str(store_fd)
             if term:
                 added["TENSORWIRE_TERM"] = str(term)
+            if joins:
+                added["TENSORWIRE_JOINS"] = str(joins)
         return {**environment, **added}
 
     def worker_command(self) -> list[str]:
@@ -219,7 +240,9 @@ class JobSpec:
             addresses: of those that listen already.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
-        arguments = ["--index", str(index), "--workers", str(self.workers)]
+        arguments = ["--index", str(index), "--workers", str(self.places)]
+        if not self.restart_workers:
+            arguments += ["--present", str(self.workers)]
         arguments += ["--count", str(self.servers)]
         arguments += [f"--command={shown_command(self.command)}"]
         if self.imports or os.environ.get("TENSORWIRE_IMPORT"):
@@ -251,7 +274,7 @@ class JobSpec:
         """Why no worker could take over the slices of another one, and what to do about it."""
         if self.durable is False:
             return "--no-durable says that nothing outlives a process; leave it out"
-        if self.workers == 1:
+        if self.places == 1:
             return "there is one; start several, or let it be restarted"
         why = self._obstacle()
         return why and f"{why}, or let workers be restarted"

@@ -196,13 +196,15 @@ class Supervisor:
         self._log.add("standby", pid=process.pid)
         return process
 
-    def _start_worker(self, rank: int, store_fd: int | None, term: int = 0) -> Process:
+    def _start_worker(
+        self, rank: int, store_fd: int | None, term: int = 0, joins: int = 0
+    ) -> Process:
         told, pipe, port = None, None, self._port.getsockname()[1]
         if self._job.collects_failures:
             told, pipe = FirstLine(LONGEST_REPORT), os.pipe()
             self._inboxes[f"worker {rank}"] = told
         own = self._job.worker_environment(
-            self._environment, rank, self._addresses, port, pipe and pipe[1], store_fd, term
+            self._environment, rank, self._addresses, port, pipe and pipe[1], store_fd, term, joins
         )
         if self._log.path:
             own[JOB_LOG] = self._log.path

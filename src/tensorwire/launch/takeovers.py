@@ -1,35 +1,60 @@
-"""Which worker computes the slices of workers that were killed and are not started again.
+"""Which worker has which places of a job where workers may come and go.
 
-The lowest worker that lives takes them over, with all that the dead one had taken over before. It
-tells the servers, and says when they know: one that ends before that has not taken anything.
+A place is what one worker begins with; there are as many as workers can be. When a worker is
+killed, those that live get its places, evenly. They tell the servers, and say when these know: one
+that ends before that has not taken anything.
+
+While a change is under way that is wanted, there are two tables: who has what up to the step of the
+change, and who behind it. Nobody here knows who has come to that step, so that a death concerns
+both, and who gets a place is told what it gets in which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tensorwire.launch.keeper import Keeper, KeeperError
+from tensorwire.membership import deal_places
 
 
 @dataclass
 class _Owner:
-    """A worker that lives: what it was told to take over, by the number of the takeover."""
+    """A worker that lives.
+
+    Attributes:
+        mine: the places that it has.
+        next: those that it has behind the change that is under way; None: there is none.
+        told: the numbers of the takeovers that it was told of, with the places of each.
+    """
 
     keeper: Keeper
-    lost: dict[int, list[int]] = field(default_factory=dict)
+    mine: list[int] = field(default_factory=list)
+    next: list[int] | None = None
+    told: dict[int, list[int]] = field(default_factory=dict)
 
 
 class PassedSlices:
-    """Those of one job."""
+    """Those of one job.
 
-    def __init__(self) -> None:
+    Args:
+        places: how many there are.
+        present: in how many of them, the first ones, workers begin.
+
+    Attributes:
+        number: of the last takeover or change; the next one is greater.
+    """
+
+    def __init__(self, places: int, present: int) -> None:
         self._owners: dict[int, _Owner] = {}
-        self._number = 0
+        self.number = 0
+        self._places = places
+        self._first = deal_places(places, range(present))
 
     def add(self, rank: int, keeper: Keeper) -> None:
-        """A worker is about to start."""
-        self._owners[rank] = _Owner(keeper)
+        """A worker is about to start, at the beginning of the job."""
+        self._owners[rank] = _Owner(keeper, self._first[rank])
 
     @staticmethod
     def reason_against(keeper: Keeper) -> str:
@@ -40,42 +65,118 @@ class PassedSlices:
             )
         return keeper.offer
 
-    def pass_on(self, rank: int, living: Sequence[int]) -> tuple[int, int] | None:
-        """A worker was killed: another one takes over its slices, and those that it had.
+    def pass_on(self, rank: int, living: Sequence[int]) -> tuple[list[int], int] | None:
+        """A worker was killed: others take over its places.
 
         Args:
             rank: of the dead one.
             living: the ranks of those that run.
 
         Returns:
-            Who takes them over, and the number of the takeover; None: nobody is left.
+            Who takes them over, and the number of the last takeover; None: nobody is left.
         """
         dead = self._owners.pop(rank, None)
-        lost = [rank] if dead is None else [rank, *(r for each in dead.lost.values() for r in each)]
-        return self._give(lost, living)
+        mine = [rank] if dead is None else dead.mine
+        return self._give(rank, mine, None if dead is None else dead.next, living)
 
     def note_end(self, rank: int, living: Sequence[int]) -> list[int]:
-        """A worker has left; those dead ones whose slices are nobody's now, as it took none over.
+        """A worker has left; places of dead ones that are nobody's now, as it took none over.
 
         Others get what it had not taken, if there are any.
         """
         gone = self._owners.pop(rank, None)
         if gone is None:
             return []
-        left = [r for n, each in gone.lost.items() if n > gone.keeper.took for r in each]
-        return left if left and self._give(left, living) is None else []
+        left = [r for n, each in gone.told.items() if n > gone.keeper.took for r in each]
+        return left if left and self._give(rank, left, None, living) is None else []
 
-    def _give(self, lost: list[int], living: Sequence[int]) -> tuple[int, int] | None:
-        able = [r for r in sorted(living) if r in self._owners]
-        for rank in able:
+    def _give(
+        self, dead: int, mine: list[int], behind: list[int] | None, living: Sequence[int]
+    ) -> tuple[list[int], int] | None:
+        """Deals out what a dead worker had, and what it was to have behind a change."""
+        able = self._able(living)
+        changes = any(owner.next is not None for owner in self._owners.values())
+        gets: dict[int, list[int]] = {}
+        nexts: dict[int, list[int]] = {}
+        sizes = {rank: len(self._owners[rank].mine) for rank in able}
+        for place in sorted(mine):
+            if not sizes:
+                return None
+            to = min(sizes, key=lambda rank: (sizes[rank], rank))
+            gets.setdefault(to, []).append(place)
+            sizes[to] += 1
+        later = {rank: len(self._owners[rank].next or ()) for rank in able}
+        for place in sorted(behind or ()):
+            if not later:
+                return None
+            to = min(later, key=lambda rank: (later[rank], rank))
+            nexts.setdefault(to, []).append(place)
+            later[to] += 1
+        joining = self._joining()
+        first = sorted({*gets, *nexts})
+        for rank in first:
+            self.number += 1
             owner = self._owners[rank]
-            if owner.keeper.left is not None:
-                continue
-            self._number += 1
+            mine_now, mine_next = gets.get(rank, []), nexts.get(rank, [])
+            message: dict[str, Any] = {"lost": mine_now, "number": self.number}
+            if changes:
+                # What joins has its word from the change; the dead one's is whose it was.
+                words = [each for each in mine_now if each not in joining]
+                if dead in mine_next and dead not in words:
+                    words.append(dead)
+                message |= {"next": mine_next, "words": words}
+                owner.next = [*(owner.next or ()), *mine_next]
             try:
-                owner.keeper.tell({"lost": lost, "number": self._number})
+                owner.keeper.tell(message)
             except KeeperError:
-                continue
-            owner.lost[self._number] = lost
-            return rank, self._number
-        return None
+                continue  # it ends, and what it was told goes on
+            owner.mine = [*owner.mine, *mine_now]
+            owner.told[self.number] = sorted({*mine_now, *mine_next})
+        return (first, self.number) if first else None
+
+    def _able(self, living: Sequence[int]) -> list[int]:
+        """Who can take something over: is there, and stays."""
+        return [
+            rank
+            for rank in sorted(living)
+            if (owner := self._owners.get(rank)) is not None
+            and owner.keeper.left is None
+            and owner.mine
+            and owner.next != []
+        ]
+
+    def _joining(self) -> set[int]:
+        """Who joins by the change that is under way."""
+        return {rank for rank, owner in self._owners.items() if not owner.mine}
+
+    # ---- changes that are wanted
+
+    def present(self) -> list[int]:
+        """The places in which there are workers, in the job."""
+        return sorted(self._owners)
+
+    def owner_of(self, place: int) -> int:
+        """Who has a place."""
+        return next(r for r, owner in self._owners.items() if place in owner.mine)
+
+    def plan(self, living: Iterable[int], joining: Mapping[int, Keeper]) -> dict[int, list[int]]:
+        """A change begins, behind which workers are in these places; what each has then.
+
+        Args:
+            living: their ranks, with those that join.
+            joining: these.
+        """
+        table = deal_places(self._places, living)
+        self.number += 1
+        for rank, keeper in joining.items():
+            self._owners[rank] = _Owner(keeper)
+        for rank, owner in self._owners.items():
+            owner.next = list(table.get(rank, ()))
+        return table
+
+    def finish(self) -> None:
+        """All workers are behind the step of the change."""
+        for rank, owner in list(self._owners.items()):
+            owner.mine, owner.next = owner.next or [], None
+            if not owner.mine:
+                del self._owners[rank]

@@ -8,6 +8,7 @@ from .engines import Start, explicit_start, find_cluster_start, find_start, torc
 from .entry import PEER_CREDENTIALS, SUPERVISOR, enter_job
 from .history import History, NoteKind
 from .identity import (
+    FAREWELL,
     GOODBYE,
     LOOPBACK,
     called,
@@ -17,19 +18,21 @@ from .identity import (
     server_name,
     this_host,
     turn_away,
+    was_never_there,
 )
 from .job_file import JobFile, RunningServer, running_servers, shown_command
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .reading_secret import job_secret, reading_secret
 from .runtime import runtime_folder
-from .server import ServerMember
+from .server import OfWorkers, ServerMember
 from .status import StatusRegion, read_status, reader_name
-from .takeovers import Takeovers
+from .takeovers import PlannedChange, Takeovers, deal_places
 from .worker import WorkerMember
 from .world import RANK, SLICES, World
 
 __all__ = [
+    "FAREWELL",
     "GOODBYE",
     "JOB_LOG",
     "LISTENER",
@@ -48,6 +51,8 @@ __all__ = [
     "LoggedJob",
     "LoggedMember",
     "NoteKind",
+    "OfWorkers",
+    "PlannedChange",
     "RunningServer",
     "ServerMember",
     "Start",
@@ -58,6 +63,7 @@ __all__ = [
     "World",
     "called",
     "check_name",
+    "deal_places",
     "drop_claim",
     "enter_job",
     "explicit_start",
@@ -83,5 +89,6 @@ __all__ = [
     "torch_job",
     "try_lock",
     "turn_away",
+    "was_never_there",
     "without_ranks",
 ]

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import PeerLostError, TensorwireError, consequence
-from tensorwire.memory import Mailbox, RemoteMailbox, RemoteRegion, mailbox_bytes
+from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, mailbox_bytes
 from tensorwire.transitions import ASK, SUM
 from tensorwire.walk import Walk
 
 from .history import NoteKind
 from .identity import called
-from .server import ServerMember
+from .server import OfWorkers, ServerMember
 from .worker import WorkerMember
 
 _MOST_NUMBERS = 4096  # of one message; more are several messages
@@ -67,7 +67,8 @@ class CollectiveServer:
         region = member.allocate(_BLOCK * member.count, name=_REGION, access="w")
         starts = range(0, region.size_bytes, _BLOCK)
         self._inboxes = [Mailbox(region[start : start + _BLOCK]) for start in starts]
-        self._outboxes: dict[int, RemoteRegion] = {}  # with the place of the text
+        # With the place of the text. Its owner has called when it is looked up: it is there.
+        self._outboxes = OfWorkers[RemoteRegion](member, _their_region)
         # The last answer behind its number, before anybody gets it: a successor sends it again.
         last = member.allocate(_BLOCK, name="last sum", access="none").array()
         self._last_number, self._last_answer = last[:8].view(np.int64), last[8:]
@@ -78,7 +79,9 @@ class CollectiveServer:
 
     def is_waiting(self, rank: int) -> bool:
         """Tells whether a worker is in a call that not all others have reached."""
-        calls = {r: each.count for r, each in enumerate(self._inboxes)}
+        # Of a sum that was made all know; who has joined since has sent nothing so far.
+        made = int(self._last_number[0])
+        calls = {r: max(each.count, made) for r, each in enumerate(self._inboxes)}
         return calls[rank] > min(n for r, n in calls.items() if not self._member.is_taken(r))
 
     def start(self, fail: Callable[[BaseException], None]) -> None:
@@ -115,7 +118,12 @@ class CollectiveServer:
 
     def _gather(self, sum_: _Sum) -> None:
         ranks = range(self._member.count)
-        sum_.answer = _answer([self._part(rank, sum_.number) for rank in ranks])
+        parts = [self._part(rank, sum_.number) for rank in ranks]
+        # Who has joined meanwhile gives its part; those who let it join have given theirs since.
+        while late := [r for r in ranks if parts[r] is None and not self._member.is_taken(r)]:
+            for rank in late:
+                parts[rank] = self._part(rank, sum_.number)
+        sum_.answer = _answer(parts)
 
     def _note(self, sum_: _Sum) -> None:
         self._last_answer[: len(sum_.answer)] = sum_.answer
@@ -123,15 +131,16 @@ class CollectiveServer:
 
     def _tell_sum(self, sum_: _Sum) -> None:
         member = self._member
-        for rank, peer in member.workers.items():
-            if rank in self._outboxes or member.is_taken(rank):
+        boxes = {}
+        for rank, peer in list(member.workers.items()):
+            if member.is_taken(rank):
                 continue
-            try:  # it is there: its owner has called
-                self._outboxes[rank] = member.persist(peer, peer.region, _REGION, None)
+            try:
+                region = member.persist(peer, self._outboxes.find, rank)
+                boxes[rank] = RemoteMailbox(region[:_BLOCK])
             except PeerLostError:
                 if not member.is_taken(rank):
                     raise
-        boxes = {rank: RemoteMailbox(each[:_BLOCK]) for rank, each in self._outboxes.items()}
         with self._sending:
             if not self._failed:
                 member.tell_workers(boxes, sum_.answer, sum_.number)
@@ -176,6 +185,10 @@ class CollectiveServer:
                 f"{called(member.workers[rank])} has left the job, and others call mean() "
                 "or barrier(): every worker makes the same calls"
             ) from None
+
+
+def _their_region(worker: Peer) -> RemoteRegion:
+    return worker.region(_REGION, None)
 
 
 def _of_bytes(size: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import select
 import socket
@@ -16,11 +17,17 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 LISTENER = "listener"
 """The key of the socket on which a server listens."""
 
 STORE, TERM = "TENSORWIRE_DESCRIPTOR_STORE", "TENSORWIRE_TERM"
 """Environment variables of a worker: its socket to the launcher; how often it was replaced."""
+
+JOINS, DONOR = "TENSORWIRE_JOINS", "donor"
+"""Variable of a worker that joins a job which runs; the key of another worker's history for it."""
 
 _MOST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 128
@@ -48,10 +55,14 @@ class DescriptorStore:
 
     Args:
         channel: the socket towards the launcher, owned from now on.
+
+    Attributes:
+        joins: this member has joined a job that runs.
     """
 
     def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+        self._channel, self.joins = channel, False
+        self._donor = np.empty(0, np.uint8)
         self._kept: dict[str, Kept] = {}
         self._lock = threading.Lock()
 
@@ -104,8 +115,24 @@ class DescriptorStore:
 
     def hear(self) -> dict[str, Any] | None:
         """What the launcher says next, which is waited for; None: it is gone. One thread."""
-        data, _ = self._receive()
+        data, descriptors = self._receive()
+        for descriptor in descriptors:
+            self._map_donor(descriptor)
         return json.loads(data) if data else None
+
+    def map_donor(self) -> NDArray[np.uint8]:
+        """The history of the worker from which a member that joins learns where the script is."""
+        if (kept := self.take(DONOR)) is not None:
+            self._map_donor(kept.descriptor)
+        return self._donor
+
+    def _map_donor(self, descriptor: int) -> None:
+        try:
+            size = os.fstat(descriptor).st_size
+            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._donor = np.frombuffer(mapped, np.uint8)
+        finally:
+            os.close(descriptor)
 
     @property
     def abandoned(self) -> bool:

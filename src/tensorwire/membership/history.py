@@ -79,6 +79,8 @@ class History:
     Args:
         region: zeroed, or that of a predecessor; of HISTORY_BYTES.
         rank: of the worker, for messages.
+        joins: the region has what `begin_of` gave, of another worker: this process joins the job.
+        within: whether what is got within a pass is noted; nobody needs it who only joins.
 
     Attributes:
         position: where the predecessor was, as it was given to `mark`; None: nowhere yet, or it has
@@ -88,7 +90,10 @@ class History:
         answered: that of the last whose result this process has.
     """
 
-    def __init__(self, region: Region, rank: int) -> None:
+    def __init__(
+        self, region: Region, rank: int, *, joins: bool = False, within: bool = True
+    ) -> None:
+        self._joins, self._within = joins, within
         self._memory: NDArray[np.uint8] = region.array()
         # Bytes that are used: of the first part and of both halves; which half is in force.
         self._numbers: NDArray[np.int64] = self._memory[:64].view(np.int64)
@@ -119,7 +124,7 @@ class History:
     @property
     def replaying(self) -> bool:
         """A predecessor has got further than this process."""
-        return bool(self._ahead or self._later) or self.position is not None
+        return self._joins or bool(self._ahead or self._later) or self.position is not None
 
     @property
     def is_behind(self) -> bool:
@@ -247,6 +252,7 @@ class History:
         if self._ahead:
             raise self.different()
         self.position, self._ahead, self._later = None, deque(self._later), []
+        self._joins = False
 
     def different(self) -> RuntimeError:
         """The error of a script that does other things than it did in the predecessor."""
@@ -262,7 +268,7 @@ class History:
         self, kind: NoteKind, data: bytes, store: int = 0, number: int = 0, slice_: int = 0
     ) -> None:
         """Adds a note."""
-        if self.is_refused:
+        if self.is_refused or (self._passing and not self._within):
             return
         entry = Entry(kind, data, store, number, slice_)
         part, used = (_FIRST, 0) if self._half < 0 else (_HALVES[self._half], 1 + self._half)
@@ -326,6 +332,39 @@ class History:
             self._give_reason("")
             self._numbers[_LOST_AT] = 0
         return ""
+
+    def begin_pass(self) -> None:
+        """A pass over a loader begins, which is not made again behind a position within it."""
+        self._passing = True
+
+    # ---- for a worker that joins
+
+    @staticmethod
+    def begin_of(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """What a worker that has come to `job.epochs` has noted before, for one that joins."""
+        begun = np.zeros(_FIRST.stop, np.uint8)
+        begun[_FIRST] = memory[_FIRST]
+        begun[:8] = memory[:8]
+        return begun
+
+    def join(self, memory: NDArray[np.uint8]) -> None:
+        """Takes the position that another worker has just noted in its own history.
+
+        Raises:
+            ValueError: there is none.
+        """
+        numbers = memory[:64].view(np.int64)
+        half = int(numbers[3]) - 1
+        if half < 0:
+            raise ValueError("the worker that was to note its position has noted none")
+        part = memory[_HALVES[half]]
+        length, *_ = _ENTRY.unpack_from(part.data)
+        body = part[_ENTRY.size : _ENTRY.size + length].tobytes()
+        self.position, self._outside, self._before, self._passing = pickle.loads(body)
+        self._ahead.extend(self._outside)
+        end = self._write(_HALVES[0], 0, Entry(NoteKind.SUM, body))
+        assert end is not None
+        self._numbers[1], self._numbers[3] = end, 1
 
     def begin_loop(self) -> None:
         """A loop of epochs begins: what was made so far is made again by a successor."""

@@ -25,6 +25,9 @@ Its Node listens before that, and what is not there yet would be stale for whoev
 GOODBYE = 1 << 62
 """Value of a worker's control word when it has left in good order."""
 
+FAREWELL = GOODBYE + (1 << 61)
+"""The same where slices may become another worker's: above all words that say whose they are."""
+
 _TAKEOVER_BITS = 16  # of the rank, above which the number of a takeover lies
 
 _LISTENS = "0A"  # in /proc/net/tcp
@@ -41,17 +44,23 @@ def lost(peer: Peer, noticed: object = "") -> PeerLostError:
 
 
 def taken_by(rank: int, number: int) -> int:
-    """The control word of a dead worker whose slices are a living one's since a takeover.
+    """The control word of a place whose slices are a worker's since a takeover or a change.
 
-    Words only grow, and of two takeovers the later one counts.
+    It is that place's own one where a process has joined the job in it. Words only grow, and of two
+    of these the later one counts.
     """
     return GOODBYE + (number << _TAKEOVER_BITS | rank + 1)
 
 
 def taker_in(word: int) -> int | None:
-    """Who has a worker's slices by its control word; None: nobody else."""
+    """Who has a place's slices by its control word; None: who had them from the beginning."""
     rank = (word - GOODBYE) % (1 << _TAKEOVER_BITS) - 1
-    return rank if word > GOODBYE else None
+    return rank if GOODBYE < word < FAREWELL else None
+
+
+def was_never_there(word: int) -> bool:
+    """No worker has been in a place so far, by its control word: there are fewer than places."""
+    return GOODBYE < word < taken_by(-1, 1)
 
 
 def ended_in_order(peer: Peer) -> bool:

@@ -40,6 +40,7 @@ class LoggedMember:
         term: how often it was replaced.
         last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
             the "time" in seconds since 1970; None if there was none.
+        change: how it came or went while the job ran, as "joined behind step 12"; "" if it did not.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class LoggedMember:
     pid: int
     term: int = 0
     last_death: dict[str, Any] | None = None
+    change: str = ""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class LoggedJob:
         saved: the checkpoint that was written last, and where it belongs; "" if there is none.
         loaded: the one that job.load was called for; "" if it was not called.
         failure: why the job ended; "" if it did not, or nobody said.
+        control: the socket at which the launcher hears `tensorwire scale`; "" if it hears nothing.
     """
 
     path: str
@@ -82,6 +85,7 @@ class LoggedJob:
     saved: str = ""
     loaded: str = ""
     failure: str = ""
+    control: str = ""
 
     def take(self, line: dict[str, Any]) -> None:
         """Does what a line says, the next one."""
@@ -101,12 +105,22 @@ class LoggedJob:
                         member.pid, member.term = line["pid"], line["term"]
                 if self.standby == line["pid"]:
                     self.standby = None
+            case "joined":
+                index, change = line["index"], f"joined behind step {line['step']}"
+                self.members = [m for m in self.members if (m.kind, m.index) != ("worker", index)]
+                self.members.append(LoggedMember("worker", index, line["pid"], change=change))
+            case "drained":
+                for member in self.members:
+                    if (member.kind, member.index) == ("worker", line["index"]):
+                        member.change = f"left behind step {line['step']}"
             case "standby":
                 self.standby = line["pid"]
             case "saved":
                 self.saved = line["path"]
             case "loaded":
                 self.loaded = line["path"]
+            case "control":
+                self.control = line["path"]
             case "failed":
                 self.failure = line["text"]
 

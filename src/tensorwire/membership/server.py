@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,18 @@ from .identity import (
     listed,
     lost,
     server_name,
+    taken_by,
     taker_in,
     turn_away,
+    was_never_there,
     worker_name,
 )
 from .status import READER, StatusRegion
+from .takeovers import deal_places
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+Found = TypeVar("Found")
 
 _TAKEOVER_S = 2.0  # for a successor to answer, before others are looked after
 
@@ -48,11 +52,12 @@ class ServerMember:
         store: keeps the memory of this server for a successor, and has that of its predecessor;
             None: it ends with this process.
         term: how many servers before this one had its place.
+        present: with how many workers the job began, the first ones; None: all.
 
     Attributes:
         index: its place among the servers.
         node: its Node.
-        count: how many workers there are.
+        count: how many places for workers there are.
         workers: Peers by rank, complete after `gather`.
         servers: Peers of the other servers by index.
         readers: Peers that look at the job and are no members of it.
@@ -68,6 +73,7 @@ class ServerMember:
         count: int | None = None,
         store: DescriptorStore | None = None,
         term: int = 0,
+        present: int | None = None,
     ) -> None:
         self.index = index
         self.node = node
@@ -87,6 +93,9 @@ class ServerMember:
         self._status = StatusRegion(node)
         self.control = self.allocate(CONTROL_BYTES * workers, name=CONTROL, access="w")
         self.words = [self.control.word(CONTROL_BYTES * rank) for rank in range(workers)]
+        for owner, places in deal_places(workers, range(present or workers)).items():
+            for rank in places[1:]:
+                self.words[rank].set(taken_by(owner, 0))
 
     def persist(
         self,
@@ -107,6 +116,8 @@ class ServerMember:
                 rank = self._ranks.get(peer.name, -1)
                 if not self.durable or ended_in_order(peer):
                     raise
+                if rank >= 0 and self.workers.get(rank) is not peer:
+                    raise  # another process has joined in its place
                 while peer.lost:  # the main thread finds its successor
                     if self.node.closed or self._gone or (rank >= 0 and self.has_left(rank)):
                         raise
@@ -225,7 +236,7 @@ class ServerMember:
         with contextlib.suppress(TimeoutError):
             while True:
                 peer = self.node.accept(timeout_s=0)
-                if self._is_reader(peer) or self._take_member(peer):
+                if self._is_reader(peer) or self._take_member(peer) or self._take_newcomer(peer):
                     continue
                 before = self.workers.get(self._ranks.get(peer.name, -1))
                 if before is None:
@@ -245,6 +256,16 @@ class ServerMember:
             return False
         before.close()  # nobody is there any more
         before.succeed(peer)
+        return True
+
+    def _take_newcomer(self, peer: Peer) -> bool:
+        """Takes a worker that joins in a place without one; its word will say when it is there."""
+        rank = self._ranks.get(peer.name, -1)
+        if rank < 0 or not self.is_taken(rank):
+            return False
+        if (before := self.workers.get(rank)) is not None:
+            before.close()  # it has ended, or is about to
+        self.workers[rank] = peer
         return True
 
     def _is_reader(self, peer: Peer) -> bool:
@@ -285,11 +306,13 @@ class ServerMember:
         }
 
     def _described(self, rank: int, peer: Peer | None) -> dict[str, Any]:
+        if self.is_taken(rank):
+            never = was_never_there(self.words[rank].value)
+            about = {"rank": rank, "state": "absent" if never else "taken", "by": self.owner(rank)}
+            return about if peer is None else {**about, "pid": peer.pid}
         if peer is None:
             return {"rank": rank, "state": "expected"}
         state = "left" if self.has_left(rank) else "lost" if peer.lost else "connected"
-        if self.is_taken(rank):
-            return {"rank": rank, "state": "taken", "pid": peer.pid, "by": self.owner(rank)}
         about = {"pid": peer.pid, "address": peer.address, "transport": peer.path.transport}
         return {"rank": rank, "state": state, **about}
 
@@ -306,17 +329,18 @@ class ServerMember:
                 time.sleep(0.01)
 
     def has_left(self, rank: int) -> bool:
-        """The worker said goodbye, or it was killed and another one has its slices."""
-        return self.words[rank].value >= GOODBYE
+        """The worker said goodbye, or there is none in the place and another one has its slices."""
+        word = self.words[rank].value
+        return word >= GOODBYE and taker_in(word) != rank
 
     def is_taken(self, rank: int) -> bool:
-        """The worker was killed, and another one has its slices."""
+        """The worker was killed or has left, or never came, and another one has its slices."""
         return self.owner(rank) != rank
 
     def owner(self, rank: int) -> int:
         """Who has the slices of a worker: it, or who has them last, dead or alive."""
         word = self.words[rank].value
-        while (taker := taker_in(word)) is not None:
+        while (taker := taker_in(word)) is not None and taker != rank:
             rank, word = taker, self.words[taker].value
         return rank
 
@@ -377,3 +401,42 @@ class ServerMember:
 
 def _send(box: RemoteMailbox, data: NDArray[np.uint8], number: int) -> None:
     box.send(data, number).wait()
+
+
+class OfWorkers(Generic[Found]):
+    """What is looked up once of each worker, and once more of one that joins in its place.
+
+    Args:
+        member: the server.
+        find: looks it up.
+    """
+
+    def __init__(self, member: ServerMember, find: Callable[[Peer], Found]) -> None:
+        self._member, self._find = member, find
+        self._found: dict[int, tuple[Peer, Found]] = {}
+
+    def get(self, rank: int) -> Found | None:
+        """What was found of the worker that is there now, if it was looked up."""
+        peer, found = self._found.get(rank, (None, None))
+        return found if peer is not None and self._member.workers.get(rank) is peer else None
+
+    def find(self, rank: int) -> Found:
+        """The same; it is looked up if it was not.
+
+        Raises:
+            PeerLostError, LookupError, ...: it is not found.
+        """
+        if (known := self.get(rank)) is not None:
+            return known
+        peer = self._member.workers[rank]
+        found = self._find(peer)
+        self._found[rank] = peer, found
+        return found
+
+    def all(self) -> dict[int, Found]:
+        """What was found of the workers that are there now."""
+        return {r: found for r in list(self._found) if (found := self.get(r)) is not None}
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._found.clear()

@@ -1,8 +1,13 @@
-"""What a worker computes for others that were killed, where nobody is started in their place.
+"""What a worker computes for places without one: of workers that are gone, or never came.
 
-The launcher tells the lowest worker that lives. A thread passes it on to the servers at once, in
-the control words of the dead ones: they wait for this worker instead. The worker itself takes it to
-heart where it asks (`adopt`), between other things.
+The launcher says who has which places. A thread passes what follows from a death on to the servers
+at once, in control words: they wait for this worker instead. The worker itself takes it to heart
+where it asks (`adopt`), between other things.
+
+A change that is wanted takes place at all workers between the same two steps. The launcher asks
+all of them how many steps they have made (`prepare`); from then on none goes further than one step
+beyond. It then tells all of them behind which step they change (`plan`), and what each has from
+there on. docs/elastic.md has the messages.
 """
 
 from __future__ import annotations
@@ -10,7 +15,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError
 from tensorwire.failpoints import failpoint
@@ -20,25 +30,76 @@ from .identity import taken_by
 from .world import World
 
 
+def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
+    """Which places the workers have that are in some of them: each its own, the others evenly.
+
+    Args:
+        places: how many there are.
+        living: those that have a worker; at least one.
+    """
+    found = {rank: [rank] for rank in sorted(living)}
+    for place in range(places):
+        if place not in found:
+            found[min(found, key=lambda rank: (len(found[rank]), rank))].append(place)
+    return found
+
+
+@dataclass
+class PlannedChange:
+    """A change that takes place behind a step.
+
+    Attributes:
+        number: of the change.
+        step: behind which it is, counted from the beginning of the job.
+        mine: the places that this worker has from then on; empty: it leaves.
+        owners: whose each place is whose control word changes.
+        donor: the worker that notes where the script is, for those that join; None: nobody does.
+    """
+
+    number: int
+    step: int
+    mine: list[int]
+    owners: dict[int, int]
+    donor: int | None = None
+
+
 class Takeovers:
     """Those of one worker. One thread uses it, beside its own.
 
     Args:
         place: of the worker.
         store: to the launcher.
+        joins: it has joined a job that ran, and has no places so far.
 
     Attributes:
-        ranks: whose slices this worker computes: its own rank, and those of dead ones, in turn.
-        slices: these, its own first.
+        ranks: the places that this worker has: its own, and others, in turn.
+        slices: of these, its own first.
+        steps: that optimizers have made since the beginning of the job.
+        changes: that this worker has seen, for its report.
+        joins: as given, until it has joined.
+        is_gone: it has left by a change, and others have its places.
     """
 
-    def __init__(self, place: World, store: DescriptorStore) -> None:
+    def __init__(self, place: World, store: DescriptorStore, joins: bool = False) -> None:
         self._place, self._store = place, store
         self._told: deque[Sequence[int]] = deque()
-        self._offered: str | None = None
-        self._passing = threading.Lock()
-        self.ranks: tuple[int, ...] = (place.rank,)
-        self.slices: tuple[int, ...] = tuple(place.my_slices)
+        self._offered: tuple[str, str] | None = None
+        self._change = threading.Condition()
+        self._hold_at: int | None = None
+        self._plan: PlannedChange | None = None
+        self._go: dict[str, Any] | None = None
+        self._over = False  # the launcher is gone
+        self._tell: Callable[[int, int], None] = lambda rank, value: None
+        self.steps = 0
+        self.changes: list[dict[str, Any]] = []
+        self.joins, self.is_gone = joins, False
+        present = range(place.present or place.workers)
+        dealt = deal_places(place.workers, present) if place.takeover and not joins else {}
+        self._take(dealt.get(place.rank, [place.rank]))
+
+    def _take(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.slices = tuple(i for rank in ranks for i in self._place.slices_of(rank))
 
     @property
     def rank(self) -> int:
@@ -51,20 +112,51 @@ class Takeovers:
         return self._place.slices_of(self.rank)
 
     def start(self, tell: Callable[[int, int], None]) -> None:
-        """Begins to listen; `tell` raises the control word of a worker at all servers."""
-        name, run = "tensorwire-takeovers", self._run
-        threading.Thread(target=run, args=(tell,), name=name, daemon=True).start()
+        """Begins to listen; `tell` raises the control word of a place at all servers."""
+        self._tell = tell
+        threading.Thread(target=self._run, name="tensorwire-takeovers", daemon=True).start()
 
-    def _run(self, tell: Callable[[int, int], None]) -> None:
+    def _run(self) -> None:
         # Whoever waits for a server that is gone gets the error.
         with contextlib.suppress(TensorwireError, OSError):
             while (told := self._store.hear()) is not None:
-                lost, number = [int(rank) for rank in told["lost"]], int(told["number"])
-                self._told.append(lost)
-                for rank in lost:
-                    tell(rank, taken_by(self._place.rank, number))
-                failpoint("owner.told")
-                self._store.tell({"took": number})
+                if "lost" in told:
+                    self._hear_lost(told)
+                else:
+                    self._hear_change(told)
+        with self._change:
+            self._over = True
+            self._change.notify_all()
+
+    def _hear_lost(self, told: Mapping[str, Any]) -> None:
+        number, lost = int(told["number"]), [int(rank) for rank in told["lost"]]
+        with self._change:
+            if self._plan is not None:
+                self._plan.mine += [int(rank) for rank in told.get("next", lost)]
+            elif "next" in told:  # the change has taken place here
+                lost = [int(rank) for rank in told["next"]]
+            self._told.append(lost)
+        for rank in told.get("words", lost):
+            self._tell(int(rank), taken_by(self._place.rank, number))
+        failpoint("owner.told")
+        self._store.tell({"took": number})
+
+    def _hear_change(self, told: Mapping[str, Any]) -> None:
+        with self._change:
+            if "prepare" in told:
+                self._hold_at = self.steps + 1
+                self._store.tell({"at": self.steps, "number": told["prepare"]})
+            elif "plan" in told:
+                owners = {int(rank): int(owner) for rank, owner in told["owners"].items()}
+                self._plan = PlannedChange(
+                    int(told["plan"]), int(told["step"]), list(told["mine"]), owners, told["donor"]
+                )
+                self._hold_at = None
+            elif "cancel" in told:
+                self._hold_at = None
+            elif "go" in told:
+                self._go = dict(told)
+            self._change.notify_all()
 
     def adopt(self) -> bool:
         """From now on `ranks` and `slices` have those of all workers that were told to be dead."""
@@ -72,17 +164,90 @@ class Takeovers:
         while self._told:
             for rank in self._told.popleft():
                 if rank not in self.ranks:
-                    self.ranks, came = (*self.ranks, rank), True
-                    self.slices = (*self.slices, *self._place.slices_of(rank))
+                    self._take((*self.ranks, rank))
+                    came = True
         if came:
             failpoint("slices.adopted")
         return came
 
-    def offer(self, against: str) -> None:
-        """Others could take over this worker's slices, or could not, for a reason."""
-        if against != self._offered:
-            self._offered = against
-            self._store.tell({"offer": against})
+    # ---- changes that are wanted
+
+    def due(self) -> PlannedChange | None:
+        """Between steps: the change that takes place here, for which it may have to wait."""
+        with self._change:
+            while not self._over and self._plan is None:
+                if self._hold_at is None or self.steps < self._hold_at:
+                    return None
+                self._change.wait()
+            plan = self._plan
+            return None if plan is None or self.steps < plan.step else plan
+
+    def make(self, plan: PlannedChange, obstacle: str = "") -> bool:
+        """The change takes place; whether this worker stays.
+
+        Args:
+            plan: that is due.
+            obstacle: why nobody can join by what this worker has noted; only at the donor.
+        """
+        with self._change:
+            self._plan = None
+            self._told.clear()  # what a death gave it until now is among what it has from here on
+            mine = list(dict.fromkeys(plan.mine))
+            self.is_gone = not mine
+            if mine:
+                self._take(mine)
+        # First those who come: whoever follows words from place to place ends at one that is there.
+        for rank, owner in sorted(plan.owners.items(), key=lambda each: each[0] != each[1]):
+            self._tell(rank, taken_by(owner, plan.number))
+        self._note(plan.step, plan.owners)
+        self._store.tell({"switched": plan.number, "obstacle": obstacle})
+        failpoint("change.made")
+        return bool(mine)
+
+    def _note(self, step: int, owners: Mapping[int, int]) -> None:
+        came = [rank for rank, owner in owners.items() if rank == owner]
+        gone = [rank for rank, owner in owners.items() if rank != owner]
+        self.changes.append({"step": step, "came": sorted(came), "went": sorted(gone)})
+
+    def wait_to_join(self) -> None:
+        """A worker that joins has made its models and optimizers; returns when it is to go on.
+
+        Raises:
+            RuntimeError: it is not wanted any more.
+        """
+        self._store.tell({"ready": True})
+        failpoint("join.ready")
+        with self._change:
+            while self._go is None and not self._over:
+                self._change.wait()
+            if self._go is None:
+                raise RuntimeError("this worker was to join a job, which has ended meanwhile")
+            self._told.clear()
+            self._take([int(rank) for rank in self._go["mine"]])
+
+    def donor(self) -> NDArray[np.uint8]:
+        """The history of the worker that has noted where the others are."""
+        return self._store.map_donor()
+
+    def joined(self) -> None:
+        """It has come to where the others are."""
+        assert self._go is not None
+        self.joins = False
+        owners = {int(rank): int(owner) for rank, owner in self._go["owners"].items()}
+        self._note(int(self._go["step"]), owners)
+        self._store.tell({"joined": self._go["go"]})
+        failpoint("join.made")
+
+    # ---- what the launcher is told
+
+    def offer(self, against: str, joining: str = "") -> None:
+        """Others could take over this worker's slices, or could not, for a reason.
+
+        So could others join by what this worker has noted.
+        """
+        if (against, joining) != self._offered:
+            self._offered = against, joining
+            self._store.tell({"offer": against, "joins": joining})
 
     def saves(self, path: str) -> None:
         """A checkpoint is about to be written there; "": it is written."""

@@ -15,12 +15,13 @@ from tensorwire.errors import PeerLostError, TensorwireError, UnavailableError
 from tensorwire.memory import Node, Peer, RemoteWord
 
 from .colocation import Colocation
-from .descriptor_store import STORE, TERM, DescriptorStore
+from .descriptor_store import JOINS, STORE, TERM, DescriptorStore
 from .durable_memory import DurableMemory, open_node
 from .history import HISTORY_BYTES, POSITIONS_AT, History
 from .identity import (
     CONTROL,
     CONTROL_BYTES,
+    FAREWELL,
     GOODBYE,
     LOOPBACK,
     RESTORED,
@@ -49,7 +50,7 @@ class WorkerMember:
         colocation: which other workers are on this host.
         memory: its regions.
         history: what it has got from others; None: no process could take its place.
-        takeovers: of the slices of workers that were killed; None: there are none.
+        takeovers: of the slices of workers that are gone; None: there are none.
         without_server_s: for each server that was killed, how long this worker was without it.
     """
 
@@ -68,7 +69,7 @@ class WorkerMember:
         self._store = store
         self.takeovers = None
         if place.takeover and store is not None:
-            self.takeovers = Takeovers(place, store)
+            self.takeovers = Takeovers(place, store, joins=store.joins)
         self.servers = servers
         self.colocation = Colocation(place, node, servers)
         self.without_server_s: list[float] = []
@@ -94,11 +95,15 @@ class WorkerMember:
         node = _worker_node(place, store)
         try:
             memory, history = DurableMemory(node, store), None
-            if memory.durable and not place.takeover:
+            if memory.durable:
                 region = memory.allocate(
                     HISTORY_BYTES, name="history", access="none", progress=POSITIONS_AT
                 )
-                history = History(region, place.rank)
+                joins = store is not None and store.joins
+                if store is not None and joins:
+                    begun = History.begin_of(store.map_donor())
+                    region.array()[: len(begun)] = begun
+                history = History(region, place.rank, joins=joins, within=not place.takeover)
                 history.check()
                 if place.pipeline > 1:
                     history.refuse("its model is split over several workers")
@@ -209,11 +214,14 @@ class WorkerMember:
         self._closing.set()
         if self.node.closed:
             return
-        own = CONTROL_BYTES * self.place.rank
-        for peer, words in zip(self.servers, self._words, strict=True) if goodbye else ():
+        own, says = CONTROL_BYTES * self.place.rank, goodbye
+        if self.takeovers is not None and self.takeovers.is_gone:
+            says = False  # the others know already
+        for peer, words in zip(self.servers, self._words, strict=True) if says else ():
             # The first server that has everybody's goodbye ends; the others still wait for theirs.
             with contextlib.suppress(TensorwireError):
-                self.persist(peer, _raise_word, words.word(own), GOODBYE)
+                value = GOODBYE if self.takeovers is None else FAREWELL
+                self.persist(peer, _raise_word, words.word(own), value)
         if self._store is not None:
             self._store.leave(goodbye)
         self.node.close()
@@ -226,20 +234,24 @@ def _raise_word(word: RemoteWord, value: int) -> None:
 def _descriptor_store(rank: int, durable: bool) -> DescriptorStore | None:
     """That of the launcher, with what it keeps of a worker whose place this process takes."""
     number, term = os.environ.pop(STORE, ""), os.environ.pop(TERM, "")
+    joins = os.environ.pop(JOINS, "")
     if not number or not _is_store(int(number)):
         return None  # a process that the launcher's has started does not inherit it
     if not durable:
         os.close(int(number))
-        if term:
+        if term or joins:
             raise RuntimeError(
                 f"worker {rank} was killed, and the process that took its place says "
                 "tw.init(durable=False), which the former one did not"
             )
         return None
     store = DescriptorStore.of_descriptor(int(number))
-    if term:
+    store.joins = bool(joins)
+    if term or joins:
         store.wait_for_takeover()
-    failpoints.arm(worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""), int(term or 0))
+    failpoints.arm(
+        worker_name(rank), os.environ.get("TENSORWIRE_FAIL", ""), int(term or joins or 0)
+    )
     return store
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from .engines import MAX_WORKERS, number
 
-RANK, WORKERS, SERVERS, SLICES, DURABLE, TAKEOVER = (
+RANK, WORKERS, SERVERS, SLICES, DURABLE, TAKEOVER, PRESENT = (
     "TENSORWIRE_RANK",
     "TENSORWIRE_WORKERS",
     "TENSORWIRE_SERVERS",
     "TENSORWIRE_SLICES",
     "TENSORWIRE_DURABLE",
     "TENSORWIRE_TAKEOVER",
+    "TENSORWIRE_PRESENT",
 )
 
 
@@ -27,13 +28,15 @@ class World:
 
     Attributes:
         rank: 0 to workers - 1.
-        workers: how many.
+        workers: how many; where workers may come and go, the most that there can be.
         servers: addresses, in order; empty when the process is alone.
         slices: parts of a step, a multiple of replicas.
         pipeline: workers that share one copy of a model, consecutive ones: a replica.
         durable: a server or worker that is killed is replaced by one that has its memory.
         asked: the user has asked for that, and is told what stands against it.
-        takeover: a worker that is killed is not replaced: another one computes its slices.
+        takeover: a worker that is killed is not replaced: another one computes its slices, and
+            workers may come and go.
+        present: how many workers the job began with, the first ones; 0: all.
     """
 
     rank: int = 0
@@ -44,6 +47,7 @@ class World:
     durable: bool = False
     asked: bool = False
     takeover: bool = False
+    present: int = 0
 
     @property
     def replicas(self) -> int:
@@ -90,9 +94,11 @@ class World:
             takes == "1" and not durable
         ):
             raise ValueError(f"{TAKEOVER} is {takes!r}; it is 1 in a durable job, or 0")
+        present = _number(environ, PRESENT, str(workers), 1, workers) if takes == "1" else 0
         return World(
-            rank, workers, addresses, slices, durable=durable, asked=asked, takeover=takes == "1"
-        )
+            rank, workers, addresses, slices, durable=durable, asked=asked, takeover=takes == "1",
+            present=present,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raises ValueError if workers cannot be dealt to pipelines, or slices to replicas."""

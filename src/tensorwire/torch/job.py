@@ -39,7 +39,7 @@ from .replica.closed import ClosedReplica
 from .replica.replica import Replica
 from .saving import Saving
 from .session import Session
-from .worker_state import obstacle
+from .worker_state import tell_offer
 
 _current: Job | None = None
 
@@ -375,7 +375,7 @@ class Job:
                 session.position.begin_epoch(epoch)
                 self.session.done = epoch + 1
                 if session.taking is not None:
-                    session.taking.begin_epoch(obstacle(session, self.local_replicas))
+                    tell_offer(session, self._kept, self.local_replicas)
                 if progress is None and self.rank == 0:  # since another worker was killed
                     progress = self._progress = ProgressLine(count)
                 self.statistics.begin_epoch()
@@ -516,6 +516,8 @@ class Job:
         about: dict[str, Any] = {"workers": self.size, "slices": self.slices, "rank": self.rank}
         stores = [replica.store for replica in self.local_replicas]
         about |= {**told_of(self.session.mode, stores), "server_takeovers_s": waited}
+        if self.session.taking is not None:
+            about["worker_changes"] = self.session.taking.changes
         return self.statistics.report(about, stores, path)
 
     # ---- the end

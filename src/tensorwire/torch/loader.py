@@ -318,6 +318,11 @@ class Loader:
     ) -> Iterator[Any]:
         """As `_give`, where slices may be taken over: what comes next is known when it comes."""
         session, this, looked_at = self._session, object(), of.first_step == 0
+
+        def begin_step() -> None:
+            if session.rejoin is not None:
+                session.rejoin.begin_batch(self._name, of.number, of.given == 0)
+
         of.batches_per_step = self._accumulate
         turns = BatchTurns(
             taking,
@@ -327,6 +332,7 @@ class Loader:
             self._accumulate,
             lambda: session.my_slices,
             session.is_ahead,
+            begin_step,
         )
         planned: deque[tuple[int, int]] = deque()
         given: Iterator[Any] = iter(())

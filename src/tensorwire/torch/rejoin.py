@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorwire.failpoints import failpoint
-from tensorwire.membership import History, NoteKind
+from tensorwire.membership import History, NoteKind, Takeovers
 
 
 class Rejoin:
@@ -25,6 +25,8 @@ class Rejoin:
         rank: of the worker.
         tells: worker 0 prints why nobody can take the place of a worker, when that is so; else it
             is told when one is killed.
+        takeovers: of a worker in whose place nobody comes when it is killed: here what is noted is
+            for those that join; None: else.
 
     Attributes:
         save: what this process alone has, to be noted; the job sets these five.
@@ -35,8 +37,11 @@ class Rejoin:
         repeated: versions that were made of commits of a former process.
     """
 
-    def __init__(self, history: History, rank: int, tells: bool) -> None:
-        self._history, self._rank, self._tells = history, rank, tells
+    def __init__(
+        self, history: History, rank: int, tells: bool, takeovers: Takeovers | None = None
+    ) -> None:
+        self._history, self._rank = history, rank
+        self._takeovers, self._tells = takeovers, tells and takeovers is None
         self._loop, self._in_loop = 0, False  # of epochs
         self._stepped = False  # since the last position
         self._told = False  # that nobody can take the place of this process
@@ -63,6 +68,9 @@ class Rejoin:
     def begin_loop(self, first: int, count: int) -> range:
         """A loop of epochs begins; those that it gives out."""
         self._loop, self._in_loop = self._loop + 1, True
+        if self._takeovers is not None and self._takeovers.joins and self._loop == 1:
+            self._takeovers.wait_to_join()
+            self._history.join(self._takeovers.donor())
         there = self._history.position
         if there is None:
             self._history.begin_loop()
@@ -99,7 +107,30 @@ class Rejoin:
             if self._is_at("batch", loader, number):
                 self._reach()
         elif (first or self._stepped) and self.is_between_steps():
+            if self._takeovers is None:
+                self._mark("batch", loader, number, passing=True)
+            else:
+                self._stepped = False
+                self._history.begin_pass()
+                self._change(self._takeovers, loader, number)
+
+    def _change(self, takeovers: Takeovers, loader: str, number: int) -> None:
+        """Workers come or go here, if that is due; who is to leave ends."""
+        if (change := takeovers.due()) is None:
+            return
+        obstacle = ""
+        if change.donor == self._rank:
             self._mark("batch", loader, number, passing=True)
+            obstacle = self._history.reason
+        if not takeovers.make(change, obstacle):
+            text = f"worker {self._rank} leaves behind step {change.step}; others have its slices"
+            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+            raise SystemExit(0)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nobody could join by what this worker has noted; "" if somebody could."""
+        return self._history.reason
 
     def end_pass(self, loader: str, number: int) -> None:
         """A pass over a loader is over, or was left."""
@@ -215,3 +246,5 @@ class Rejoin:
         self._history.reach()
         self._stepped = False
         self.load(there["state"])
+        if self._takeovers is not None and self._takeovers.joins:
+            self._takeovers.joined()

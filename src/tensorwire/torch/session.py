@@ -104,7 +104,8 @@ class Session:
             if self.member.takeovers is not None:
                 self.taking = Taking(self.member.takeovers)
             if self.member.history is not None:
-                self.rejoin = Rejoin(self.member.history, world.rank, world.asked)
+                asked, takeovers = world.asked, self.member.takeovers
+                self.rejoin = Rejoin(self.member.history, world.rank, asked, takeovers)
             try:
                 self._collective = Collective(self.member)
                 seed = self._introduce(self.member, seed)
@@ -119,10 +120,13 @@ class Session:
         mine = (seed if self.rank == 0 else 0).to_bytes(_SEED_BYTES, "little", signed=True)
         mine += bytes([member.place.durable])
         told = self.gather(mine + member.colocation.introduction())
+        # In a place without a worker nobody has said anything.
+        here = [any(each) or not self._world.takeover for each in told]
         durable = [bool(each[_SEED_BYTES]) for each in told]
-        if len(set(durable)) > 1:
+        others = [rank for rank, is_here in enumerate(here) if is_here and not durable[rank]]
+        if others and any(durable):
             raise ValueError(
-                f"worker {durable.index(False)} says tw.init(durable=False), or transports "
+                f"worker {others[0]} says tw.init(durable=False), or transports "
                 f"without shm, and worker {durable.index(True)} does not: "
                 "all workers have to say the same"
             )
@@ -160,7 +164,7 @@ class Session:
     @property
     def notes(self) -> bool:
         """What happens is noted, and a process can take the place of this one."""
-        return self.rejoin is not None and self.rejoin.notes
+        return self.rejoin is not None and self.rejoin.notes and self.taking is None
 
     # ---- data
 
@@ -242,8 +246,10 @@ class Session:
             if where:
                 self.rejoin.refuse(where)
             self.rejoin.stepped(repeated)
-        if self.taking is not None and where:
-            self.taking.refuse(where)
+        if self.taking is not None:
+            self.taking.stepped()
+            if where:
+                self.taking.refuse(where)
         self.statistics.step(result)
         self.position.stepped()
         self._used = self.batches
@@ -278,6 +284,8 @@ class Session:
             "statistics": self.statistics.noted(),
             "server_takeovers_s": [] if self.member is None else list(self.member.without_server_s),
             "paces": self._paces(),
+            "steps": 0 if self.taking is None else self.taking.steps,
+            "changes": [] if self.taking is None else self.taking.changes,
             **self.counts(),
         }
 
@@ -296,9 +304,14 @@ class Session:
         self.epoch, self.done, self.batches = saved["epoch"], saved["done"], saved["batches"]
         self.batch_samples, self._used = saved["batch_samples"], self.batches
         self.position.made_steps = saved["made_steps"]
-        self.statistics.go_on(saved["statistics"])
+        if self.taking is None:  # else it is of another worker
+            self.statistics.go_on(saved["statistics"])
+        else:
+            self.taking.steps = saved["steps"]
+            self.taking.changes[:0] = saved["changes"]
         if self.member is not None:
-            self.member.without_server_s[:0] = saved["server_takeovers_s"]
+            if self.taking is None:
+                self.member.without_server_s[:0] = saved["server_takeovers_s"]
         if self._collective is not None:
             self._collective.go_on(saved["sums"])
         for store, version in zip(self._stores, saved["versions"], strict=True):

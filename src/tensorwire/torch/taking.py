@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Taking:
         due: slices that need a batch before there is a version; the first one is next.
         commits: how often a slice was committed.
         weight: samples of the slice that was committed last.
+        steps: that optimizers have made, since the beginning of the job.
         present: the slice of the batch that the loader has given last; None: there is none.
     """
 
@@ -38,7 +40,7 @@ class Taking:
         self._given_at = 0  # after so many commits
         # Torch's random numbers behind the slices of the worker for which this one acts.
         self._random: torch.Tensor | None = None
-        self._reason = ""
+        self._reason = self._joining = ""
         self._stepped: tuple[int, object] = -1, None  # with which batch, and what
 
     @property
@@ -105,8 +107,10 @@ class Taking:
                 "belongs to a whole step 'if job.step_complete:', and leave the loop only then"
             )
 
-    def begin_epoch(self, against: str) -> None:
+    def begin_epoch(self, against: str, joining: str) -> None:
         """From now on others could take over the slices of this worker, or not for a reason.
+
+        And others could join by what it notes, or not.
 
         Raises:
             RuntimeError: see `check`.
@@ -115,17 +119,36 @@ class Taking:
         if against:
             self.refuse(against)
         else:
-            self._takeovers.offer(self._reason)
+            self._joining = joining
+            self._takeovers.offer(self._reason, joining)
 
     def refuse(self, reason: str) -> None:
         """Nobody could take over the slices of a worker; worker 0 says so."""
         if self._reason:
             return
         self._reason = reason
-        self._takeovers.offer(reason)
+        self._takeovers.offer(reason, self._joining)
         if self._takeovers.rank == 0:
             text = f"the slices of a worker that is killed are not taken over, as {reason}"
             print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+
+    @property
+    def steps(self) -> int:
+        """See the class."""
+        return self._takeovers.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._takeovers.steps = steps
+
+    def stepped(self) -> None:
+        """An optimizer has made a version."""
+        self._takeovers.steps += 1
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Which workers came and went behind which step, as far as this one has seen it."""
+        return self._takeovers.changes
 
     def saves(self, path: str) -> None:
         """A checkpoint is being written there; "": it is written."""
@@ -143,6 +166,7 @@ class BatchTurns:
         together: how many of them a slice accumulates, as far as the loader was told.
         slices: of this worker at present.
         is_ahead: somebody has committed a slice for the next version.
+        begin_step: called before the first batch of a step is chosen.
     """
 
     def __init__(
@@ -154,7 +178,9 @@ class BatchTurns:
         together: int,
         slices: Callable[[], Sequence[int]],
         is_ahead: Callable[[int], bool],
+        begin_step: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begin_step = begin_step
         self._taking, self._samples = taking, samples
         self._steps, self._first, self._together = steps, first, together
         self._slices, self._is_ahead = slices, is_ahead
@@ -185,6 +211,7 @@ class BatchTurns:
             return self._again.pop(0)
         if self._at < self._steps:
             if self._slice is None:
+                self._begin_step()
                 self._slice = taking.first_slice(self._is_ahead)
             self._at += 1
             return self._at - 1, self._slice

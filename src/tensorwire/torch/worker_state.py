@@ -135,20 +135,34 @@ class WorkerState:
 
     def _check_kept(self) -> None:
         """Raises RuntimeError if what changes steps was not kept."""
-        kept = [thing for thing in self._kept.values() if not isinstance(thing, dict | list)]
-        missing = ""
-        for replica in self._replicas:
-            scheduled = any("initial_lr" in group for group in replica.optimizer.param_groups)
-            known = [getattr(thing, "optimizer", None) for thing in kept]
-            if scheduled and all(each is not replica.optimizer for each in known):
-                missing = "a learning rate scheduler: job.keep(scheduler=…)"
-            if replica.was_scaled and not any(hasattr(thing, "get_scale") for thing in kept):
-                missing = "a GradScaler: job.keep(scaler=…)"
-        if missing:
+        if missing := missing_kept(self._kept, self._replicas):
             raise RuntimeError(
                 f"worker {self._session.rank} was killed, and no other process can take its place: "
                 f"the script has not kept {missing}. {_GOES_ON}"
             )
+
+
+def missing_kept(kept: Mapping[str, Any], replicas: Sequence[Replica]) -> str:
+    """What changes steps and was not named to `job.keep`; "" if nothing is known."""
+    things = [thing for thing in kept.values() if not isinstance(thing, dict | list)]
+    missing = ""
+    for replica in replicas:
+        scheduled = any("initial_lr" in group for group in replica.optimizer.param_groups)
+        known = [getattr(thing, "optimizer", None) for thing in things]
+        if scheduled and all(each is not replica.optimizer for each in known):
+            missing = "a learning rate scheduler: job.keep(scheduler=…)"
+        if replica.was_scaled and not any(hasattr(thing, "get_scale") for thing in things):
+            missing = "a GradScaler: job.keep(scaler=…)"
+    return missing
+
+
+def tell_offer(session: Session, kept: Mapping[str, Any], replicas: Sequence[Replica]) -> None:
+    """An epoch begins: whether workers may go and come is told to the launcher."""
+    assert session.taking is not None
+    joining = "nothing is noted" if session.rejoin is None else session.rejoin.obstacle
+    if not joining and (missing := missing_kept(kept, replicas)):
+        joining = f"the script has not kept {missing}"
+    session.taking.begin_epoch(obstacle(session, replicas), joining)
 
 
 def obstacle(session: Session, replicas: Sequence[Replica]) -> str:

@@ -28,8 +28,8 @@ from .opening import Opening
 class Contributor:
     """A worker of a slice's pipeline: it makes one commit of every version.
 
-    It has no `peer` if it had left before this server took another one's place. The `units` are
-    words of what follows a commit over a network. The `blocks` tell where pooled gradients are;
+    Its `peer` is that of when the store was opened; None: it had left, or never came. The `units`
+    are words of what follows a commit over a network. The `blocks` tell where pooled gradients are;
     None where there can be none.
     """
 
@@ -179,7 +179,7 @@ class Gatherer:
 
     def _wait_for(self, contributor: Contributor, rank: int, version: int) -> None:
         """Waits for a commit, which this worker makes."""
-        peer = contributor.peer if rank == contributor.rank else self._member.workers.get(rank)
+        peer = self._member.workers.get(rank)
         try:
             while True:
                 try:

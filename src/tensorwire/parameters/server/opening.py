@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Opening:
         self._allocated: list[Region] = []
         workers = member.workers.items()
         self.mapped = {rank for rank, peer in workers if peer.path.transport == "shm"}
+        # Who comes later comes by shm, or not at all.
+        self.mapped |= {r for r in range(member.count) if r not in member.workers}
         self.descriptions = self._find_descriptions(number)
         self.spec = spec = agreed(self.descriptions)
         self.committers = committers_of(spec, member.count)
@@ -89,7 +91,8 @@ class Opening:
         memory = region.array()
         size = memory[:8].view(np.int64)
         if size[0] == 0:
-            texts = [text.decode() for text in _read_descriptions(member, number)]
+            found = _read_descriptions(member, number)
+            texts = {str(rank): text.decode() for rank, text in found.items()}
             told = zlib.compress(
                 json.dumps({"texts": texts, "mapped": sorted(self.mapped)}).encode(), 1
             )
@@ -97,9 +100,10 @@ class Opening:
                 raise ValueError(f"the descriptions of a store have {len(told)} bytes, too many")
             memory[8 : 8 + len(told)] = np.frombuffer(told, np.uint8)
             size[0] = len(told)
-        found = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
-        self.mapped = set(found["mapped"])
-        return _parsed([text.encode() for text in found["texts"]], servers)
+        kept = json.loads(zlib.decompress(memory[8 : 8 + int(size[0])].data))
+        self.mapped = set(kept["mapped"])
+        described = {int(rank): text.encode() for rank, text in kept["texts"].items()}
+        return _parsed(described, servers)
 
     def allocate(
         self, kind: RegionKind, which: int | str | None = None, size_bytes: int | None = None
@@ -145,12 +149,12 @@ class Opening:
         self._allocated.clear()
 
 
-def _read_descriptions(member: ServerMember, number: int) -> list[bytes]:
-    found = []
+def _read_descriptions(member: ServerMember, number: int) -> dict[int, bytes]:
     name = region_name(number, RegionKind.SPEC)
-    for _, peer in sorted(member.workers.items()):
-        found.append(member.persist(peer, _read_all, peer, name))
-    return found
+    return {
+        rank: member.persist(peer, _read_all, peer, name)
+        for rank, peer in sorted(member.workers.items())
+    }
 
 
 def _read_all(peer: Peer, name: str) -> bytes:
@@ -160,10 +164,10 @@ def _read_all(peer: Peer, name: str) -> bytes:
     return data.tobytes()
 
 
-def _parsed(texts: Sequence[bytes], servers: int) -> dict[int, Description]:
+def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
     """What each worker has described of a store; ValueError names the worker that sent no such."""
     found = {}
-    for rank, text in enumerate(texts):
+    for rank, text in texts.items():
         try:
             found[rank] = Description.from_json(text, servers)
         except ValueError as error:

@@ -74,7 +74,9 @@ def serve(
         make_kernel = make_kernels(options)
         options_of_node = {"listen": options.listen, "advertise": options.advertise}
         with open_node(name, store, **options_of_node) as node:
-            member = ServerMember(options.index, options.workers, node, options.count, store, term)
+            member = ServerMember(
+                options.index, options.workers, node, options.count, store, term, options.present
+            )
             member.connect(tuple(filter(None, options.servers.split(","))))
             # Before anybody knows the address: workers look for it at once.
             collective = CollectiveServer(member) if options.index == 0 else None
@@ -108,6 +110,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--index", type=int, default=0, help="place among the servers, from 0")
     parser.add_argument("--workers", type=int, default=1, help="how many workers there are")
+    parser.add_argument("--present", type=int, default=None, help="with how many the job begins")
     parser.add_argument("--count", type=int, default=None, help="how many servers there are")
     parser.add_argument("--servers", default="", help="addresses of the servers before this one")
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")

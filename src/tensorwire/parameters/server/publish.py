@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ClosedError, PeerLostError, TensorwireError
-from tensorwire.membership import ServerMember
+from tensorwire.membership import OfWorkers, ServerMember
 from tensorwire.memory import Mailbox, Peer, RemoteMailbox, RemoteRegion, Transfer
 from tensorwire.transitions import NORMS
 from tensorwire.walk import Walk
@@ -240,25 +240,24 @@ class Results:
 
     def __init__(self, member: ServerMember, number: int) -> None:
         self._member, self._name = member, region_name(number, RegionKind.RESULT)
-        self._mailboxes: dict[int, RemoteMailbox] = {}
+        self._mailboxes = OfWorkers[RemoteMailbox](member, self._mailbox)
         self._over = False
         self._sending = threading.Lock()  # a result must not follow the message that all is over
 
     def tell_opened(self) -> None:
         """Tells every worker that the store is open; PeerLostError if one of them is gone."""
         mailboxes = self._find()
-        if len(mailboxes) < self._member.count:
+        if any(r not in mailboxes and not self._is_over(r) for r in range(self._member.count)):
             raise PeerLostError("a worker left while a store was opened")
         for mailbox in mailboxes.values():
             mailbox.send(Result(1).to_bytes(), 1).wait(30.0)
 
     def tell_again(self, version: int, data: Bytes) -> None:
         """Tells workers that are there what a predecessor has told some of them, or none."""
-        for rank, peer in self._member.workers.items():
-            if rank not in self._mailboxes:
-                with contextlib.suppress(LookupError, TensorwireError):
-                    self._mailboxes[rank] = self._member.persist(peer, self._mailbox, peer)
-        self._member.tell_workers(self._mailboxes, data, version)
+        for rank, peer in list(self._member.workers.items()):
+            with contextlib.suppress(LookupError, TensorwireError):
+                self._member.persist(peer, self._mailboxes.find, rank)
+        self._member.tell_workers(self._living(), data, version)
 
     def tell(self, result: Result) -> None:
         """Tells every worker that a version is in place; ClosedError if they know of the end."""
@@ -266,7 +265,18 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            self._member.tell_workers(self._mailboxes, data, result.version)
+            for rank, peer in list(self._member.workers.items()):
+                if not self._is_over(rank):  # who has committed has the region
+                    with contextlib.suppress(PeerLostError):
+                        self._member.persist(peer, self._mailboxes.find, rank)
+            self._member.tell_workers(self._living(), data, result.version)
+
+    def _is_over(self, rank: int) -> bool:
+        """Nobody is in the place, so that nobody is told."""
+        return self._member.is_taken(rank)
+
+    def _living(self) -> dict[int, RemoteMailbox]:
+        return {r: box for r, box in self._mailboxes.all().items() if not self._is_over(r)}
 
     def answer(self, rank: int, number: int, data: bytes, after: list[Transfer]) -> None:
         """Tells one worker, behind transfers that are under way; adds what is sent to these."""
@@ -274,7 +284,7 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            sent = self._mailboxes[rank].send(told, number, after or None)
+            sent = self._mailboxes.find(rank).send(told, number, after or None)
         after.append(sent)
 
     def answer_surely(self, rank: int, number: int, data: bytes) -> None:
@@ -282,17 +292,16 @@ class Results:
         with self._sending:
             if self._over:
                 raise ClosedError("the job is over")
-            boxes = {rank: self._mailboxes[rank]}
+            boxes = {rank: self._mailboxes.find(rank)}
             self._member.tell_workers(boxes, np.frombuffer(data, np.uint8), number)
 
     def answer_again(self, rank: int, number: int, data: bytes) -> None:
         """Tells one worker, if it is there, what a predecessor has told it or not."""
         if (peer := self._member.workers.get(rank)) is None:
             return
-        if rank not in self._mailboxes:
-            with contextlib.suppress(LookupError, TensorwireError):
-                self._mailboxes[rank] = self._member.persist(peer, self._mailbox, peer)
-        if rank in self._mailboxes:
+        with contextlib.suppress(LookupError, TensorwireError):
+            self._member.persist(peer, self._mailboxes.find, rank)
+        if self._mailboxes.get(rank) is not None:
             with contextlib.suppress(PeerLostError):  # it has left
                 self.answer_surely(rank, number, data)
 
@@ -317,8 +326,8 @@ class Results:
 
     def _find(self) -> dict[int, RemoteMailbox]:
         """Looks for the regions of workers that are there; the mailboxes of all that were found."""
-        for rank, peer in self._member.workers.items():
-            if rank not in self._mailboxes and not peer.lost:
+        for rank, peer in list(self._member.workers.items()):
+            if not peer.lost:
                 with contextlib.suppress(LookupError, TensorwireError):
-                    self._mailboxes[rank] = self._mailbox(peer)
-        return self._mailboxes
+                    self._mailboxes.find(rank)
+        return self._mailboxes.all()

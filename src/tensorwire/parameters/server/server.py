@@ -15,7 +15,14 @@ from itertools import count
 from typing import Any
 
 from tensorwire.errors import PeerLostError, TensorwireError, TimeoutError
-from tensorwire.membership import GOODBYE, CollectiveServer, ServerMember, called
+from tensorwire.membership import (
+    FAREWELL,
+    GOODBYE,
+    CollectiveServer,
+    ServerMember,
+    called,
+    was_never_there,
+)
 from tensorwire.transitions import END, OPENING
 from tensorwire.walk import Walk
 
@@ -166,26 +173,30 @@ class Server:
             self.member.tell_readers(list(self._described()))
             if self.door is not None:
                 self.door.tell(lambda: list(self._described()))
-            words = [word.value for word in self.member.words]
-            if all(word >= GOODBYE for word in words):
+            if self.member.all_left():
                 return False
-            if all(value <= word < GOODBYE for word in words):
+            # In a place without a worker from the beginning nobody wants anything.
+            found = {rank: word.value for rank, word in enumerate(self.member.words)}
+            words = {rank: word for rank, word in found.items() if not was_never_there(word)}
+            if all(value <= word < GOODBYE for word in words.values()):
                 return True
             # Opened by a predecessor of this server, when nobody had left or was killed.
-            if self._was_opened(value - 1) and all(value <= word for word in words):
+            if self._was_opened(value - 1) and all(value <= word for word in words.values()):
                 return True
-            wants = next((r for r, w in enumerate(words) if value <= w < GOODBYE), None)
-            left = next((rank for rank, word in enumerate(words) if word >= GOODBYE), None)
-            if wants is not None and left is not None and self.member.is_taken(left):
-                owner = self.member.owner(left)
+            wants = next((r for r, w in words.items() if value <= w < GOODBYE), None)
+            left = next((rank for rank, word in words.items() if word >= GOODBYE), None)
+            if wants is not None and left is not None and found[left] not in (GOODBYE, FAREWELL):
                 raise DisagreementError(
-                    f"worker {left} was killed and worker {owner} computes its slices, so that no "
+                    f"worker {left} was killed, drained or added since the job began, so that no "
                     "optimizer can be made or get other groups any more: make all of them before "
                     "job.epochs, or run the job without --no-restart-workers"
                 )
             if wants is not None and left is not None:
                 raise DisagreementError(f"worker {left} has left while others make an optimizer")
-            rank = next(rank for rank, word in enumerate(words) if word < value)
+            rank = next((rank for rank, word in words.items() if word < value), -1)
+            if rank < 0:  # all have come or go, and some are there
+                time.sleep(0.1)
+                continue
             late = self.member.words[rank]
             try:
                 late.wait_until(value, 0.25)

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.errors import ClosedError, StaleHandleError, TensorwireError, TimeoutError
-from tensorwire.memory import Mailbox, Region, RemoteMailbox, mailbox_bytes
+from tensorwire.membership import OfWorkers
+from tensorwire.memory import Mailbox, Peer, Region, RemoteMailbox, mailbox_bytes
 from tensorwire.transitions import LENDING, SNAPSHOT
 from tensorwire.walk import Walk
 
@@ -110,7 +111,7 @@ class Snapshots:
         self._answered = [0] * count  # by rank, the number of the request
         self.pauses, self._pausing = Pauses(opening), [0] * count
         self.ask_pause: Callable[[int, int], None] = lambda rank, number: None
-        self._outboxes: dict[int, RemoteMailbox] = {}
+        self._outboxes = OfWorkers[RemoteMailbox](self._member, self._find_reply)
         # Those of a predecessor go on; what it was about to make or to free is not kept.
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
         self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
@@ -204,13 +205,13 @@ class Snapshots:
         """Answers a worker. For one that is gone a process in its place asks anew."""
         rank = asked.rank
         with contextlib.suppress(TensorwireError, LookupError):
-            if rank not in self._outboxes:
-                peer = self._member.workers[rank]
-                name = self._opening.regions.name(RegionKind.REPLY)
-                block = reply_block(self._member.index)
-                self._outboxes[rank] = RemoteMailbox(peer.region(name, _FIND_S)[block])
-            self._outboxes[rank].send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
+            outbox = self._outboxes.find(rank)
+            outbox.send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
             self._answered[rank] = asked.number
+
+    def _find_reply(self, worker: Peer) -> RemoteMailbox:
+        name, block = self._opening.regions.name(RegionKind.REPLY), reply_block(self._member.index)
+        return RemoteMailbox(worker.region(name, _FIND_S)[block])
 
     def _free_asked(self, asked: Asked) -> None:
         """Idempotent, as a successor of this process does it again; so is what makes one."""

@@ -78,7 +78,8 @@ class RemoteStore:
         self._allocate(RegionKind.SPEC, len(text)).array()[:] = np.frombuffer(text, np.uint8)
         self._answers = Answers(member, result)
         member.tell(number + 1)
-        self._answers.wait_opened()
+        if member.takeovers is None or not member.takeovers.joins:  # else it was, long since
+            self._answers.wait_opened()
 
         shares = layout.deal(len(servers))
         regions = [ServerRegions(number, shares, server) for server in range(len(servers))]
@@ -96,6 +97,8 @@ class RemoteStore:
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
         durable = {"durable": self._history is not None}
+        # Nobody takes the place of a worker that is taken over from: its commits are not noted.
+        noted = {"durable": self._history is not None and member.takeovers is None}
         self._send_commit = Walk[RemoteStore, _Sending](
             COMMIT,
             {
@@ -104,7 +107,7 @@ class RemoteStore:
                 "commit.begun": RemoteStore._send_first,
                 "commit.sent": RemoteStore._send_others,
             },
-            durable,
+            noted,
         )
         self._get_result = Walk[RemoteStore, _Awaited](
             RESULT,
@@ -273,6 +276,8 @@ class RemoteStore:
         takeovers, version = self._member.takeovers, self.version + 1
         if takeovers is None:
             return self._slices
+        if takeovers.joins:  # what it goes through the others have made
+            return ()
         takeovers.adopt()
         found = []
         for index in takeovers.slices:
@@ -285,7 +290,7 @@ class RemoteStore:
         return found
 
     def due(self, again: Callable[[int], None] | None = None) -> Sequence[int]:
-        if self._member.takeovers is None:
+        if self._member.takeovers is None or self._member.takeovers.joins:
             return ()
         while True:
             missing = self.missing()

@@ -1,0 +1,118 @@
+"""`tensorwire scale`: changes a running job while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from tensorwire.command import Command
+from tensorwire.errors import TimeoutError
+from tensorwire.launch import ScaleError, ask_launcher
+from tensorwire.membership import LoggedJob, RunningServer, logged_jobs, running_servers
+
+
+@click.command(cls=Command, short_help="Change the number of workers of a running job.")
+@click.option(
+    "--workers", "-w", type=int, metavar="N", help="How many workers the job is to have, from 1."
+)
+@click.option(
+    "--drain",
+    type=int,
+    multiple=True,
+    metavar="RANK",
+    help="A worker that is to leave, where there are to be fewer; may be given several times. "
+    "Default: those with the highest ranks.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=300.0,
+    metavar="SECONDS",
+    help="Until it is done (default 300); then it is taken back.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+@click.argument("address", required=False)
+def scale(
+    workers: int | None,
+    drain: tuple[int, ...],
+    timeout_s: float,
+    as_json: bool,
+    address: str | None,
+) -> None:
+    """Change the number of workers of a job of `tensorwire run`, while it trains.
+
+    Results have the bits of the undisturbed run (docs/elastic.md). It returns when the change is
+    made. Ctrl-C takes it back, if it is not made by then.
+
+    ADDRESS is that of one of the job's servers, "host:port", as `tensorwire status` shows it;
+    without it, it is the only job of this user on this host.
+
+    \b
+    Four workers from now on:
+        tensorwire scale --workers 4
+
+    \b
+    Without worker 0, of three:
+        tensorwire scale --workers 2 --drain 0
+    """  # noqa: D301 (\b is what click reads)
+    if workers is None:
+        raise click.UsageError("say what is to change: --workers N")
+    if not timeout_s > 0:
+        raise click.UsageError(f"--timeout is {timeout_s:g}; seconds are needed")
+    asked: dict[str, Any] = {"workers": {"count": workers, "drain": sorted(set(drain))}}
+    job = _find(address, [each for each in logged_jobs() if each.running])
+    if not job.control:
+        raise click.ClickException(
+            f"the job at {job.addresses[0]} hears no tensorwire scale: only jobs of tensorwire run "
+            "do, when their workers are started"
+        )
+
+    def show(text: str) -> None:
+        click.echo(text, err=True)
+
+    try:
+        outcome = ask_launcher(job.control, _secret_of(job), asked, timeout_s, show)
+    except (ScaleError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(outcome))
+        return
+    for each in outcome.values():
+        click.echo(each["text"])
+
+
+def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
+    """The job that is meant, which runs."""
+    if address is not None:
+        found = [job for job in jobs if address in job.addresses]
+        if not found:
+            raise click.ClickException(
+                f"no job of this user on this host has a server at {address}; tensorwire status "
+                "lists them"
+            )
+    else:
+        found = [job for job in jobs if job.addresses]
+        if not found:
+            raise click.ClickException("no job of this user runs on this host")
+        if len(found) > 1:
+            known = ", ".join(f"{job.addresses[0]} ({job.command})" for job in found)
+            raise click.ClickException(f"several jobs run, say which one by its address: {known}")
+    return found[0]
+
+
+def _secret_of(job: LoggedJob) -> bytes:
+    servers = [each for each in running_servers() if each.address in job.addresses]
+    if not servers:
+        raise click.ClickException("the servers of the job do not run at present; try again")
+    return _secret(servers[0])
+
+
+def _secret(server: RunningServer) -> bytes:
+    if server.secret_file:
+        with open(server.secret_file, "rb") as file:
+            return file.read().strip()
+    return os.fsencode(server.secret)

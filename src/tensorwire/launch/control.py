@@ -1,0 +1,269 @@
+"""Where programs of this user ask the launcher of a running job for something: a unix socket.
+
+Who connects gets a number that is used once, and shows by it that it knows the job's secret. It
+asks with one message, hears lines on how far it is, and then the outcome or an error; the messages
+are in docs/launch.md. Knows no job: what is asked is done in scaling.py. Nothing here blocks but
+`ask_launcher`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.membership import PEER_CREDENTIALS, runtime_folder
+
+_MOST_CLIENTS = 64
+_LONGEST = 1 << 16
+_PURPOSE = b"tensorwire: ask the launcher of a job"
+_ANSWER_S = 10.0  # of a launcher that is asked to take something back
+
+
+class ScaleError(Exception):
+    """What is asked cannot be done, or was not; the text says why, and what to do."""
+
+
+def proof_of(secret: bytes, nonce: str) -> str:
+    """What shows that somebody knows a job's secret, who was given `nonce`."""
+    return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
+
+
+class Client:
+    """Somebody who has connected to the door.
+
+    Attributes:
+        message: what it asks; None so far.
+        cancelled: it wants it no more, or is gone.
+    """
+
+    def __init__(self, channel: socket.socket, secret: bytes) -> None:
+        self._channel, self._secret = channel, secret
+        self._nonce = secrets.token_hex(16)
+        self.message: dict[str, Any] | None = None
+        self.cancelled = False
+        self._send({"nonce": self._nonce})
+
+    @property
+    def descriptor(self) -> int:
+        """The socket; -1 when it is closed."""
+        return self._channel.fileno()
+
+    def say(self, text: str) -> None:
+        """A line on how far it is."""
+        self._send({"says": text})
+
+    def finish(self, outcome: dict[str, Any]) -> None:
+        """What was asked is done."""
+        self._send({"done": outcome})
+        self.close()
+
+    def refuse(self, text: str) -> None:
+        """It is not done, for a reason."""
+        self._send({"error": text})
+        self.close()
+
+    def close(self) -> None:
+        """It is heard no more."""
+        self._channel.close()
+
+    def hear(self) -> bool:
+        """Reads what it says; whether that is what it asks, the first time."""
+        try:
+            data = self._channel.recv(_LONGEST)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.cancelled = True
+            self.close()
+            return False
+        try:
+            told = json.loads(data)
+            if self.message is not None:
+                self.cancelled = bool(told["cancel"])
+                return False
+            asked, proof = told["ask"], told["proof"]
+            proven = hmac.compare_digest(str(proof), proof_of(self._secret, self._nonce))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.refuse("the launcher does not understand this: is the command of its version?")
+            return False
+        if not proven:
+            self.refuse("this is not the secret of the job")
+        elif not isinstance(asked, dict):
+            self.refuse("nothing is asked for")
+        else:
+            self.message = asked
+            return True
+        return False
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # Who does not read is told nothing more; it hears of that when it reads.
+        with contextlib.suppress(OSError):
+            self._channel.send(json.dumps(message).encode(), socket.MSG_NOSIGNAL)
+
+
+class ControlDoor:
+    """The socket; its name is there until `close`.
+
+    Args:
+        secret: of the job.
+
+    Attributes:
+        path: of the socket.
+        descriptor: ready for reading when `requests` has something to do.
+
+    Raises:
+        UnavailableError, OSError: nobody can listen there.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        folder = runtime_folder()
+        _remove_left(folder)
+        self.path = folder / f"control-{os.getpid()}"
+        self._clients: dict[int, Client] = {}
+        self._epoll = select.epoll()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.path.unlink(missing_ok=True)  # of a process that had this number
+            self._listener.bind(os.fspath(self.path))
+            self.path.chmod(0o600)
+            self._listener.listen()
+            self._listener.setblocking(False)
+            self._epoll.register(self._listener, select.EPOLLIN)
+        except BaseException:
+            self.close()
+            raise
+        self.descriptor = self._epoll.fileno()
+
+    def requests(self) -> Iterator[Client]:
+        """Who asks for something, and knows the secret."""
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif (client := self._clients.get(descriptor)) is not None:
+                if client.hear():
+                    yield client
+                if client.descriptor < 0:
+                    self.forget(client)
+
+    def forget(self, client: Client) -> None:
+        """Nothing more is heard of it; what it is told it still gets."""
+        for descriptor, each in list(self._clients.items()):
+            if each is client:
+                with contextlib.suppress(OSError, ValueError):  # it is closed
+                    self._epoll.unregister(descriptor)
+                del self._clients[descriptor]
+
+    def close(self) -> None:
+        """Removes the name. Who waits finds out. May be called again."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self._epoll.close()
+        if self._listener.fileno() >= 0:
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        try:
+            came, _ = self._listener.accept()
+        except OSError:  # it has gone again, or this process may open no more files
+            return
+        came.setblocking(False)
+        told = came.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+        if PEER_CREDENTIALS.unpack(told)[1] != os.geteuid():
+            came.close()
+            return
+        for client in [each for each in self._clients.values() if each.message is None]:
+            if len(self._clients) >= _MOST_CLIENTS:  # who says nothing makes room for others
+                self.forget(client)
+                client.close()
+        self._clients[came.fileno()] = Client(came, self._secret)
+        self._epoll.register(came, select.EPOLLIN)
+
+
+def ask_launcher(
+    path: str,
+    secret: bytes,
+    message: dict[str, Any],
+    timeout_s: float,
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Asks the launcher of a job for something, and waits until it is done.
+
+    After the timeout, or an interrupt, the launcher is told to take it back, and what comes of that
+    is the answer.
+
+    Args:
+        path: of its socket.
+        secret: of the job.
+        message: what is asked for; see docs/launch.md.
+        timeout_s: until it is done.
+        show: is given lines on how far it is.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        ScaleError: it is not done.
+        UnavailableError: the launcher does not listen, or has ended.
+        TimeoutError: it was not done in time, and is taken back.
+    """
+    deadline, late, interrupted = time.monotonic() + timeout_s, False, False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        try:
+            channel.settimeout(min(timeout_s, _ANSWER_S))
+            channel.connect(path)
+            nonce = json.loads(channel.recv(_LONGEST))["nonce"]
+            channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"the launcher of the job does not answer: {error}") from error
+        while True:
+            channel.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                data = channel.recv(_LONGEST)
+            except (builtins.TimeoutError, KeyboardInterrupt) as error:
+                if late:
+                    text = "it cannot be known what has become of it: tensorwire status shows it"
+                    raise TimeoutError(f"the launcher does not answer; {text}") from error
+                late, interrupted = True, isinstance(error, KeyboardInterrupt)
+                with contextlib.suppress(OSError):
+                    channel.send(json.dumps({"cancel": True}).encode())
+                deadline = time.monotonic() + _ANSWER_S
+                continue
+            except OSError:
+                data = b""
+            told: dict[str, Any] = (
+                json.loads(data) if data else {"error": "the job has ended meanwhile"}
+            )
+            if "says" in told:
+                show(str(told["says"]))
+            elif "done" in told:
+                outcome: dict[str, Any] = told["done"]
+                return outcome
+            elif late and not interrupted:
+                raise TimeoutError(f"not done within {timeout_s:g} s: {told['error']}")
+            else:
+                raise ScaleError(str(told["error"]))
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes the names that killed launchers have left there."""
+    for path in folder.glob("control-*"):
+        pid = path.name.removeprefix("control-")
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,155 @@
+"""What `tensorwire scale` asks of a running job: heard at the door, carried out one at a time.
+
+Each part of a request, such as "workers", has a handler of its own, which does it. Here is what all
+of them need: one request at a time, its end by an outcome or an error, and that who has asked may
+go away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from tensorwire.launch.control import Client, ControlDoor, ScaleError
+
+_LOOK_S = 0.5  # how long a change may stand still before it is looked at again
+
+
+class Handler(Protocol):
+    """Carries out one part of a request; at most one is under way."""
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Checks it, and begins.
+
+        Args:
+            asked: this part of the request.
+            say: tells who has asked how far it is.
+
+        Raises:
+            ScaleError: it cannot be done; nothing has changed.
+        """
+
+    def tend(self) -> dict[str, Any] | None:
+        """Goes on with what is under way, without waiting; the outcome when it is done.
+
+        Raises:
+            ScaleError: it cannot be done after all.
+        """
+
+    def cancel(self, why: str) -> None:
+        """Takes back what is under way, if that is still possible; `tend` tells which it was."""
+
+
+class Scaling:
+    """The requests of one job.
+
+    Args:
+        handlers: by the name of the part of a request that each carries out.
+        reason_against: why nothing can be changed now; "" if it can.
+        note: writes a line into the log of the job.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        reason_against: Callable[[], str],
+        note: Callable[..., None],
+    ) -> None:
+        self._handlers, self._reason_against, self._note = handlers, reason_against, note
+        self._door: ControlDoor | None = None
+        self._client: Client | None = None
+        self._waiting: list[tuple[str, Mapping[str, Any]]] = []  # parts that come next
+        self._present: Handler | None = None
+        self._outcome: dict[str, Any] = {}
+
+    def open(self, secret: bytes) -> None:
+        """Begins to listen.
+
+        Raises:
+            UnavailableError, OSError: there is no place for the door.
+        """
+        self._door = ControlDoor(secret)
+        self._note("control", path=str(self._door.path))
+
+    def close(self) -> None:
+        """The job is over. May be called again."""
+        if self._client is not None:
+            self._end("the job has ended meanwhile")
+        if self._door is not None:
+            self._door.close()
+
+    def descriptors(self) -> Iterator[int]:
+        """What is waited for."""
+        if self._door is not None:
+            yield self._door.descriptor
+
+    def times(self) -> Iterator[float]:
+        """When `tend` is to be called at the latest."""
+        if self._client is not None:
+            yield time.monotonic() + _LOOK_S
+
+    def tend(self, ready: set[int]) -> None:
+        """Hears requests, and goes on with the present one."""
+        if self._door is None:
+            return
+        for client in self._door.requests() if self._door.descriptor in ready else ():
+            self._take(client)
+        if self._client is None:
+            return
+        try:
+            if self._client.cancelled and self._present is not None:
+                self._present.cancel("it was cancelled by who had asked for it")
+            elif (why := self._reason_against()) and self._present is not None:
+                self._present.cancel(why)
+            self._go_on()
+        except ScaleError as error:
+            self._end(str(error))
+
+    def _take(self, client: Client) -> None:
+        asked = client.message or {}
+        unknown = sorted(asked.keys() - self._handlers.keys())
+        if self._client is not None:
+            why = "another tensorwire scale is under way; try again when it is done"
+        elif unknown or not asked:
+            why = f"this job cannot change {', '.join(unknown) or 'nothing'}"
+        elif not all(isinstance(part, dict) for part in asked.values()):
+            why = "the launcher does not understand this: is the command of its version?"
+        else:
+            why = self._reason_against()
+        if why:
+            self._leave(client)
+            client.refuse(why)
+            return
+        self._client, self._outcome = client, {}
+        self._waiting = list(asked.items())
+
+    def _go_on(self) -> None:
+        """Parts that are done give way to the next; ends where nothing is left."""
+        assert self._client is not None
+        while True:
+            if self._present is not None:
+                if (outcome := self._present.tend()) is None:
+                    return
+                self._outcome |= outcome
+                self._present = None
+            if not self._waiting:
+                break
+            name, asked = self._waiting.pop(0)
+            handler = self._handlers[name]
+            handler.begin(asked, self._client.say)
+            self._present = handler
+        client, self._client = self._client, None
+        self._leave(client)
+        client.finish(self._outcome)
+
+    def _end(self, why: str) -> None:
+        assert self._client is not None
+        client, self._client = self._client, None
+        self._present, self._waiting = None, []
+        self._leave(client)
+        client.refuse(why)
+
+    def _leave(self, client: Client) -> None:
+        if self._door is not None:
+            self._door.forget(client)

@@ -1,0 +1,350 @@
+"""Changes how many workers a running job has: `tensorwire scale --workers N`.
+
+Workers that are to come are started first, and run their script to its first epoch while the others
+train. Then all that are there are asked how many steps they have made, and wait before they go
+further than one step beyond; they are told behind which step they change, and what each has from
+there on. There the lowest one notes where the script is, for those that come; who is to leave ends.
+docs/elastic.md has the protocol, membership/takeovers.py the workers' part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from tensorwire.failpoints import failpoint
+from tensorwire.launch.control import ScaleError
+from tensorwire.launch.keeper import Keeper, KeeperError
+from tensorwire.launch.process import Process
+from tensorwire.launch.restarts import Restarts
+from tensorwire.launch.spec import JobSpec
+
+_HISTORY = "region history"  # under which a worker keeps it
+_NOT_ELASTIC = (
+    "the workers of this job are started again when they are killed, and their number stays: start "
+    "it with tensorwire run --elastic, and with --slices L for up to L workers"
+)
+
+
+class Staff(Protocol):
+    """The processes of the job's workers; a supervisor."""
+
+    def living_workers(self) -> list[Process]:
+        """Those that run, also such that have not joined so far."""
+
+    def start_joiner(self, rank: int, joins: int) -> Process:
+        """Starts one more, for a place in which so many have joined, with it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+
+
+class WorkerCount:
+    """See `Handler`.
+
+    Args:
+        job: that runs.
+        restarts: what is held of its workers.
+        staff: their processes.
+        say: prints a line.
+        note: writes a line into the log of the job.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        restarts: Restarts,
+        staff: Staff,
+        say: Callable[[str], None],
+        note: Callable[..., None],
+    ) -> None:
+        self._job, self._restarts, self._staff = job, restarts, staff
+        self._say, self._note = say, note
+        self._round = 0  # of questions
+        self._joins: dict[int, int] = {}  # how many have joined in each place
+        self._clear()
+
+    def _clear(self) -> None:
+        self._state = ""
+        self._tell: Callable[[str], None] = lambda text: None
+        self._drain: list[int] = []
+        self._joining: dict[int, Process] = {}  # that have not joined so far
+        self._came: list[int] = []
+        self._asked: list[int] = []
+        self._number = self._step = self._before = 0
+        self._donor: int | None = None
+        self._gone: list[str] = []  # what has become of workers that were to join
+        self._told_to_go = False
+        self._table: dict[int, list[int]] = {}
+        self._owners: dict[int, int] = {}
+
+    # ---- the request
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """See `Handler`."""
+        count, drain = asked.get("count"), asked.get("drain", [])
+        if type(count) is not int or not isinstance(drain, list):
+            raise ScaleError("the launcher does not understand what is asked of the workers")
+        if (takeovers := self._restarts.takeovers) is None:
+            raise ScaleError(_NOT_ELASTIC)
+        places = self._job.places
+        if not 1 <= count <= places:
+            raise ScaleError(
+                f"this job can have 1 to {places} workers, as many as its slices, and not {count}; "
+                "the most is told when it is started: tensorwire run --slices L"
+            )
+        present = takeovers.present()
+        if unknown := [rank for rank in drain if rank not in present]:
+            there = ", ".join(map(str, present))
+            raise ScaleError(f"no worker {unknown[0]} could leave: there are {there}")
+        if len(drain) > max(len(present) - count, 0):
+            raise ScaleError(
+                f"{len(drain)} workers are to leave, and {count} to be there of {len(present)}"
+            )
+        self._clear()
+        self._tell, self._before = say, len(present)
+        stay = [rank for rank in present if rank not in drain]
+        self._drain = sorted([*drain, *stay[count:]])
+        free = [place for place in range(places) if place not in present]
+        self._check(present, bool(free[: count - len(present)]) and count > len(present))
+        self._state = "starting"
+        for rank in free[: max(count - len(present), 0)]:
+            if self._state == "starting":
+                self._start(rank)
+        if self._joining:
+            names = ", ".join(f"{rank} (pid {p.pid})" for rank, p in self._joining.items())
+            self._tell(f"started: worker {names}; the others train on")
+
+    def _check(self, present: Iterable[int], adds: bool) -> None:
+        """Raises ScaleError if workers cannot come or go now."""
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        for rank in present:
+            keeper = self._restarts.keeper(rank)
+            if keeper.left is not None:
+                raise ScaleError(f"worker {rank} has left the job, which is ending")
+            if why := takeovers.reason_against(keeper):
+                why = why if keeper.offer else "it has not come to job.epochs; try again then"
+                raise ScaleError(f"the slices of worker {rank} cannot become another one's: {why}")
+        donor = self._restarts.keeper(takeovers.owner_of(0))
+        if adds and donor.joins:
+            raise ScaleError(f"no worker can join: {donor.joins}")
+
+    def _start(self, rank: int) -> None:
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        history = self._restarts.keeper(takeovers.owner_of(0)).held(_HISTORY)
+        if history is None:
+            raise ScaleError("no worker can join: what the others have noted is not held")
+        self._joins[rank] = self._joins.get(rank, 0) + 1
+        try:
+            self._joining[rank] = self._staff.start_joiner(rank, self._joins[rank])
+            keeper = self._restarts.keeper(rank)
+            keeper.tell({"start": [], "term": 0, "messages": 1})
+            keeper.tell({"kept": [["donor", {}]]}, [history])
+        except (OSError, KeeperError) as error:
+            self._abandon(f"worker {rank} cannot be started: {error}")
+
+    def cancel(self, why: str) -> None:
+        """See `Handler`."""
+        if self._state in ("starting", "asking"):
+            self._abandon(why)
+
+    # ---- under way
+
+    def tend(self) -> dict[str, Any] | None:
+        """See `Handler`."""
+        self._look_at_end()
+        if self._gone and self._state in ("starting", "asking"):
+            self._abandon(self._gone[0])
+        if self._state == "abandoned" and not self._joining:
+            raise ScaleError(self._gone[0])
+        if self._state == "starting":
+            if not all("ready" in self._restarts.keeper(rank).said for rank in self._joining):
+                return None
+            if not (self._joining or self._drain):
+                return self._outcome()
+            self._ask()
+        if self._state == "asking":
+            self._plan()
+        return self._await_change() if self._state == "switching" else None
+
+    def _present(self) -> list[int]:
+        """The workers that are in the job, without those that join."""
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        return [r for r in takeovers.present() if r not in self._joining and r not in self._came]
+
+    def _look_at_end(self) -> None:
+        """Gives up if the job is about to end before the change."""
+        if self._state == "abandoned":
+            return
+        if not self._present():
+            self._abandon("the workers have left the job, which is ending")
+        for rank in self._present():
+            keeper = self._restarts.keeper(rank)
+            switched = self._state == "switching" and self._has_switched(keeper)
+            if keeper.left is not None and not switched:
+                self._abandon(f"worker {rank} has left the job before the change; it is ending")
+                return
+
+    def _ask(self) -> None:
+        """How many steps have they made? From now on they go at most one further."""
+        self._state, self._round = "asking", self._round + 1
+        self._asked = self._present()
+        for rank in self._asked:
+            self._send(self._restarts.keeper(rank), {"prepare": self._round})
+        failpoint("change.asked")
+
+    def _plan(self) -> None:
+        """Tells all behind which step they change, when all have answered."""
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        present = self._present()
+        told = [self._restarts.keeper(rank).said.get("at", {}) for rank in present]
+        if any(each.get("number") != self._round for each in told):
+            return
+        stay = [rank for rank in present if rank not in self._drain]
+        if not stay:
+            self._abandon("the workers that were to stay were killed meanwhile; ask again")
+            return
+        self._step = max(int(each["at"]) for each in told) + 1
+        self._donor = takeovers.owner_of(0) if self._joining else None
+        keepers = {rank: self._restarts.keeper(rank) for rank in self._joining}
+        table = self._table = takeovers.plan([*stay, *self._joining], keepers)
+        self._number = takeovers.number
+        owners = self._owners = {rank: rank for rank in self._joining}
+        for rank in (each for each in self._drain if each in present):
+            owners[rank] = next(owner for owner, places in table.items() if rank in places)
+        self._state = "switching"
+        message: dict[str, Any] = {"plan": self._number, "step": self._step, "owners": owners}
+        message["donor"] = self._donor
+        for rank in present:
+            mine = table.get(rank, [])
+            self._send(self._restarts.keeper(rank), {**message, "mine": mine})
+        self._tell(f"the change takes place behind step {self._step} of the job")
+        failpoint("change.planned")
+
+    def _await_change(self) -> dict[str, Any] | None:
+        present = self._present()
+        if self._joining and not self._told_to_go:
+            self._let_go()
+        for rank in [r for r in self._joining if "joined" in self._restarts.keeper(r).said]:
+            process = self._joining.pop(rank)
+            self._came.append(rank)
+            self._note("joined", index=rank, pid=process.pid, step=self._step)
+            self._say(f"worker {rank} (pid {process.pid}) has joined, behind step {self._step}")
+        waits = [r for r in present if not self._has_switched(self._restarts.keeper(r))]
+        running = {process.index for process in self._staff.living_workers()}
+        if waits or self._joining or running & {r for r in self._drain if r not in self._came}:
+            return None
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        takeovers.finish()
+        return self._outcome()
+
+    def _has_switched(self, keeper: Keeper) -> bool:
+        return keeper.said.get("switched", {}).get("switched") == self._number
+
+    def _let_go(self) -> None:
+        """Those that join go on, when the donor has noted where."""
+        donor = self._restarts.keeper(self._donor or 0)
+        history, obstacle = donor.held(_HISTORY), ""
+        if self._has_switched(donor):
+            obstacle = str(donor.said["switched"].get("obstacle", ""))
+        elif self._donor in self._present():
+            return
+        else:
+            obstacle = f"worker {self._donor}, which was to note where the script is, was killed"
+        self._told_to_go = True
+        if obstacle or history is None:
+            self._gone.append(f"no worker can join: {obstacle or 'its history is not held'}")
+            self._end_joiners()
+            return
+        for rank in self._joining:
+            message: dict[str, Any] = {"go": self._number, "mine": self._table[rank]}
+            message |= {"step": self._step, "owners": self._owners}
+            self._send(self._restarts.keeper(rank), message, [history])
+        failpoint("change.handed")
+
+    def _outcome(self) -> dict[str, Any]:
+        takeovers = self._restarts.takeovers
+        assert takeovers is not None
+        now = len(takeovers.present())
+        went = [rank for rank in self._drain if rank not in takeovers.present()]
+        for rank in went:
+            self._note("drained", index=rank, step=self._step)
+        if self._gone:
+            text = f"{self._gone[0]}; the job has {now} worker{'' if now == 1 else 's'}"
+            self._clear()
+            raise ScaleError(text)
+        changed = []
+        for ranks, what in ((self._came, "joined"), (went, "left")):
+            if ranks:
+                has = "have" if ranks[1:] else "has"
+                listed = ", ".join(map(str, sorted(ranks)))
+                changed.append(f"worker{'s' if ranks[1:] else ''} {listed} {has} {what}")
+        text = f"{now} worker{'' if now == 1 else 's'}"
+        if changed:
+            text += f" behind step {self._step}: {', '.join(changed)}"
+        else:
+            text += ", as before"
+        outcome = {"text": text, "before": self._before, "now": now, "step": self._step}
+        outcome |= {"came": sorted(self._came), "went": went}
+        self._clear()
+        return {"workers": outcome}
+
+    # ---- ends
+
+    def takes_end(self, process: Process) -> bool:
+        """A worker has ended; whether that concerns this change alone, and not the job."""
+        rank = process.index
+        if process.kind != "worker":
+            return False
+        if self._joining.get(rank) is process:
+            del self._joining[rank]
+            if self._state != "abandoned":
+                how = f"worker {rank} (pid {process.pid}) {process.ending()} before it had joined"
+                self._gone.append(how)
+                self._say(f"{how}; the job goes on without it")
+            if self._number:
+                takeovers = self._restarts.takeovers
+                assert takeovers is not None
+                living = [each.index for each in self._staff.living_workers()]
+                if takeovers.pass_on(rank, living) is None:
+                    return False
+            self._restarts.release(process)
+            return True
+        if self._state == "switching" and rank in self._drain and rank not in self._came:
+            keeper = self._restarts.keeper(rank)
+            with contextlib.suppress(KeeperError):
+                keeper.read_all()
+            if self._has_switched(keeper):
+                rest = "" if process.code == 0 else f"; it {process.ending()}"
+                self._say(
+                    f"worker {rank} (pid {process.pid}) has left, behind step {self._step}{rest}"
+                )
+                takeovers = self._restarts.takeovers
+                assert takeovers is not None
+                takeovers.note_end(rank, [each.index for each in self._staff.living_workers()])
+                self._restarts.release(process)
+                return True
+        return False
+
+    def _abandon(self, why: str) -> None:
+        """Nothing changes; it is over when those that were to join have ended."""
+        self._gone, self._state = [why], "abandoned"
+        for rank in self._present():
+            self._send(self._restarts.keeper(rank), {"cancel": self._round})
+        self._end_joiners()
+
+    def _end_joiners(self) -> None:
+        for process in self._joining.values():
+            process.kill()
+
+    @staticmethod
+    def _send(keeper: Keeper, message: dict[str, Any], descriptors: Iterable[int] = ()) -> None:
+        with contextlib.suppress(KeeperError):  # its process ends, which is noticed
+            keeper.tell(message, list(descriptors))

@@ -1,0 +1,177 @@
+"""Workers are added to running jobs and leave them: the bits of the undisturbed run."""
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import elastic
+import pytest
+from elastic import SCRIPT, ElasticJob, disturb, running
+
+from tensorwire.launch import ScaleError
+from tensorwire.transitions import CHANGE, CHANGING
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of other tests are not found."""
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+
+
+def check(job: ElasticJob, folder: Path) -> str:
+    """Ends a job and compares it with an undisturbed one; what it has printed."""
+    digests = job.end()
+    whole = elastic.undisturbed(folder / "undisturbed", len(digests))
+    assert len(digests) > 1
+    assert digests == whole
+    return (folder / "job" / "output").read_text()
+
+
+def test_down_to_one_and_up_to_the_slices(tmp_path: Path) -> None:
+    with running(tmp_path / "job", "--workers 2 --servers 2 --slices 4 --elastic") as job:
+        job.wait_for("epoch 0 digest")
+        first = job.pids()
+        told = job.scale(1, [0])
+        assert (told["before"], told["now"], told["went"]) == (2, 1, [0])
+        assert list(job.pids()) == [1]
+        assert job.scale(1)["text"] == "1 worker, as before"
+        told = job.scale(4)
+        assert (told["before"], told["now"], told["came"]) == (1, 4, [0, 2, 3])
+        second = job.pids()
+        assert sorted(second) == [0, 1, 2, 3]
+        assert (second[1], second[0] != first[0]) == (first[1], True)
+        changes = {each.index: each.change for each in job.log().members if each.kind == "worker"}
+        assert changes == {1: "", **dict.fromkeys((0, 2, 3), f"joined behind step {told['step']}")}
+        text = check(job, tmp_path)
+    assert f"worker 0 (pid {first[0]}) has left, behind step" in text
+    assert "tensorwire: worker 0 leaves behind step" in text
+    assert re.search(r"worker 3 \(pid \d+\) has joined, behind step", text)
+    # Of the first change, too, by worker 0, which has come after it.
+    assert "] changes 2" in text, text
+
+
+def test_killed_while_workers_come_and_go(tmp_path: Path) -> None:
+    fail = (
+        # The one that is to join, when it is ready; the next one, when it has joined,
+        "worker-3+1:join.ready:1:kill,worker-3+2:join.made:1:kill,"
+        # and one that stays and notes where the script is, when it has told it.
+        "worker-0:change.made:2:kill,server-0:version.told:40:kill"
+    )
+    with running(tmp_path / "job", fail=fail) as job:
+        job.wait_for("epoch 0 digest")
+        with pytest.raises(ScaleError, match="was killed by SIGKILL before it had joined"):
+            job.scale(4)
+        job.scale(4)
+        job.wait_for("(takeover")
+        job.scale(2)
+        job.wait_for("worker 0 (pid")
+        job.scale(3)
+        text = check(job, tmp_path)
+    assert len(re.findall(r"worker \d \(pid \d+\) was killed by SIGKILL", text)) == 3
+    assert "server 0 (pid" in text
+
+
+@pytest.mark.parametrize("place", [row.name for row in CHANGE.rows])
+def test_the_launcher_is_killed(tmp_path: Path, place: str) -> None:
+    with running(tmp_path / "job", fail=f"launcher:{place}:1:kill") as job:
+        job.wait_for("epoch 0 digest")
+        pids = job.pids()
+        with pytest.raises(ScaleError, match="the job has ended meanwhile"):
+            job.scale(4)
+        assert job.process.wait(20) == -9
+        deadline = time.monotonic() + 20
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids.values()):
+            assert time.monotonic() < deadline, "workers have outlived their launcher"
+            time.sleep(0.05)
+
+
+def test_every_place_is_tried() -> None:
+    text = Path(__file__).read_text()
+    assert all(f":{row.name}:" in text for row in CHANGING.rows)
+
+
+def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
+    with running(tmp_path / "job") as job:
+        job.wait_for("epoch 0 digest")
+        before = job.pids()
+        found: list[str] = []
+
+        def ask() -> None:
+            try:
+                job.scale(4, timeout_s=1.0)
+            except TimeoutError as error:
+                found.append(str(error))
+
+        first = threading.Thread(target=ask)
+        first.start()
+        while not job.said:
+            time.sleep(0.01)
+        with pytest.raises(ScaleError, match="another tensorwire scale is under way"):
+            job.scale(2)
+        first.join(60)
+        assert found == ["not done within 1 s: it was cancelled by who had asked for it"]
+        assert job.pids() == before
+        assert job.scale(2)["went"] == [2]
+        check(job, tmp_path)
+
+
+def test_a_job_that_ends_meanwhile(tmp_path: Path) -> None:
+    """Nobody waits for a worker that joins too late."""
+    with running(tmp_path / "job", pause_s=0.0, epochs=2) as job:
+        job.wait_for("epoch 0 digest")
+        with pytest.raises(ScaleError, match=r"the job|has left|ending"):
+            job.scale(4)
+        job.process.wait(60)
+        assert len(job.end()) == 2
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    with running(tmp_path / "a", "--workers 2 --slices 4 --elastic") as job:
+        with pytest.raises((ScaleError, AssertionError, StopIteration)):
+            job.scale(1)
+        job.wait_for("epoch 0 digest")
+        for count, drain, why in (
+            (0, [], "can have 1 to 4 workers, as many as its slices, and not 0"),
+            (5, [], "tensorwire run --slices L"),
+            (1, [2], "no worker 2 could leave: there are 0, 1"),
+            (2, [0], "1 workers are to leave, and 2 to be there of 2"),
+        ):
+            with pytest.raises(ScaleError, match=why):
+                job.scale(count, drain)
+        job.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "old", "new", "why"),
+    [
+        ("--workers 2 --slices 4", "", "", "start it with tensorwire run --elastic"),
+        (
+            "--workers 2 --slices 4 --elastic",
+            ", scheduler=scheduler)",
+            ")",
+            "no worker can join: the script has not kept a learning rate scheduler: job.keep",
+        ),
+        (
+            "--workers 2 --slices 4 --elastic",
+            'buffers="average"',
+            'buffers="local"',
+            "cannot become another one's: each worker has buffers of its own",
+        ),
+    ],
+)
+def test_jobs_that_cannot(tmp_path: Path, options: str, old: str, new: str, why: str) -> None:
+    with running(tmp_path / "job", options, SCRIPT.replace(old, new) if old else SCRIPT) as job:
+        job.wait_for("epoch 0 digest")
+        with pytest.raises(ScaleError, match=why):
+            job.scale(3)
+
+
+def test_at_random(tmp_path: Path) -> None:
+    outcomes, _ = disturb(tmp_path, 5, 11)
+    assert outcomes["done"] > 0

@@ -1,0 +1,214 @@
+"""What a launcher hears at its door, and what who has asked is told."""
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tensorwire.cli.scale import scale
+from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.launch import ScaleError, ask_launcher
+from tensorwire.launch.scaling import Scaling
+from tensorwire.membership import JobFile, JobLog, RunningServer
+
+SECRET = b"of the job"
+
+
+class Fake:
+    """A handler; done when `outcome` is set, or refused when `why` is."""
+
+    def __init__(self) -> None:
+        self.outcome: dict[str, Any] | None = None
+        self.why = self.cancelled = ""
+        self.asked: Mapping[str, Any] = {}
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.asked = asked
+        if asked.get("count", 1) < 1:
+            raise ScaleError("at least 1 is needed")
+        say("it has begun")
+
+    def tend(self) -> dict[str, Any] | None:
+        if self.why:
+            raise ScaleError(self.why)
+        return self.outcome
+
+    def cancel(self, why: str) -> None:
+        self.cancelled = self.why = why
+
+
+class Launcher:
+    """A loop around the requests of a job."""
+
+    def __init__(self) -> None:
+        self.handlers = {"workers": Fake(), "servers": Fake()}
+        self.reason, self.path = "", ""
+        self.scaling = Scaling(self.handlers, lambda: self.reason, self.note)
+        self.scaling.open(SECRET)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def note(self, what: str, **about: Any) -> None:
+        assert what == "control"
+        self.path = about["path"]
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            poll = select.poll()
+            for descriptor in self.scaling.descriptors():
+                poll.register(descriptor, select.POLLIN)
+            self.scaling.tend({descriptor for descriptor, _ in poll.poll(10)})
+        self.scaling.close()
+
+    def ask(self, message: dict[str, Any], timeout_s: float = 20.0) -> dict[str, Any]:
+        return ask_launcher(self.path, SECRET, message, timeout_s, lambda text: None)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = Launcher()
+    yield made
+    made.over.set()
+    made.thread.join(10)
+    assert not Path(made.path).exists()
+
+
+def test_one_part_and_two(launcher: Launcher) -> None:
+    launcher.handlers["workers"].outcome = {"workers": {"text": "one"}}
+    launcher.handlers["servers"].outcome = {"servers": {"text": "two"}}
+    said: list[str] = []
+    asked = {"workers": {"count": 2}}
+    found = ask_launcher(launcher.path, SECRET, asked, 20.0, said.append)
+    assert (found, said) == ({"workers": {"text": "one"}}, ["it has begun"])
+    found = launcher.ask({"workers": {"count": 2}, "servers": {"count": 3}})
+    assert found == {"workers": {"text": "one"}, "servers": {"text": "two"}}
+    assert launcher.handlers["servers"].asked == {"count": 3}
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"workers": {"count": 0}}, "at least 1"),
+        ({"masters": {"count": 1}}, "this job cannot change masters"),
+        ({}, "cannot change nothing"),
+        ({"workers": 3}, "does not understand"),
+    ],
+)
+def test_what_is_refused(launcher: Launcher, message: dict[str, Any], why: str) -> None:
+    with pytest.raises(ScaleError, match=why):
+        launcher.ask(message)
+
+
+def test_a_job_that_ends(launcher: Launcher) -> None:
+    launcher.reason = "the job is ending"
+    with pytest.raises(ScaleError, match="the job is ending"):
+        launcher.ask({"workers": {"count": 1}})
+    launcher.reason = ""
+    threading.Timer(0.2, lambda: setattr(launcher, "reason", "its last worker has left")).start()
+    with pytest.raises(ScaleError, match="its last worker has left"):
+        launcher.ask({"workers": {"count": 1}})
+
+
+def test_one_at_a_time_and_one_that_is_too_late(launcher: Launcher) -> None:
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            launcher.ask({"workers": {"count": 1}}, 1.0)
+        except TimeoutError as error:
+            found.append(str(error))
+
+    first = threading.Thread(target=ask)
+    first.start()
+    while not launcher.handlers["workers"].asked:
+        time.sleep(0.01)
+    with pytest.raises(ScaleError, match="another tensorwire scale is under way"):
+        launcher.ask({"workers": {"count": 1}})
+    first.join(20)
+    assert found == ["not done within 1 s: it was cancelled by who had asked for it"]
+    launcher.handlers["workers"].why = ""
+    launcher.handlers["workers"].outcome = {}
+    assert launcher.ask({"workers": {"count": 1}}) == {}
+
+
+def connect(launcher: Launcher) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.settimeout(10)
+    channel.connect(launcher.path)
+    channel.recv(1000)
+    return channel
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (b"no json", "does not understand"),
+        (b"[1]", "does not understand"),
+        (b'{"ask": {}}', "does not understand"),
+        (b'{"ask": {"workers": {}}, "proof": "no"}', "not the secret"),
+        (b'{"ask": {"workers": {}}, "proof": 7}', "not the secret"),
+    ],
+)
+def test_strangers(launcher: Launcher, told: bytes, why: str) -> None:
+    with connect(launcher) as channel:
+        channel.send(told)
+        assert why in json.loads(channel.recv(1000))["error"]
+    assert not launcher.handlers["workers"].asked
+
+
+def test_who_asks_and_goes_away(launcher: Launcher) -> None:
+    for _ in range(100):  # more than may wait
+        connect(launcher).close()
+    silent = [connect(launcher) for _ in range(100)]
+    launcher.handlers["workers"].outcome = {"workers": {}}
+    assert launcher.ask({"workers": {}}) == {"workers": {}}
+    for each in silent:
+        each.close()
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="does not answer"):
+        ask_launcher(str(tmp_path / "none"), SECRET, {}, 1.0, print)
+
+
+def server(address: str) -> RunningServer:
+    return RunningServer(0, address, 1, 1, "train.py", time.time(), SECRET.decode(), "")
+
+
+def test_the_command(launcher: Launcher) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        done = CliRunner().invoke(scale, options, catch_exceptions=False)
+        return done.exit_code, done.output
+
+    assert "say what is to change" in run()[1]
+    assert "seconds are needed" in run("--workers", "1", "--timeout", "0")[1]
+    assert run("--workers", "1") == (1, "Error: no job of this user runs on this host\n")
+    logs = [JobLog(f"train{i}.py", True, pytest.fail) for i in range(2)]
+    for number, log in enumerate(logs):
+        log.add("server listens", address=f"127.0.0.1:700{number}")
+    launcher.handlers["workers"].outcome = {"workers": {"text": "2 workers"}}
+    with_files = JobFile(server("127.0.0.1:7000"))
+    try:
+        assert "several jobs run" in run("--workers", "2")[1]
+        assert "no job of this user on this host has" in run("--workers", "2", "127.0.0.1:1")[1]
+        assert "hears no tensorwire scale" in run("--workers", "2", "127.0.0.1:7000")[1]
+        logs[0].add("control", path=launcher.path)
+        code, text = run("--workers", "2", "--drain", "1", "127.0.0.1:7000")
+        assert (code, text.splitlines()[-1]) == (0, "2 workers")
+        assert launcher.handlers["workers"].asked == {"count": 2, "drain": [1]}
+        code, text = run("--workers", "0", "127.0.0.1:7000")
+        assert (code, text) == (1, "Error: at least 1 is needed\n")
+    finally:
+        with_files.close()
+        for log in logs:
+            log.close(keep=False)
