@@ -105,6 +105,14 @@ class _Run(Command):
     "job.loader, with one optimizer per batch, and asks job.step_complete before what belongs to a "
     "step (docs/fault-tolerance.md). It needs what --durable needs.",
 )
+@click.option(
+    "--file-workers",
+    type=int,
+    default=0,
+    metavar="N",
+    help="N more workers, with the last ranks, that run no script: programs of any language read "
+    "the parameters and write gradients as files of the job (docs/files.md). Each has one slice.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -126,6 +134,7 @@ def run(
     restarts: int,
     silence_s: float,
     restart_workers: bool,
+    file_workers: int,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -175,6 +184,7 @@ def run(
             restarts,
             silence_s,
             restart_workers,
+            file_workers,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error

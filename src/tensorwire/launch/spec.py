@@ -26,6 +26,7 @@ from tensorwire.tracebacks import wants_full
 _STARTUP = str(Path(__file__).with_name("startup"))
 # A launcher that may have fewer open files keeps none of its processes, unless it is asked to.
 _FILES_PER_PROCESS = 64
+_FILE_WORKER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.files.worker_process")
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -71,6 +72,7 @@ class JobSpec:
     restarts: int = 3
     silence_s: float = 10.0
     restart_workers: bool = True
+    file_workers: int = 0
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -78,11 +80,13 @@ class JobSpec:
             raise ValueError(f"workers is {self.workers}; at least 1 is needed")
         if self.servers < 1:
             raise ValueError(f"servers is {self.servers}; at least 1 is needed")
-        if self.slices is not None and (self.slices < 1 or self.slices % self.workers):
+        if self.slices is not None and (self.slices < 1 or self.slices % self.members):
             raise ValueError(
-                f"slices is {self.slices}, not a multiple of the {self.workers} workers; each "
+                f"slices is {self.slices}, not a multiple of the {self.members} workers; each "
                 f"worker computes the same number of slices"
             )
+        if self.file_workers:
+            self._check_file_workers()
         if self.transports is not None:
             _check_transports(self.transports)
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
@@ -116,10 +120,15 @@ class JobSpec:
             )
 
     @property
+    def members(self) -> int:
+        """How many workers there are: those that run the script, and behind them those of files."""
+        return self.workers + self.file_workers
+
+    @property
     def is_durable(self) -> bool:
         """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
         if self.durable is None and self.restart_workers:
-            files = _FILES_PER_PROCESS * (1 + self.servers + self.workers)
+            files = _FILES_PER_PROCESS * (1 + self.servers + self.members)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return not self._obstacle() and hard >= files
         return self.durable or not self.restart_workers
@@ -174,7 +183,7 @@ class JobSpec:
             store_fd: its socket to the keeper of its descriptors, if it has one.
             term: how often it was replaced, with this time.
         """
-        count = str(self.workers)
+        count = str(self.members)
         added = {
             "TENSORWIRE_RANK": str(rank),
             "TENSORWIRE_WORKERS": count,
@@ -196,7 +205,7 @@ class JobSpec:
         if not environment.get("OMP_NUM_THREADS"):
             # Each worker would take all cores, and together they would be slower than one.
             cores = len(os.sched_getaffinity(0))
-            added["OMP_NUM_THREADS"] = str(max(1, cores // self.workers))
+            added["OMP_NUM_THREADS"] = str(max(1, cores // self.members))
         if report_fd is not None:
             added["TENSORWIRE_REPORT_FD"] = str(report_fd)
             paths = [_STARTUP, *filter(None, [environment.get("PYTHONPATH")])]
@@ -207,8 +216,10 @@ class JobSpec:
                 added["TENSORWIRE_TERM"] = str(term)
         return {**environment, **added}
 
-    def worker_command(self) -> list[str]:
-        """The command of every worker."""
+    def worker_command(self, rank: int) -> list[str]:
+        """The command of a worker: the script, or for the last ranks what takes files."""
+        if rank >= self.workers:
+            return list(_FILE_WORKER_COMMAND)
         return [sys.executable, *self.command]
 
     def server_arguments(self, index: int, addresses: list[str]) -> list[str]:
@@ -219,7 +230,7 @@ class JobSpec:
             addresses: of those that listen already.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
-        arguments = ["--index", str(index), "--workers", str(self.workers)]
+        arguments = ["--index", str(index), "--workers", str(self.members)]
         arguments += ["--count", str(self.servers)]
         arguments += [f"--command={shown_command(self.command)}"]
         if self.imports or os.environ.get("TENSORWIRE_IMPORT"):
@@ -246,6 +257,25 @@ class JobSpec:
     def standby_command(self, store_fd: int) -> list[str]:
         """The command of a process that may become any server; the socket will tell it which."""
         return [*self.server_command, "--standby", "--descriptor-store", str(store_fd)]
+
+    def _check_file_workers(self) -> None:
+        if self.file_workers < 0:
+            raise ValueError(f"file workers is {self.file_workers}; 0 or more are needed")
+        if self.slices not in (None, self.members):
+            raise ValueError(
+                f"slices is {self.slices}; a file worker computes one slice, so that "
+                f"{self.members} workers compute {self.members}: leave --slices out"
+            )
+        if not self.restart_workers:
+            raise ValueError(
+                "a worker that runs the script cannot compute the slices of a file worker: leave "
+                "out --no-restart-workers, or --file-workers"
+            )
+        if self.transports is not None and "shm" not in self.transports:
+            raise ValueError(
+                f"transports are {', '.join(self.transports)}; file workers need shm, because they "
+                "see in the servers' memory what worker 0 asks for"
+            )
 
     def _takeover_obstacle(self) -> str:
         """Why no worker could take over the slices of another one, and what to do about it."""
