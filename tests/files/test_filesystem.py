@@ -21,7 +21,7 @@ from tensorwire import Node
 from tensorwire.files import JobReader
 from tensorwire.files.filesystem import TensorwireFileSystem
 from tensorwire.files.names import file_name, tensor_name
-from tensorwire.files.tree import FileContent, TreeEntry
+from tensorwire.files.tree_items import FileContent, TreeEntry
 
 
 def errno_of(attempt: Callable[[], object]) -> int | None:

@@ -23,7 +23,8 @@ from tensorwire.command import Command, terminal
 from tensorwire.files.errors import as_os_errors, refuse
 from tensorwire.files.job import find_way, running_jobs
 from tensorwire.files.reader import JobReader
-from tensorwire.files.tree import MODEL, Tree, TreeEntry
+from tensorwire.files.tree import MODEL, Tree
+from tensorwire.files.tree_items import TreeEntry
 
 _SCHEME = "tw://"
 _CHUNK_BYTES = 16 << 20

@@ -111,6 +111,14 @@ class _Run(Command):
     help="Lets `tensorwire scale` change the number of workers while the job runs, between 1 and "
     "L, which may then be any number from W up. Implies --no-restart-workers (docs/elastic.md).",
 )
+@click.option(
+    "--file-workers",
+    type=int,
+    default=0,
+    metavar="N",
+    help="N more workers, with the last ranks, that run no script: programs of any language read "
+    "the parameters and write gradients as files of the job (docs/files.md). Each has one slice.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -133,6 +141,7 @@ def run(
     silence_s: float,
     restart_workers: bool,
     elastic: bool,
+    file_workers: int,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -182,6 +191,7 @@ def run(
             restarts,
             silence_s,
             restart_workers and not elastic,
+            file_workers,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -1,7 +1,16 @@
 """The live job as files: for readers that are no workers. docs/files.md is the guide."""
 
+from .file_worker import FileWorker
 from .reader import JobReader, Read
 from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
 
-__all__ = ["JobReader", "Read", "ReadStore", "ReaderSnapshot", "SealedModel", "StoredTensor"]
+__all__ = [
+    "FileWorker",
+    "JobReader",
+    "Read",
+    "ReadStore",
+    "ReaderSnapshot",
+    "SealedModel",
+    "StoredTensor",
+]

@@ -1,4 +1,4 @@
-"""`tw://HOST:PORT/…` for fsspec: a running job as files, to be read.
+"""`tw://HOST:PORT/…` for fsspec: a running job as files; gradients of file workers are written.
 
 Registered as the entry point `tw` of `fsspec.specs`; the tree itself is tree.py. docs/files.md has
 the files and the errors.
@@ -22,14 +22,15 @@ from tensorwire.memory.handle import split_address
 
 from .errors import as_os_errors, refuse
 from .reader import JobReader
-from .tree import FileContent, Tree, TreeEntry
+from .tree import Tree
+from .tree_items import FileContent, FileWriting, TreeEntry
 
 _SCHEME = "tw://"
 _BUFFER_BYTES = 1 << 20
 
 
 class TensorwireFileSystem(AbstractFileSystem):
-    """A running job as files; read-only.
+    """A running job as files; read-only, but for the gradients of workers that run no script.
 
     Paths are those behind the address: `params/layer.weight.npy`. Any thread. It connects when it
     is used first, and keeps the connection until `close` or the end of the process.
@@ -208,7 +209,11 @@ class TensorwireFileSystem(AbstractFileSystem):
                 content.close()
         return found
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader | io.BufferedWriter:
+        if mode == "wb":
+            writing = self.tree.open_for_writing(path)
+            writing.truncate(0)
+            return io.BufferedWriter(WritableFile(writing), _BUFFER_BYTES)
         if mode != "rb":
             raise _read_only(path)
         return BufferedFile(OpenFile(self.tree.open(path)), _BUFFER_BYTES)
@@ -268,8 +273,11 @@ class TensorwireFileSystem(AbstractFileSystem):
         raise _read_only(path1)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Refused."""
-        raise _read_only(path)
+        """See fsspec, for what may be written; else refused."""
+        if mode != "overwrite":
+            raise _read_only(path)
+        with self._open(self._strip_protocol(path), "wb") as file:
+            file.write(value)
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         """Refused."""
@@ -331,6 +339,37 @@ class OpenFile(io.RawIOBase):
                 super().close()
 
 
+class WritableFile(io.RawIOBase):
+    """A file that may be written, as a file of Python. One thread at a time.
+
+    Who closes it has said all: there is no call for it in fsspec, and a `commit` is made then.
+    """
+
+    def __init__(self, writing: FileWriting) -> None:
+        super().__init__()
+        self._writing, self._at = writing, 0
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """See io."""
+        return self._at
+
+    def write(self, data: Any) -> int:
+        """See io."""
+        count = self._writing.write(self._at, data)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        """See io; raises what is wrong with what was written."""
+        if not self.closed:
+            super().close()
+            self._writing.sync()
+
+
 class BufferedFile(io.BufferedReader):
     """What `open` gives: fsspec, and what is built on it, asks for the size."""
 
@@ -347,7 +386,7 @@ def _info(entry: TreeEntry) -> dict[str, Any]:
         "name": entry.path,
         "size": None if entry.is_folder else entry.size_bytes,
         "type": "directory" if entry.is_folder else "file",
-        "mode": 0o40555 if entry.is_folder else 0o100444,
+        "mode": 0o40555 if entry.is_folder else 0o100600 if entry.writable else 0o100444,
     }
     if entry.is_folder:
         told["size"] = 0

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorwire.errors import UnavailableError
-from tensorwire.membership import LOOPBACK, RunningServer, running_servers
+from tensorwire.membership import (
+    LOOPBACK,
+    RunningFileWorker,
+    RunningServer,
+    running_file_workers,
+    running_servers,
+)
 from tensorwire.memory import Node
 
 READ_SECRET, READ_SECRET_FILE = "TENSORWIRE_READ_SECRET", "TENSORWIRE_READ_SECRET_FILE"
@@ -55,6 +61,17 @@ def find_way(
 def running_jobs() -> list[RunningServer]:
     """The first servers of the jobs of this host and user that let readers in."""
     return [each for each in _running() if each.index == 0 and each.door]
+
+
+def file_workers_of(address: str) -> list[RunningFileWorker]:
+    """The workers of a job that take gradients from files of this user on this host, by rank."""
+    known = next((each for each in _running() if _is_at(each, address)), None)
+    server = address if known is None else known.address
+    try:
+        found = [each for each in running_file_workers() if _same(each.server, server)]
+    except (UnavailableError, OSError):
+        return []
+    return sorted(found, key=lambda each: each.rank)
 
 
 def make_node(name: str, secret: bytes, transports: tuple[str, ...] | None) -> Node:

@@ -10,47 +10,20 @@ import errno
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.parameters.model_file import model_file
 
 from .errors import as_os_errors, refuse
+from .gradient_tree import GRADIENTS, GradientFolders, gradients_folder
 from .names import file_name, tensor_name
 from .npy import npy_header
 from .reader import JobReader
 from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
+from .tree_items import FileContent, FileWriting, Folder, Item, Text, TreeEntry, fixed
 
 MODEL, NPY = "model.safetensors", ".npy"
-
-
-@dataclass(frozen=True)
-class TreeEntry:
-    """A file or folder.
-
-    Attributes:
-        path: from the root, without a slash in front; "" is the root.
-        is_folder: it has no content of its own.
-        size_bytes: of a file as it is now.
-        version: of what is in it, for parameters and models; None: it has none.
-        dtype: of a tensor, as torch calls it; "" for other files.
-        shape: of a tensor.
-        modified: when this version was seen first, in seconds since 1970.
-    """
-
-    path: str
-    is_folder: bool = False
-    size_bytes: int = 0
-    version: int | None = None
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    modified: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.rpartition("/")[2]
 
 
 class Tree:
@@ -61,16 +34,19 @@ class Tree:
 
     Attributes:
         reader: as given.
+        gradients: the files of workers whose gradients come from there.
     """
 
     def __init__(self, reader: JobReader) -> None:
         self.reader = reader
         self._snapshots: dict[tuple[int, int], ReaderSnapshot] = {}
         self._seen: dict[int, float] = {}
+        self.gradients = GradientFolders(reader.address)
 
     def close(self) -> None:
         """Gives back the snapshots that `take` holds, and ends the connections. Idempotent."""
         self._snapshots.clear()
+        self.gradients.close()
         self.reader.close()
 
     # ---- what there is
@@ -86,7 +62,7 @@ class Tree:
         parts = _parts(path)
         with as_os_errors(path):
             found = self._find(path, parts)
-            if not isinstance(found, _Folder):
+            if not isinstance(found, Folder):
                 raise refuse(errno.ENOTDIR, path)
             return [found.child(name).entry() for name in found.names()]
 
@@ -97,9 +73,21 @@ class Tree:
         parts = _parts(path)
         with as_os_errors(path):
             found = self._find(path, parts)
-            if isinstance(found, _Folder):
+            if isinstance(found, Folder):
                 raise refuse(errno.EISDIR, path)
             return found.open()
+
+    def open_for_writing(self, path: str) -> FileWriting:
+        """What writes to a file that may be written; raises EROFS, EISDIR and others."""
+        parts = _parts(path)
+        with as_os_errors(path):
+            try:
+                found = self._find(path, parts)
+            except FileNotFoundError:  # nothing can be created
+                raise refuse(errno.EROFS, path) from None
+            if isinstance(found, Folder):
+                raise refuse(errno.EISDIR, path)
+            return found.open_for_writing()
 
     def sealed(self, path: str) -> SealedModel:
         """A model.safetensors as a file of this host that can be mapped; raises EINVAL for others.
@@ -165,10 +153,10 @@ class Tree:
         told = self.reader.status()["snapshots"].get(str(store), [])
         return sorted(mine + [each for each in told if each not in mine])
 
-    def _find(self, path: str, parts: Sequence[str]) -> _Item:
-        node: _Item = _root(self)
+    def _find(self, path: str, parts: Sequence[str]) -> Item:
+        node: Item = _root(self)
         for number, part in enumerate(parts):
-            if not isinstance(node, _Folder):
+            if not isinstance(node, Folder):
                 raise refuse(errno.ENOTDIR, "/".join(parts[:number]))
             try:
                 node = node.child(part)
@@ -177,109 +165,14 @@ class Tree:
         return node
 
 
-class FileContent:
-    """The content of an open file. One thread at a time.
-
-    Attributes:
-        size_bytes: of it.
-        version: of it; None: it has none.
-    """
-
-    def __init__(
-        self,
-        size_bytes: int,
-        read: Callable[[int, int], bytes],
-        version: int | None = None,
-        close: Callable[[], object] = lambda: None,
-        path: str = "",
-        read_part: Callable[[int, int], bytes] | None = None,
-    ) -> None:
-        self.size_bytes, self.version = size_bytes, version
-        self._read, self._close, self._path = read, close, path
-        self._read_part = read_part or read
-
-    @staticmethod
-    def of_bytes(data: bytes, version: int | None = None) -> FileContent:
-        """A content that is here."""
-        return FileContent(len(data), lambda start, stop: data[start:stop], version)
-
-    def __enter__(self) -> FileContent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def read(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop), as far as there are; raises ESTALE and others."""
-        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
-        with as_os_errors(self._path):
-            return self._read(start, stop) if start < stop else b""
-
-    def read_part(self, start: int, stop: int) -> bytes:
-        """Likewise, where nothing else will be read: no more than that is moved."""
-        with as_os_errors(self._path):
-            return self._read_part(start, stop) if start < stop else b""
-
-    def close(self) -> None:
-        """Gives back what it has; idempotent."""
-        self._close()
-
-
-class _Item:
-    def __init__(self, tree: Tree, path: str) -> None:
-        self.tree, self.path = tree, path
-
-    def entry(self) -> TreeEntry:
-        """As it is listed."""
-        raise NotImplementedError
-
-    def open(self) -> FileContent:
-        """A file's content."""
-        raise NotImplementedError
-
-
-class _Folder(_Item):
-    """A folder: names, and what they are names of."""
-
-    def __init__(
-        self,
-        tree: Tree,
-        path: str,
-        names: Callable[[], Sequence[str]],
-        child: Callable[[str, str], _Item],
-    ) -> None:
-        super().__init__(tree, path)
-        self.names, self._child = names, child
-
-    def entry(self) -> TreeEntry:
-        return TreeEntry(self.path, is_folder=True)
-
-    def child(self, name: str) -> _Item:
-        """What has a name here; LookupError if nothing has."""
-        return self._child(f"{self.path}/{name}" if self.path else name, name)
-
-
-class _Text(_Item):
-    """A file of status/: short, read as a whole."""
-
-    def __init__(self, tree: Tree, path: str, text: Callable[[], str]) -> None:
-        super().__init__(tree, path)
-        self._text = text
-
-    def entry(self) -> TreeEntry:
-        return TreeEntry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
-
-    def open(self) -> FileContent:
-        return FileContent.of_bytes(self._text().encode())
-
-
-class _Array(_Item):
+class _Array(Item):
     """A tensor or state as an .npy file, as it is now or in a snapshot."""
 
     def __init__(
         self, tree: Tree, path: str, tensor: StoredTensor, version: int | None = None
     ) -> None:
-        super().__init__(tree, path)
+        super().__init__(path)
+        self.tree = tree
         self._tensor, self._version = tensor, version
         self._header = npy_header(tensor.spec.dtype, tensor.spec.stored_shape)
 
@@ -320,11 +213,12 @@ class _Array(_Item):
         return FileContent(size, read, None, kept.clear, self.path, read_part)
 
 
-class _ModelItem(_Item):
+class _ModelItem(Item):
     """A model.safetensors: the newest snapshot, or one that there is."""
 
     def __init__(self, tree: Tree, path: str, store: ReadStore, version: int | None) -> None:
-        super().__init__(tree, path)
+        super().__init__(path)
+        self.tree = tree
         self._store, self._version = store, version
 
     def entry(self) -> TreeEntry:
@@ -349,23 +243,21 @@ class _ModelItem(_Item):
 # ---- the folders
 
 
-def _fixed(tree: Tree, path: str, children: dict[str, Callable[[str], _Item]]) -> _Folder:
-    return _Folder(tree, path, lambda: sorted(children), lambda at, name: children[name](at))
-
-
-def _root(tree: Tree) -> _Folder:
+def _root(tree: Tree) -> Folder:
     def names() -> list[str]:
         numbers = tree.reader.stores()
         many = ["stores"] if len(numbers) > 1 else []
         own = _of_store(tree, "", min(numbers)).names() if numbers else []
-        return sorted([*own, "status", *many])
+        grads = [GRADIENTS] if tree.gradients.ranks() else []
+        return sorted([*own, *grads, "status", *many])
 
-    def child(path: str, name: str) -> _Item:
+    def child(path: str, name: str) -> Item:
         if name == "status":
             return _status(tree, path)
+        if name == GRADIENTS:
+            return gradients_folder(path, tree.gradients)
         if name == "stores":
-            return _Folder(
-                tree,
+            return Folder(
                 path,
                 lambda: [str(n) for n in tree.reader.stores() if tree.reader.has_store(n)],
                 lambda at, each: _of_store(tree, at, _number(each)),
@@ -375,13 +267,12 @@ def _root(tree: Tree) -> _Folder:
             raise LookupError(name)
         return _of_store(tree, "", min(numbers)).child(name)
 
-    return _Folder(tree, "", names, child)
+    return Folder("", names, child)
 
 
-def _of_store(tree: Tree, path: str, number: int) -> _Folder:
+def _of_store(tree: Tree, path: str, number: int) -> Folder:
     store = tree.reader.store(number)
-    return _fixed(
-        tree,
+    return fixed(
         path,
         {
             "params": lambda at: _params(tree, at, store, None),
@@ -392,62 +283,61 @@ def _of_store(tree: Tree, path: str, number: int) -> _Folder:
     )
 
 
-def _params(tree: Tree, path: str, store: ReadStore, version: int | None) -> _Folder:
-    def child(at: str, name: str) -> _Item:
+def _params(tree: Tree, path: str, store: ReadStore, version: int | None) -> Folder:
+    def child(at: str, name: str) -> Item:
         return _Array(tree, at, store.tensor(_tensor_of(name)), version)
 
-    return _Folder(tree, path, lambda: [f"{file_name(each)}{NPY}" for each in store.names], child)
+    return Folder(path, lambda: [f"{file_name(each)}{NPY}" for each in store.names], child)
 
 
-def _optimizer(tree: Tree, path: str, store: ReadStore, version: int | None) -> _Folder:
+def _optimizer(tree: Tree, path: str, store: ReadStore, version: int | None) -> Folder:
     trained = set(store.layout.trained) if store.states else set()
     names = [name for index, name in enumerate(store.names) if index in trained]
 
-    def child(at: str, name: str) -> _Item:
+    def child(at: str, name: str) -> Item:
         tensor = tensor_name(name)
         if tensor not in names or file_name(tensor) != name:
             raise LookupError(name)
 
-        def array(at: str, state: str) -> _Item:
+        def array(at: str, state: str) -> Item:
             return _Array(tree, at, store.tensor(tensor, _tensor_of(state)), version)
 
-        return _Folder(tree, at, lambda: [f"{file_name(s)}{NPY}" for s in store.states], array)
+        return Folder(at, lambda: [f"{file_name(s)}{NPY}" for s in store.states], array)
 
-    return _Folder(tree, path, lambda: [file_name(each) for each in names], child)
+    return Folder(path, lambda: [file_name(each) for each in names], child)
 
 
-def _snapshots(tree: Tree, path: str, store: ReadStore) -> _Folder:
+def _snapshots(tree: Tree, path: str, store: ReadStore) -> Folder:
     def listed() -> dict[int, bool]:
         return dict(tree.snapshots(store.number))
 
-    def child(at: str, name: str) -> _Item:
+    def child(at: str, name: str) -> Item:
         version = _number(name)
         whole = listed()[version]
-        children: dict[str, Callable[[str], _Item]] = {
+        children: dict[str, Callable[[str], Item]] = {
             "params": lambda at: _params(tree, at, store, version),
             MODEL: lambda at: _ModelItem(tree, at, store, version),
         }
         if whole:
             children["optimizer"] = lambda at: _optimizer(tree, at, store, version)
-        return _fixed(tree, at, children)
+        return fixed(at, children)
 
-    return _Folder(tree, path, lambda: [str(each) for each in listed()], child)
+    return Folder(path, lambda: [str(each) for each in listed()], child)
 
 
-def _status(tree: Tree, path: str) -> _Folder:
-    def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], _Item]:
-        return lambda at: _Text(
-            tree, at, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
+def _status(tree: Tree, path: str) -> Folder:
+    def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], Item]:
+        return lambda at: Text(
+            at, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
         )
 
-    def version(at: str) -> _Item:
-        return _Text(tree, at, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
+    def version(at: str) -> Item:
+        return Text(at, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
 
-    def of_stores(name: str) -> Callable[[str], _Item]:
+    def of_stores(name: str) -> Callable[[str], Item]:
         return text(lambda told: (each[name] for each in told["stores"]))
 
-    return _fixed(
-        tree,
+    return fixed(
         path,
         {
             "version": version,

@@ -26,6 +26,7 @@ def run(
     restarts: int = 3,
     silence_s: float = 10.0,
     restart_workers: bool = True,
+    file_workers: int = 0,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -72,6 +73,8 @@ def run(
         restart_workers: whether another process runs the script in the place of a worker that was
             killed; else those that live compute its slices too, and workers may come and go
             (docs/elastic.md). That needs a durable job.
+        file_workers: how many more workers there are whose gradients come from files
+            (docs/files.md); they have the last ranks.
         patience: other times than the usual ones.
 
     Returns:
@@ -96,6 +99,7 @@ def run(
         restarts,
         silence_s,
         restart_workers,
+        file_workers,
         *([] if server_command is None else [tuple(server_command)]),
     )
     failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))

@@ -26,6 +26,7 @@ from tensorwire.tracebacks import wants_full
 _STARTUP = str(Path(__file__).with_name("startup"))
 # A launcher that may have fewer open files keeps none of its processes, unless it is asked to.
 _FILES_PER_PROCESS = 64
+_FILE_WORKER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.files.worker_process")
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -71,6 +72,7 @@ class JobSpec:
     restarts: int = 3
     silence_s: float = 10.0
     restart_workers: bool = True
+    file_workers: int = 0
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -87,12 +89,14 @@ class JobSpec:
         if (
             not elastic
             and self.slices is not None
-            and (self.slices < 1 or self.slices % self.workers)
+            and (self.slices < 1 or self.slices % self.members)
         ):
             raise ValueError(
-                f"slices is {self.slices}, not a multiple of the {self.workers} workers; each "
+                f"slices is {self.slices}, not a multiple of the {self.members} workers; each "
                 f"worker computes the same number of slices"
             )
+        if self.file_workers:
+            self._check_file_workers()
         if self.transports is not None:
             _check_transports(self.transports)
         if not self.listen or self.listen.startswith("-") or "," in self.listen:
@@ -126,15 +130,20 @@ class JobSpec:
             )
 
     @property
+    def members(self) -> int:
+        """How many workers there are: those that run the script, and behind them those of files."""
+        return self.workers + self.file_workers
+
+    @property
     def places(self) -> int:
         """The most workers that there can be: one for each slice, where they may come and go."""
-        return self.workers if self.restart_workers else self.slices or self.workers
+        return self.members if self.restart_workers else self.slices or self.workers
 
     @property
     def is_durable(self) -> bool:
         """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
         if self.durable is None and self.restart_workers:
-            files = _FILES_PER_PROCESS * (1 + self.servers + self.workers)
+            files = _FILES_PER_PROCESS * (1 + self.servers + self.members)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return not self._obstacle() and hard >= files
         return self.durable or not self.restart_workers
@@ -228,8 +237,10 @@ class JobSpec:
                 added["TENSORWIRE_JOINS"] = str(joins)
         return {**environment, **added}
 
-    def worker_command(self) -> list[str]:
-        """The command of every worker."""
+    def worker_command(self, rank: int) -> list[str]:
+        """The command of a worker: the script, or for the last ranks what takes files."""
+        if rank >= self.workers:
+            return list(_FILE_WORKER_COMMAND)
         return [sys.executable, *self.command]
 
     def server_arguments(self, index: int, addresses: list[str]) -> list[str]:
@@ -269,6 +280,25 @@ class JobSpec:
     def standby_command(self, store_fd: int) -> list[str]:
         """The command of a process that may become any server; the socket will tell it which."""
         return [*self.server_command, "--standby", "--descriptor-store", str(store_fd)]
+
+    def _check_file_workers(self) -> None:
+        if self.file_workers < 0:
+            raise ValueError(f"file workers is {self.file_workers}; 0 or more are needed")
+        if self.slices not in (None, self.members):
+            raise ValueError(
+                f"slices is {self.slices}; a file worker computes one slice, so that "
+                f"{self.members} workers compute {self.members}: leave --slices out"
+            )
+        if not self.restart_workers:
+            raise ValueError(
+                "a worker that runs the script cannot compute the slices of a file worker: leave "
+                "out --no-restart-workers and --elastic, or --file-workers"
+            )
+        if self.transports is not None and "shm" not in self.transports:
+            raise ValueError(
+                f"transports are {', '.join(self.transports)}; file workers need shm, because they "
+                "see in the servers' memory what worker 0 asks for"
+            )
 
     def _takeover_obstacle(self) -> str:
         """Why no worker could take over the slices of another one, and what to do about it."""

@@ -88,7 +88,7 @@ class Supervisor:
             self._note_grant,
         )
         self._silence = Silence(job.silence_s, self._say)
-        self._workers_left = job.workers  # to be started
+        self._workers_left = job.members  # to be started
         self._failure: tuple[str, int] | None = None
         self._failed: Process | None = None
         self._died = False  # a process did, that ended the job
@@ -153,7 +153,7 @@ class Supervisor:
             self._fail(f"a process cannot be started: {error}", 1)
 
     def _start_workers(self) -> None:
-        for rank in range(self._job.workers):
+        for rank in range(self._job.members):
             with contextlib.ExitStack() as theirs:
                 store_fd = None
                 if self._job.is_durable:
@@ -208,7 +208,7 @@ class Supervisor:
         )
         if self._log.path:
             own[JOB_LOG] = self._log.path
-        command = self._job.worker_command()
+        command = self._job.worker_command(rank)
         return self._launch("worker", rank, command, own, told, pipe, inherited=store_fd)
 
     def _launch(

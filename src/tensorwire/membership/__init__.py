@@ -1,13 +1,15 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
 from .claim import drop_claim, hold_claim, refusal
-from .collective import Collective, CollectiveServer
+from .collective import Collective, CollectiveServer, FollowingCollective
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
 from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
 from .entry import PEER_CREDENTIALS, SUPERVISOR, enter_job
 from .history import History, NoteKind
 from .identity import (
+    CONTROL,
+    CONTROL_BYTES,
     FAREWELL,
     GOODBYE,
     LOOPBACK,
@@ -20,7 +22,14 @@ from .identity import (
     turn_away,
     was_never_there,
 )
-from .job_file import JobFile, RunningServer, running_servers, shown_command
+from .job_file import (
+    JobFile,
+    RunningFileWorker,
+    RunningServer,
+    running_file_workers,
+    running_servers,
+    shown_command,
+)
 from .job_log import JOB_LOG, JobLog, LoggedJob, LoggedMember, logged_jobs, note_in_job_log
 from .lockfile import is_there, try_lock
 from .reading_secret import job_secret, reading_secret
@@ -32,6 +41,8 @@ from .worker import WorkerMember
 from .world import RANK, SLICES, World
 
 __all__ = [
+    "CONTROL",
+    "CONTROL_BYTES",
     "FAREWELL",
     "GOODBYE",
     "JOB_LOG",
@@ -45,6 +56,7 @@ __all__ = [
     "CollectiveServer",
     "DescriptorStore",
     "DurableMemory",
+    "FollowingCollective",
     "History",
     "JobFile",
     "JobLog",
@@ -53,6 +65,7 @@ __all__ = [
     "NoteKind",
     "OfWorkers",
     "PlannedChange",
+    "RunningFileWorker",
     "RunningServer",
     "ServerMember",
     "Start",
@@ -81,6 +94,7 @@ __all__ = [
     "reader_name",
     "reading_secret",
     "refusal",
+    "running_file_workers",
     "running_servers",
     "runtime_folder",
     "server_name",

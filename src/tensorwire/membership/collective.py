@@ -356,3 +356,50 @@ class Collective:
 
     def _text(self) -> str:
         return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+class FollowingCollective:
+    """The part of a worker that has no script: it calls whatever worker 0 calls. One thread.
+
+    Of a sum it gives zeros, so that it has no weight in a mean; of texts it gives zeros, too, as a
+    worker that was killed. It introduces itself with the words of worker 0. Server 0 must be on
+    this host, and its memory mapped.
+
+    Args:
+        member: this worker, not worker 0.
+    """
+
+    def __init__(self, member: WorkerMember) -> None:
+        server = member.servers[0]
+        region = member.memory.allocate(_BLOCK + _TEXT, name=_REGION, access="w")
+        self._inbox, self._reason = Mailbox(region[:_BLOCK]), region[_BLOCK:].array()
+        self._member = member
+        self._theirs = member.persist(server, server.region, _REGION)
+
+    def follow(self) -> bool:
+        """Joins a call in which worker 0 waits and this one does not; says whether it did.
+
+        Raises:
+            RuntimeError: the job is over; the message says why and names who failed.
+            PeerLostError: server 0 is gone.
+        """
+        if self._inbox.count >= _FAILED:
+            raise consequence(self._reason.tobytes().rstrip(b"\0").decode(errors="replace"))
+        rank = self._member.place.rank
+        blocks = self._theirs.array()
+        first, mine = blocks[:_BLOCK], blocks[_BLOCK * rank : _BLOCK * (rank + 1)]
+        number = (
+            int(mine[:8].view(np.uint64)[0]) + 1
+        )  # also where a predecessor of this process was
+        if int(first[:8].view(np.uint64)[0]) < number:
+            return False
+        message = first[mailbox_bytes(0) : mailbox_bytes(_PLACE)]
+        kind = int(message[:8].view(np.int64)[0])
+        size = 8 * kind if kind >= 0 else _of_bytes(kind)
+        content = np.zeros(size, np.uint8)
+        if number == 1:
+            content[:] = message[_HEAD_BYTES : _HEAD_BYTES + size]
+        outbox = RemoteMailbox(self._theirs[_BLOCK * rank : _BLOCK * (rank + 1)])
+        server = self._member.servers[0]
+        self._member.persist(server, lambda: outbox.send(_message(kind, content), number).wait())
+        return True

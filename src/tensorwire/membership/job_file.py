@@ -1,7 +1,7 @@
 """What a running job tells the other programs of its user: where its servers are, and the secret.
 
 Each server has a file in the user's runtime folder, which nobody else can read, and which is locked
-as long as the server lives.
+as long as the server lives. So has each process that takes gradients from files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .lockfile import is_there, try_lock
 from .runtime import runtime_folder
@@ -50,6 +51,29 @@ class RunningServer:
     reading_secret: str = ""
 
 
+@dataclass(frozen=True)
+class RunningFileWorker:
+    """A process of a job that runs on this host, which takes a worker's gradients from files.
+
+    Attributes:
+        rank: of the worker.
+        server: where server 0 of its job listens.
+        pid: of the process.
+        socket: where who writes the files connects: a path.
+        started: seconds since 1970.
+    """
+
+    rank: int
+    server: str
+    pid: int
+    socket: str
+    started: float
+
+
+Told = TypeVar("Told", RunningServer, RunningFileWorker)
+_PREFIXES = {RunningServer: "server-", RunningFileWorker: "file-worker-"}
+
+
 def shown_command(words: Sequence[str]) -> str:
     """A command as people read it: in one line, not too long, without what a terminal obeys."""
     text = " ".join(map(str, words))
@@ -58,23 +82,24 @@ def shown_command(words: Sequence[str]) -> str:
 
 
 class JobFile:
-    """The file of one server, until `close` or the end of the process.
+    """The file of one process, until `close` or the end of the process.
 
     Args:
-        server: what it tells.
+        told: what it tells.
 
     Raises:
         UnavailableError, OSError: there is no folder for it, or it cannot be written.
     """
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, told: RunningServer | RunningFileWorker) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
-            self._path = runtime_folder() / f"server-{server.pid}-{secrets.token_hex(4)}"
+            name = f"{_PREFIXES[type(told)]}{told.pid}-{secrets.token_hex(4)}"
+            self._path = runtime_folder() / name
             self._descriptor = os.open(self._path, flags, 0o600)
             try:
                 if try_lock(self._descriptor) and is_there(self._path, self._descriptor):
-                    os.write(self._descriptor, json.dumps(asdict(server)).encode())
+                    os.write(self._descriptor, json.dumps(asdict(told)).encode())
                     return
             except BaseException:
                 self.close()
@@ -97,17 +122,30 @@ def running_servers() -> list[RunningServer]:
     Raises:
         UnavailableError: no folder is fit for such files.
     """
-    found = [server for path in runtime_folder().glob("server-*") for server in _read(path)]
-    return sorted(found, key=lambda server: (server.started, server.index))
+    return sorted(_told(RunningServer), key=lambda server: (server.started, server.index))
 
 
-def _read(path: Path) -> Iterator[RunningServer]:
+def running_file_workers() -> list[RunningFileWorker]:
+    """Where this user's jobs on this host take gradients from files, the oldest first.
+
+    Raises:
+        UnavailableError: no folder is fit for such files.
+    """
+    return sorted(_told(RunningFileWorker), key=lambda worker: (worker.started, worker.rank))
+
+
+def _told(kind: type[Told]) -> list[Told]:
+    paths = runtime_folder().glob(f"{_PREFIXES[kind]}*")
+    return [each for path in paths for each in _read(path, kind)]
+
+
+def _read(path: Path, kind: type[Told]) -> Iterator[Told]:
     with contextlib.suppress(OSError, ValueError, TypeError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not try_lock(descriptor):
-                yield RunningServer(**json.loads(os.read(descriptor, _MOST_BYTES)))
+                yield kind(**json.loads(os.read(descriptor, _MOST_BYTES)))
             elif is_there(path, descriptor):
-                path.unlink()  # nobody has the lock: its server was killed
+                path.unlink()  # nobody has the lock: its process was killed
         finally:
             os.close(descriptor)

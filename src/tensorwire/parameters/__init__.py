@@ -4,7 +4,7 @@ Workers use a `Store`: `RemoteStore` on servers, `LocalStore` in the process its
 same `Shard`, so their bits are the same.
 """
 
-from .kernel import Kernel, Lent, Lookup, Rows, Scalars, TableStep, Tile, Weight
+from .kernel import AVERAGE_ONLY, Kernel, Lent, Lookup, Rows, Scalars, TableStep, Tile, Weight
 from .layout import (
     CELL_BYTES,
     ITEM_BYTES,
@@ -48,6 +48,7 @@ __all__ = [
     "ABSENT",
     "APPLY",
     "AVERAGE",
+    "AVERAGE_ONLY",
     "CELL_BYTES",
     "CHECK_FINITE",
     "ITEM_BYTES",

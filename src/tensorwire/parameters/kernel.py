@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from .layout import Cell, TensorSpec
 from .messages import Bytes, Hyper
 
+AVERAGE_ONLY = "average only"
+"""How an optimizer travels that worker 0 applies: servers average gradients, and no more."""
+
 Rows = NDArray[np.int64]
 Scalars = tuple[float, ...]
 """The numbers that an optimizer keeps of one tensor, in the order of `Kernel.scalars`."""

@@ -110,6 +110,40 @@ class Description(NamedTuple):
             raise ValueError(str(error)) from error
 
 
+def follower_text(home: int, rank: int) -> bytes:
+    """What a worker describes that wants the store which worker 0 wants, and has no model.
+
+    Args:
+        home: a server whose memory it has mapped.
+        rank: its own.
+    """
+    return json.dumps({"like": 0, "home": home, "view": rank}).encode()
+
+
+def told_description(data: bytes, servers: int, first: Description | None = None) -> Description:
+    """A worker's own description, or that of worker 0, which it follows.
+
+    Args:
+        data: as it came.
+        servers: how many there are.
+        first: worker 0's; None: this is worker 0.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        raw = json.loads(data)
+        follows = isinstance(raw, dict) and raw.get("like") == 0
+    except MALFORMED as error:
+        raise ValueError(str(error)) from error
+    if not follows:
+        return Description.from_json(data, servers)
+    home, view = raw.get("home"), raw.get("view")
+    if first is None or not isinstance(view, int) or home not in range(servers):
+        raise ValueError("it follows worker 0 in a way that makes no sense")
+    return first._replace(home=home, view=view)
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What one slice asks of a server.

@@ -16,7 +16,7 @@ from tensorwire.memory import Peer, Region, RemoteRegion
 
 from ..contributions import Contribution
 from ..layout import Layout, Spec
-from ..messages import Description, DisagreementError
+from ..messages import Description, DisagreementError, told_description
 from ..regions import RegionKind, ServerRegions, region_name
 from .door import ReaderDoor
 
@@ -166,10 +166,10 @@ def _read_all(peer: Peer, name: str) -> bytes:
 
 def _parsed(texts: Mapping[int, bytes], servers: int) -> dict[int, Description]:
     """What each worker has described of a store; ValueError names the worker that sent no such."""
-    found = {}
+    found: dict[int, Description] = {}
     for rank, text in texts.items():
         try:
-            found[rank] = Description.from_json(text, servers)
+            found[rank] = told_description(text, servers, found.get(0))
         except ValueError as error:
             raise ValueError(f"worker {rank} sent no description of a store: {error}") from None
     return found

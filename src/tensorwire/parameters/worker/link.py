@@ -71,6 +71,16 @@ class Answers:
 
         return all(self.attempt(peer, wait, mailbox, peer) for peer, mailbox in self._mailboxes)
 
+    @property
+    def last(self) -> int:
+        """The last version that all servers have told."""
+        return min(mailbox.count for _, mailbox in self._mailboxes)
+
+    @property
+    def is_over(self) -> bool:
+        """A server has told that no version will follow."""
+        return any(mailbox.count >= POISON for _, mailbox in self._mailboxes)
+
     def reason(self) -> str:
         """See `Store`."""
         for _, mailbox in self._mailboxes:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tensorwire.parameters import AVERAGE_ONLY as AVERAGE_ONLY
 from tensorwire.parameters import Bytes, Cell, Hyper, Lookup, Scalars, TensorSpec, Tile
 
 from .tile import Averaging, CellTile
-
-AVERAGE_ONLY = "average only"
 
 
 class AveragedTile(CellTile):

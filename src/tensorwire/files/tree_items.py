@@ -1,0 +1,165 @@
+"""What a tree of files is made of: entries, contents, files and folders. tree.py has the tree."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import as_os_errors, refuse
+
+
+@dataclass(frozen=True)
+class TreeEntry:
+    """A file or folder.
+
+    Attributes:
+        path: from the root, without a slash in front; "" is the root.
+        is_folder: it has no content of its own.
+        size_bytes: of a file as it is now.
+        version: of what is in it, for parameters and models; None: it has none.
+        dtype: of a tensor, as torch calls it; "" for other files.
+        shape: of a tensor.
+        modified: when this version was seen first, in seconds since 1970.
+        writable: it may be written.
+    """
+
+    path: str
+    is_folder: bool = False
+    size_bytes: int = 0
+    version: int | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    modified: float = 0.0
+    writable: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+
+class FileContent:
+    """The content of an open file. One thread at a time.
+
+    Attributes:
+        size_bytes: of it.
+        version: of it; None: it has none.
+    """
+
+    def __init__(
+        self,
+        size_bytes: int,
+        read: Callable[[int, int], bytes],
+        version: int | None = None,
+        close: Callable[[], object] = lambda: None,
+        path: str = "",
+        read_part: Callable[[int, int], bytes] | None = None,
+    ) -> None:
+        self.size_bytes, self.version = size_bytes, version
+        self._read, self._close, self._path = read, close, path
+        self._read_part = read_part or read
+
+    @staticmethod
+    def of_bytes(data: bytes, version: int | None = None) -> FileContent:
+        """A content that is here."""
+        return FileContent(len(data), lambda start, stop: data[start:stop], version)
+
+    def __enter__(self) -> FileContent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop), as far as there are; raises ESTALE and others."""
+        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
+        with as_os_errors(self._path):
+            return self._read(start, stop) if start < stop else b""
+
+    def read_part(self, start: int, stop: int) -> bytes:
+        """Likewise, where nothing else will be read: no more than that is moved."""
+        with as_os_errors(self._path):
+            return self._read_part(start, stop) if start < stop else b""
+
+    def close(self) -> None:
+        """Gives back what it has; idempotent."""
+        self._close()
+
+
+class FileWriting:
+    """A file that is written to. One thread at a time; the methods raise OSErrors of the path."""
+
+    def write(self, offset: int, data: Any) -> int:
+        """Writes bytes; returns how many."""
+        raise NotImplementedError
+
+    def truncate(self, size: int) -> None:
+        """The file gets this size."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """What it does that was written to it is done when this returns."""
+
+
+class Item:
+    """What is at a path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def entry(self) -> TreeEntry:
+        """As it is listed."""
+        raise NotImplementedError
+
+    def open(self) -> FileContent:
+        """A file's content."""
+        raise NotImplementedError
+
+    def open_for_writing(self) -> FileWriting:
+        """What writes to it; EROFS where nothing can."""
+        raise refuse(errno.EROFS, self.path)
+
+
+class Folder(Item):
+    """A folder: names, and what they are names of."""
+
+    def __init__(
+        self,
+        path: str,
+        names: Callable[[], Sequence[str]],
+        child: Callable[[str, str], Item],
+    ) -> None:
+        super().__init__(path)
+        self.names, self._child = names, child
+
+    def entry(self) -> TreeEntry:
+        """As it is listed."""
+        return TreeEntry(self.path, is_folder=True)
+
+    def child(self, name: str) -> Item:
+        """What has a name here; LookupError if nothing has."""
+        return self._child(f"{self.path}/{name}" if self.path else name, name)
+
+
+class Text(Item):
+    """A file of status/: short, read as a whole."""
+
+    def __init__(self, path: str, text: Callable[[], str]) -> None:
+        super().__init__(path)
+        self._text = text
+
+    def entry(self) -> TreeEntry:
+        """As it is listed."""
+        return TreeEntry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
+
+    def open(self) -> FileContent:
+        """A file's content."""
+        return FileContent.of_bytes(self._text().encode())
+
+
+def fixed(path: str, children: dict[str, Callable[[str], Item]]) -> Folder:
+    """A folder with these files and folders."""
+    return Folder(path, lambda: sorted(children), lambda at, name: children[name](at))

@@ -1,0 +1,296 @@
+"""A worker of a job whose gradients come from files: `python -m tensorwire.files.worker_process`.
+
+`tensorwire run --file-workers` starts it. It is a worker like the others and runs no script: it
+follows worker 0 (`parameters.worker.following`), and where a step wants gradients it takes those
+that others have written into its memory. Who writes connects to a socket in the user's runtime
+folder, gets that memory, and asks for commits. It needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorwire.membership import (
+    JobFile,
+    RunningFileWorker,
+    WorkerMember,
+    World,
+    job_secret,
+    reading_secret,
+    runtime_folder,
+)
+from tensorwire.memory import Region
+from tensorwire.parameters import Bytes, Spec
+from tensorwire.parameters.server.door import DOOR
+from tensorwire.parameters.worker.following import FollowedStore, Follower
+
+from .commit_text import CommitText
+from .errors import refuse
+from .gradient_memory import ABSENT, COMMITTED, GradientMemory, plan
+from .names import file_name
+from .reader import JobReader
+
+_MOST_BYTES = 128 << 10  # of a request
+_MOST_WRITERS = 64
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 2e-4, 5e-3
+
+
+class WorkerFiles:
+    """The files of one store's gradients. One thread.
+
+    Args:
+        member: this worker.
+        store: for which they are.
+    """
+
+    def __init__(self, member: WorkerMember, store: FollowedStore) -> None:
+        self.store, self._member = store, member
+        _, told, size = plan(store.layout)
+        self._region: Region = member.memory.allocate(
+            size, name=f"files/{store.number}", access="none"
+        )
+        memory: Bytes = self._region.array()
+        self.memory = GradientMemory.make(memory, told, len(store.layout.trained), store.number)
+        self.descriptor = self._region.descriptor()
+        self._folder = f"grads/{member.place.rank}"
+        self.tell_version()
+
+    def commit(self, text: str) -> None:
+        """Checks the gradients, which then wait for worker 0's commit; raises OSError."""
+        path, memory = f"{self._folder}/commit", self.memory
+        said = CommitText.parse(text, path)
+        memory.check_open(path)
+        if said.version != memory.version:
+            raise refuse(
+                errno.ESTALE, path, f"version {memory.version} is in place, not {said.version}"
+            )
+        for name in said.absent:
+            try:
+                index = memory.index(name)
+            except LookupError:
+                raise refuse(errno.EINVAL, path, f"no tensor {name!r} gets gradients") from None
+            if memory.size(index):
+                raise refuse(errno.EINVAL, path, f"the gradient of {name!r} was written")
+            memory.sizes[index] = ABSENT
+        try:
+            for index, file in enumerate(memory.files):
+                where = f"{self._folder}/{file_name(file.name)}.npy"
+                memory.elements(index, where, said.allow_nan)
+        except OSError:
+            memory.sizes[memory.sizes == ABSENT] = 0
+            raise
+        memory.commit(said.samples)
+
+    def answer(self) -> bool:
+        """Gives worker 0's step the gradients, if both are there."""
+        asked = None if self.store.is_committed else self.store.asked()
+        if asked is None or not self.store.wants(asked) or self.memory.state != COMMITTED:
+            return False
+        if self.memory.version < self.store.version:
+            return False  # these are of a version before
+        gradients = {}
+        for index, tensor in enumerate(self.store.layout.trained):
+            path = f"{self._folder}/{file_name(self.memory.files[index].name)}.npy"
+            if (data := self.memory.elements(index, path)) is not None:
+                gradients[tensor] = data
+        self.store.answer(asked, gradients, self.memory.samples)
+        return True
+
+    def tell_version(self) -> None:
+        """Gradients are wanted with a version that is in place, unless nothing changes in it."""
+        if self.memory.version < self.store.version and self.store.is_settled:
+            self.memory.open(self.store.version)
+
+    def close(self) -> None:
+        """Who has the memory mapped learns that nobody reads it."""
+        self.memory.end()
+        os.close(self.descriptor)
+        self._member.memory.free(self._region)
+
+
+class Writers:
+    """Those who write gradients: programs of this user on this host. One thread.
+
+    Args:
+        member: this worker.
+    """
+
+    def __init__(self, member: WorkerMember) -> None:
+        self._rank = member.place.rank
+        self.files: WorkerFiles | None = None
+        self._selector = selectors.DefaultSelector()
+        folder = runtime_folder()
+        name = f"file-worker-{os.getpid()}-{secrets.token_hex(4)}.socket"
+        self._path = folder / name
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        with _short(folder) as short:
+            self._listener.bind(f"{short}/{name}")
+        self._listener.listen(_MOST_WRITERS)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._file = JobFile(
+            RunningFileWorker(
+                self._rank, member.place.servers[0], os.getpid(), str(self._path), time.time()
+            )
+        )
+
+    def serve(self, timeout_s: float) -> bool:
+        """Answers what was asked, or waits so long; says whether somebody has asked."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            found = key.fileobj
+            assert isinstance(found, socket.socket)
+            if found is self._listener:
+                with contextlib.suppress(OSError):
+                    self._accept()
+            else:
+                self._answer(found)
+        return bool(ready)
+
+    def _accept(self) -> None:
+        channel, _ = self._listener.accept()
+        if len(self._selector.get_map()) > _MOST_WRITERS:
+            channel.close()
+            return
+        channel.setblocking(False)
+        self._selector.register(channel, selectors.EVENT_READ)
+
+    def _answer(self, channel: socket.socket) -> None:
+        descriptors: list[int] = []
+        try:
+            data = channel.recv(_MOST_BYTES)
+            if not data:
+                raise ConnectionError
+            answer: dict[str, object] = {"errno": 0, "text": ""}
+            try:
+                descriptors = self._do(json.loads(data))
+            except OSError as error:
+                answer = {"errno": error.errno, "text": error.strerror, "path": error.filename}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                answer = {"errno": errno.EINVAL, "text": "that is no request"}
+            socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
+        except OSError:
+            self._selector.unregister(channel)
+            channel.close()
+
+    def _do(self, request: dict[str, object]) -> list[int]:
+        """What is asked for; the descriptors that are the answer."""
+        if self.files is None:
+            raise refuse(errno.ENOENT, f"grads/{self._rank}", "no optimizer is there yet")
+        if request["do"] == "open":
+            return [self.files.descriptor]
+        if request["do"] == "commit":
+            self.files.commit(str(request["text"]))
+            return []
+        raise ValueError
+
+    def close(self) -> None:
+        """Nobody connects any more, and who has connected learns that the job is over."""
+        self._file.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """A path of a folder that is short enough for a socket in it."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+class FileWorkerProcess:
+    """The worker, until the job is over. One thread."""
+
+    def __init__(self, member: WorkerMember) -> None:
+        self._member = member
+        self._follower = Follower(member, self._find_spec)
+        self._writers = Writers(member)
+
+    def _find_spec(self, number: int) -> Spec:
+        server = self._member.servers[0]
+        region = server.region(DOOR)
+        data = bytearray(region.size_bytes)
+        region.read(data).wait(10.0)
+        door = data.rstrip(b"\0").decode()
+        secret = reading_secret(job_secret())
+        with JobReader(door, secret=secret) as reader:
+            return reader.store(number).layout.spec
+
+    def run(self) -> None:
+        """Returns when worker 0 has left in good order; raises why the job is over."""
+        pause_s = _LEAST_PAUSE_S
+        try:
+            while not self._follower.is_over:
+                done = self._follower.turn()
+                done = self._take_files() or done
+                # Worker 0 may step at any time; what it waits for must not wait for this process.
+                pause_s = _LEAST_PAUSE_S if done else min(2 * pause_s, self._most_pause_s)
+                if self._writers.serve(0.0 if done else pause_s):
+                    pause_s = _LEAST_PAUSE_S
+        finally:
+            if self._writers.files is not None:
+                self._writers.files.close()
+            self._writers.close()
+
+    @property
+    def _most_pause_s(self) -> float:
+        files = self._writers.files
+        waits = files is not None and files.memory.state == COMMITTED
+        return 5e-4 if waits else _MOST_PAUSE_S
+
+    def _take_files(self) -> bool:
+        """Files for the newest store, which gets their gradients."""
+        files, stores = self._writers.files, self._follower.stores
+        newest = stores[max(stores)] if stores else None
+        if files is not None and files.store is not newest:
+            files.close()
+            files = self._writers.files = None
+        if files is None and newest is not None:
+            files = self._writers.files = WorkerFiles(self._member, newest)
+        for store in stores.values():
+            asked = None if store is newest or store.is_committed else store.asked()
+            if asked is not None and store.wants(asked):
+                raise ValueError(
+                    "a job with file workers trains with one optimizer, the one that was made last"
+                )
+        if files is None:
+            return False
+        files.tell_version()
+        return files.answer()
+
+
+def main() -> int:
+    """The exit code is 0 when the job has ended in good order."""
+    place = World.from_environment()
+    if place is None:
+        sys.stderr.write("tensorwire: a file worker is started by 'tensorwire run'\n")
+        return 2
+    member = WorkerMember.join(place)
+    try:
+        FileWorkerProcess(member).run()
+    except BaseException:
+        member.close(goodbye=False)
+        raise
+    member.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
