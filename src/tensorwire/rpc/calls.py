@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 
+from .negotiation import REFUSED
+
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""
 
@@ -163,3 +165,18 @@ class ResentStream(ResentFuture):
     def __del__(self) -> None:
         if not self._settled.is_set():
             self._first.cancel()
+
+
+def explain(error: BaseException) -> tuple[str, str]:
+    """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
+    if not isinstance(error, grpc.Call):
+        return "other", f"{type(error).__name__}: {error}"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "unknown method", "the server has no tensorwire"
+    kind = "unreachable" if error.code() is grpc.StatusCode.UNAVAILABLE else "other"
+    return kind, f"{error.code().name}: {error.details()}"
+
+
+def is_refused(metadata: Any) -> bool:
+    """Whether the trailing metadata say that the servicer did not run."""
+    return any(key == REFUSED for key, _ in metadata or ())
