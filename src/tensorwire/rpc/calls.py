@@ -22,6 +22,9 @@ Again = Callable[[Any], Any]
 
 _LOOK_S = 0.02
 
+_KEPT: set[Resent] = set()
+"""Those with a callback that is still to be called; their callers may have forgotten them."""
+
 
 def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (strong := method()) is not None:
@@ -62,6 +65,7 @@ class Resent(grpc.Call, grpc.RpcError):
                 self._call = second
             self._settled.set()
             callbacks, self._callbacks = self._callbacks, []
+            _KEPT.discard(self)
         for callback in callbacks:
             if not self._call.add_callback(callback):
                 callback()
@@ -87,6 +91,7 @@ class Resent(grpc.Call, grpc.RpcError):
         with self._lock:
             if not self._settled.is_set():
                 self._callbacks.append(callback)
+                _KEPT.add(self)
                 return True
         return bool(self._call.add_callback(callback))
 

@@ -220,6 +220,7 @@ class Registry:
             for id, attachment in list(self._attachments.items()):
                 if attachment.lost:
                     del self._attachments[id]
+                    JANITOR.soon(attachment.close)
             return bool(self._attachments or self._waiting)
 
     def close(self) -> None:
@@ -369,7 +370,10 @@ class AttachmentKeeper:
             if self._closed:
                 attachment.close()
                 return None
-            self._by_id = {key: each for key, each in self._by_id.items() if not each.lost}
+            for key, each in list(self._by_id.items()):
+                if each.lost:
+                    del self._by_id[key]
+                    JANITOR.soon(each.close)
             self._by_id[attachment.id] = self._attachment = attachment
             self._pause_s = 0.0
             self.reason = ""

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -19,6 +20,7 @@ import grpc
 
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from ..janitor import JANITOR
 from .callbacks import Callbacks
 from .deadlines import DEADLINES, Deadline
 from .frames import (
@@ -44,6 +46,7 @@ from .line import Line, SharedReader, Waiter
 from .options import MessageLimits
 
 _LOG = logging.getLogger("tensorwire.rpc")
+_LOOK_S = 0.005
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -167,7 +170,8 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             self._alarm.action = None
         self._tell(code)
         self._code = code
-        callbacks, self._callbacks = self._callbacks, None
+        with self._client.mutex:
+            callbacks, self._callbacks = self._callbacks, None
         self.finish()
         if self._unattended:
             self._client.reader.unwatch()
@@ -239,7 +243,14 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         self._unattended = True
         self._client.reader.watch()
         if self._deadline is not None:
-            self._alarm = DEADLINES.add(self._deadline, self.deadline_passed)
+            late = weakref.WeakMethod(self.deadline_passed)
+            self._alarm = DEADLINES.add(self._deadline, partial(_call_weakly, late))
+
+    def __del__(self) -> None:
+        # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
+        # anywhere, with any lock.
+        if self._token:
+            JANITOR.soon(self.cancel)
 
     def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
         """Waits until it has ended; True if it has.
@@ -280,11 +291,12 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
             if self._callbacks is None:
                 return False
             self._callbacks.append(callback)
-            return True
+        self._client.keep(self)  # until it has been called
+        return True
 
     def initial_metadata(self) -> Any:
         while self._initial is None and not self.finished:
-            self.wait(0.05)
+            self.wait(_LOOK_S)
         return self._initial
 
     def trailing_metadata(self) -> Any:
@@ -358,6 +370,11 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
     __str__ = __repr__
 
 
+def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (strong := method()) is not None:
+        strong()
+
+
 class RuntimeClient:
     """The client's end of a line. Any thread may use it.
 
@@ -379,7 +396,8 @@ class RuntimeClient:
         self.reader = SharedReader(self.line)
         self.limits = limits
         self.mutex = threading.Lock()
-        self._calls: dict[int, RuntimeCall] = {}
+        self._calls: dict[int, weakref.ref[RuntimeCall]] = {}
+        self._kept: dict[int, RuntimeCall] = {}
         self._going_away = False
         self._closed = False
         self.callbacks = Callbacks()
@@ -391,7 +409,7 @@ class RuntimeClient:
 
     def begin(self, call: RuntimeCall, method: bytes, metadata: Metadata, message: bytes) -> None:
         """Sends a call and its request."""
-        self._calls[call.number[0]] = call
+        self._calls[call.number[0]] = weakref.ref(call)
         left = call.time_remaining()
         timeout_us = NO_DEADLINE if left is None else min(int(left * 1e6), NO_DEADLINE - 1)
         most = self.limits.send_bytes
@@ -406,15 +424,23 @@ class RuntimeClient:
             call.conclude(grpc.StatusCode.UNAVAILABLE, "the connection is over")
 
     def forget(self, call: RuntimeCall) -> None:
-        """A call has ended."""
+        """A call has ended, or goes on by grpcio."""
         self._calls.pop(call.number[0], None)
+        self._kept.pop(id(call), None)
+
+    def keep(self, call: RuntimeCall) -> None:
+        """A call goes on though its caller may forget it."""
+        self._kept[id(call)] = call
+        if call.finished:
+            self._kept.pop(id(call), None)
 
     def arrived(self, frame: Frame) -> None:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
         if frame.kind == GOAWAY:
             self._going_away = True
             return
-        call = self._calls.get(frame.number[0])
+        known = self._calls.get(frame.number[0])
+        call = None if known is None else known()
         if call is None or call.number != frame.number:
             return
         if frame.kind == END:
@@ -428,7 +454,10 @@ class RuntimeClient:
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
-        for call in list(self._calls.values()):
+        for known in list(self._calls.values()):
+            call = known()
+            if call is None:
+                continue
             if self._closed:
                 call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!", cancelled=True)
             else:

@@ -68,43 +68,54 @@ class Line:
         self._outbox.extend(frames)
         self._flush()
 
+    @property
+    def backlog(self) -> int:
+        """Frames that wait for room at the other end."""
+        return len(self._outbox)
+
     def _flush(self) -> None:
         while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
             try:
-                self._write_out()
-            except TensorwireError:
-                self._outbox.clear()  # whoever reads finds out why
-            except RingError as error:
-                self._outbox.clear()
-                self._fail(error)
+                self._blocked = not self._write_out()
+                if self._blocked:
+                    threading.Thread(
+                        target=self._write_later, name="tensorwire-rpc-send", daemon=True
+                    ).start()
             finally:
                 self._writing.release()
 
-    def _write_out(self) -> None:
-        """Writes what there is room for; the rest follows by a thread that waits for room."""
+    def _write_out(self) -> bool:
+        """Writes what there is room for; False if something is left."""
         outbox = self._outbox
-        while outbox:
-            left = min(self._writer.room, _BATCH_BYTES)
-            batch = []
-            while outbox and len(outbox[0]) <= left:
-                batch.append(outbox.popleft())
-                left -= len(batch[-1])
-            if not batch:
-                self._blocked = True
-                threading.Thread(
-                    target=self._write_later, name="tensorwire-rpc-send", daemon=True
-                ).start()
-                return
-            self._writer.write(batch[0] if len(batch) == 1 else b"".join(batch))
+        try:
+            while outbox:
+                left = min(self._writer.room, _BATCH_BYTES)
+                batch = []
+                while outbox and len(outbox[0]) <= left:
+                    batch.append(outbox.popleft())
+                    left -= len(batch[-1])
+                if not batch:
+                    return False
+                self._writer.write(batch[0] if len(batch) == 1 else b"".join(batch))
+        except TensorwireError:
+            outbox.clear()  # whoever reads finds out why
+        except RingError as error:
+            outbox.clear()
+            self._fail(error)
+        return True
 
     def _write_later(self) -> None:
-        try:
-            self._writer.wait_room(len(self._outbox[0]), None)
-        except (TensorwireError, IndexError):
-            self._outbox.clear()
-        with self._writing:
-            self._blocked = False
-        self._flush()
+        """In a thread of its own, until everything is written."""
+        while True:
+            try:
+                self._writer.wait_room(len(self._outbox[0]), None)
+            except (TensorwireError, IndexError):
+                self._outbox.clear()
+            with self._writing:
+                self._blocked = not self._write_out()
+            if not self._blocked:
+                self._flush()  # what came in between
+                return
 
     def drain(self, timeout_s: float) -> None:
         """Waits, at most so long, until what was sent is at the other end."""

@@ -53,6 +53,8 @@ from .options import MessageLimits
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
+_MOST_BACKLOG = 256
+_LOOK_S = 0.001
 REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
 
 
@@ -74,6 +76,7 @@ class IncomingCall:
             self.deadline = time.monotonic() + body.timeout_us / 1e6
         self.pieces: list[bytes] = []
         self.bytes = 0
+        self.whole = False
         self._end = end
         self._token = [True]
         self._callbacks: list[Callable[[], None]] = []
@@ -165,8 +168,11 @@ class ServerEnd:
         threading.Thread(target=self._run, name="tensorwire-rpc-serve", daemon=True).start()
 
     def _run(self) -> None:
-        while not self.line.is_over:
-            self.line.read(None)
+        line = self.line
+        while not line.is_over:
+            line.read(None)
+            while line.backlog > _MOST_BACKLOG and not line.is_over:
+                time.sleep(_LOOK_S)  # a client that takes no answers gets no more calls
 
     @property
     def active(self) -> int:
@@ -200,8 +206,9 @@ class ServerEnd:
             raise FrameError(f"a frame of kind {frame.kind} to a server")
 
     def _piece(self, call: IncomingCall, data: bytes, flags: int) -> None:
-        if flags not in (MORE, WHOLE):
-            raise FrameError(f"a piece with the flags {flags}")
+        if flags not in (MORE, WHOLE) or call.whole:
+            raise FrameError(f"a piece with the flags {flags} of the call {call.number}")
+        call.whole = flags == WHOLE
         call.pieces.append(data)
         call.bytes += len(data)
         most = self._service.limits.receive_bytes
