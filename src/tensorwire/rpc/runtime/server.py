@@ -21,7 +21,7 @@ from tensorwire.memory import Node, Peer, Region, RemoteRegion
 from ..attachment import CALLS, RpcAttachment
 from ..inbox import RefusedError
 from ..incoming import Reader
-from ..outgoing import CallLink, SentMessage
+from ..outgoing import CallLink, SentMessage, no_deadline
 from ..tensors import Holding
 from . import observed
 from .callbacks import Callbacks, call_all
@@ -416,11 +416,13 @@ def _carry_out(
         holding.look()  # the servicer has the message no longer, unless it keeps it
     remaining = no_deadline if call.deadline is None else context.time_remaining
     link = CallLink(end.attachment, call.number, remaining, call.is_active)
-    serializer = handler.response_serializer
-    if traced is not None:
-        serializer = partial(traced.serialize, serializer)
+    outgoing = SentMessage(response, link, last=True)
+    serialize = partial(_serialize, handler.response_serializer)
     try:
-        data = SentMessage(response, link, last=True).serialize(serializer)
+        if traced is None:
+            data = serialize(outgoing)
+        else:
+            data = traced.serialize(serialize, outgoing, protocol="runtime")
     except Exception:
         _LOG.exception("a response could not be serialized")
         data = None
@@ -435,8 +437,8 @@ def _carry_out(
     return True
 
 
-def no_deadline() -> None:
-    """Of a call without one."""
+def _serialize(serializer: Any, outgoing: SentMessage) -> bytes:
+    return outgoing.serialize(serializer)
 
 
 def _request(
@@ -446,13 +448,15 @@ def _request(
     data = call.pieces[0] if len(call.pieces) == 1 else b"".join(call.pieces)
     call.pieces = []
     attachment = end.attachment
-    deserializer = handler.request_deserializer
-    if traced is not None:
-        deserializer = partial(traced.deserialize, deserializer)
+    read = partial(
+        Reader(handler.request_deserializer).read,
+        find=lambda id: attachment if id == attachment.id else None,
+        holdings=holdings,
+    )
     request = None
     try:
-        request = Reader(deserializer).read(
-            data, lambda id: attachment if id == attachment.id else None, holdings
+        request = (
+            read(data) if traced is None else traced.deserialize(read, data, protocol="runtime")
         )
     except RefusedError as error:
         text = f"payload that is not where the message says: {error}"
