@@ -1,13 +1,15 @@
-"""What do large messages cost in gRPC, and what with `tensorwire.rpc`?
+"""What do messages cost in gRPC, and what with `tensorwire.rpc`?
 
 One client, one servicer that gives back what it got, each in a process; both read the whole
 payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the same program with
-the two lines changed. tensor: arrays as messages. memcpy: a copy there and one back, and a look at
-each, in one process. All take turns, block by block. A call moves its payload twice; of a stream of
-answers a row is one message of eight.
+the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and unary calls go by frames
+in memory instead of HTTP/2 (it has no streams yet). memcpy: a copy there and one back, and a look
+at each, in one process. All take turns, block by block. A call moves its payload twice; of a stream
+of answers a row is one message of eight. clients16: sixteen threads of one client call at a time,
+with 8 bytes; the CPU time of both processes by calls is what counts.
 
-Not measured: other sizes of pools and threads, many clients, asyncio, protobuf around the bytes
-(which costs grpcio and `bytes` the same copies).
+Not measured: other sizes of pools and threads, clients in several processes, asyncio, protobuf
+around the bytes (which costs grpcio, `bytes` and `runtime` the same copies).
 """
 
 from __future__ import annotations
@@ -19,13 +21,27 @@ from dataclasses import dataclass
 from tensorwire.bench import machine
 from tensorwire.bench.harness import median, paired_ratio
 from tensorwire.bench.processes import PairError, ProcessPair
-from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.bench.rows import Comparison, Report, Row, Verdict
 from tensorwire.bench.verdicts import EQUAL, MIB, Bar
 from tensorwire.command import Told
 
-from .rpc_names import BYTES, CASES, GRPCIO, MEMCPY, STREAM, SYSTEMS, TENSOR, UNARY, WIRES
+from .rpc_names import (
+    BYTES,
+    CASES,
+    CROWD,
+    GRPCIO,
+    MEMCPY,
+    RUNTIME,
+    STREAM,
+    SYSTEMS,
+    TENSOR,
+    UNARY,
+    WIRES,
+)  # fmt: skip
 
 THRESHOLD_BYTES = 1 << 18
+SMALL_BYTES = 4096
+_CROWD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +86,44 @@ def run(settings: RpcSettings, tell: Told) -> Report:
             for number, (wire, case, size) in enumerate(questions):
                 tell(number, len(questions), f"{wire} {case} {size >> 10} KiB")
                 _measure(report, pair, settings, wire, case, size)
+            for wire in settings.wires:
+                tell(len(questions), len(questions), f"{wire} {CROWD}")
+                _measure_crowd(report, pair, settings, wire)
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     except PairError as error:
         report.rows += [
             Row("rpc", f"{wire}.{case}", system, size, note=str(error))
             for wire, case, size in questions
-            for system in SYSTEMS
+            for system in _systems(case)
             if report.find(f"{wire}.{case}", system, size) is None
         ]
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [bar.judge(report) for bar in BARS]
+    report.verdicts += [judge(report, wire) for judge in (_tail, _crowd_cpu) for wire in WIRES]
     return report
+
+
+def _systems(case: str) -> tuple[str, ...]:
+    """Those that a case is measured on."""
+    return tuple(each for each in SYSTEMS if each != RUNTIME or case == UNARY)
+
+
+def _measure_crowd(report: Report, pair: ProcessPair, settings: RpcSettings, wire: str) -> None:
+    systems = (GRPCIO, RUNTIME)
+    rounds: dict[str, list[tuple[list[float], float, float]]] = {each: [] for each in systems}
+    for _ in range(settings.rounds):
+        for system in systems:
+            found = pair.call("crowd", wire, system, _CROWD_BYTES, settings.block_s)
+            rounds[system].append(found)
+    for system, each in rounds.items():
+        samples = [sample for times, _, _ in each for sample in times]
+        local, remote = median([one[1] for one in each]), median([one[2] for one in each])
+        report.rows.append(
+            Row("rpc", f"{wire}.{CROWD}", system, _CROWD_BYTES).timed(
+                samples, cpu_seconds_local=local, cpu_seconds_remote=remote
+            )
+        )
 
 
 def _measure(
@@ -90,9 +132,9 @@ def _measure(
     name = f"{wire}.{case}"
     probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
     count = max(1, min(200, int(settings.block_s / probe)))
-    blocks: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
+    blocks: dict[str, list[list[float]]] = {system: [] for system in _systems(case)}
     for _ in range(settings.rounds):
-        for system in SYSTEMS:
+        for system in _systems(case):
             blocks[system].append(pair.call("time", wire, case, system, size, count))
     middles = {system: [median(block) for block in each] for system, each in blocks.items()}
     for system, each in blocks.items():
@@ -103,7 +145,7 @@ def _measure(
         if system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
-    for system in (BYTES, TENSOR):
+    for system in (each for each in _systems(case) if each not in (GRPCIO, MEMCPY)):
         ratio = paired_ratio(middles[GRPCIO], middles[system])
         if ratio is not None:
             found = (ratio.median, ratio.interval, ratio.pairs)
@@ -114,6 +156,33 @@ def _against(wire: str, system: str, bar: float, least: int, most: float) -> Bar
     reach = f"from {least >> 20} MiB" if most > 1 << 40 else f"at {least >> 20} MiB"
     return Bar(f"{wire} {system} against grpcio's bytes, {reach}", ">=", bar, "x as fast",
                f"{wire}.{UNARY}", system, least=least, most=most, rival=GRPCIO)  # fmt: skip
+
+
+def _tail(report: Report, wire: str) -> Verdict:
+    """The slowest calls of the runtime by those of grpcio, at the worst of the small sizes."""
+    found = []
+    for row in report.rows:
+        rival = report.find(row.case, GRPCIO, row.bytes)
+        if (row.case, row.system) != (f"{wire}.{UNARY}", RUNTIME) or row.bytes > SMALL_BYTES:
+            continue
+        if row.seconds_p99 is not None and rival is not None and rival.seconds_p99 is not None:
+            found.append(row.seconds_p99 / rival.seconds_p99)
+    name = f"{wire} runtime, p99 of small calls by grpcio's"
+    detail = "" if found else "no small sizes were measured"
+    return Verdict.of(name, "<=", 0.5, "", max(found, default=None), None, detail)
+
+
+def _crowd_cpu(report: Report, wire: str) -> Verdict:
+    """Calls of the runtime in a second of CPU time, of both ends, by those of grpcio."""
+    spent = []
+    for system in (GRPCIO, RUNTIME):
+        row = report.find(f"{wire}.{CROWD}", system, _CROWD_BYTES)
+        if row is not None and row.cpu_seconds_local and row.cpu_seconds_remote:
+            spent.append(row.cpu_seconds_local + row.cpu_seconds_remote)
+    name = f"{wire} runtime, calls of 16 clients for each CPU second, by grpcio's"
+    if len(spent) < 2:
+        return Verdict.of(name, ">=", 3.0, "x", None, None, "the case was not measured")
+    return Verdict.of(name, ">=", 3.0, "x", spent[0] / spent[1])
 
 
 BARS = (
@@ -127,6 +196,11 @@ BARS = (
         least=64 * MIB),
     Bar("shm tensors of memcpy, streamed, from 64 MiB", ">=", 0.8, "", f"shm.{STREAM}", TENSOR,
         least=64 * MIB),
+    *(
+        Bar(f"{wire} runtime, small calls against grpcio's", ">=", bar, "x as fast",
+            f"{wire}.{UNARY}", RUNTIME, most=SMALL_BYTES, rival=GRPCIO)
+        for wire, bar in (("shm", 4.0), ("tcp", 2.0))
+    ),
     *(
         Bar(f"{wire} below the threshold, against grpcio", ">=", EQUAL, "", f"{wire}.{UNARY}",
             BYTES, most=THRESHOLD_BYTES - 1, rival=GRPCIO)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-GRPCIO, BYTES, TENSOR, MEMCPY = "grpcio", "bytes", "tensor", "memcpy"
-SYSTEMS = (GRPCIO, BYTES, TENSOR, MEMCPY)
+GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY = "grpcio", "bytes", "tensor", "runtime", "memcpy"
+SYSTEMS = (GRPCIO, BYTES, TENSOR, RUNTIME, MEMCPY)
 UNARY, STREAM = "unary", "stream"
 CASES = (UNARY, STREAM)
+CLIENTS = 16
+"""Threads that call at a time in the case of many clients."""
+CROWD = f"clients{CLIENTS}"
 WIRES = ("shm", "tcp")

@@ -7,8 +7,10 @@ got. torch is not imported.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from tensorwire import rpc
 from tensorwire.bench.harness import time_each
 from tensorwire.bench.processes import serve_messages
 
-from .rpc_names import BYTES, GRPCIO, MEMCPY, STREAM, TENSOR, UNARY
+from .rpc_names import BYTES, CLIENTS, GRPCIO, MEMCPY, RUNTIME, STREAM, TENSOR, UNARY
 
 STREAMED = 8
 """Messages of a call with a stream of answers."""
@@ -60,7 +62,7 @@ def _stream_tensors(request: Any, context: Any) -> Iterator[Any]:
 
 
 def serve(link: Connection, options: dict[str, Any]) -> None:
-    """A server of grpcio and one of ours, each on a unix socket and a port."""
+    """A server of grpcio and two of ours, each on a unix socket and a port."""
     tensors = {"request_deserializer": _TYPES[1], "response_serializer": _TYPES[0]}
     handlers = {
         "unary": grpc.unary_unary_rpc_method_handler(_echo),
@@ -70,7 +72,8 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
     }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
         targets, servers = {}, []
-        for name, make in ((GRPCIO, grpc.server), (BYTES, rpc.server)):
+        runtime = partial(rpc.server, runtime=True)
+        for name, make in ((GRPCIO, grpc.server), (BYTES, rpc.server), (RUNTIME, runtime)):
             server = make(pool, options=_UNLIMITED)
             generic = grpc.method_handlers_generic_handler("bench", handlers)
             server.add_generic_rpc_handlers((generic,))
@@ -81,7 +84,7 @@ def serve(link: Connection, options: dict[str, Any]) -> None:
             }  # fmt: skip
             server.start()
             servers.append(server)
-        serve_messages(link, {"targets": lambda: targets})
+        serve_messages(link, {"targets": lambda: targets, "cpu": time.process_time})
         for server in servers:
             server.stop(0).wait()
 
@@ -91,6 +94,7 @@ class Driver:
 
     def __init__(self, link: Connection, options: dict[str, Any]) -> None:
         link.recv()
+        self._link = link
         link.send(("targets",))
         targets = link.recv()
         self._channels: dict[tuple[str, str], Any] = {}
@@ -100,7 +104,16 @@ class Driver:
             ours.unary_unary("/bench/unary")(bytes(8))
             if ours.payload != wire:
                 raise RuntimeError(f"payload does not travel by {wire}: {ours.payload}")
-            self._channels |= {(wire, GRPCIO): plain, (wire, BYTES): ours, (wire, TENSOR): ours}
+            frames = rpc.insecure_channel(
+                targets[RUNTIME][wire], _UNLIMITED, transports=(wire,), runtime=True
+            )
+            frames.unary_unary("/bench/unary")(bytes(8))
+            if frames.runtime != wire:
+                raise RuntimeError(f"calls do not travel by {wire}: {frames.runtime}")
+            self._channels |= {
+                (wire, GRPCIO): plain, (wire, BYTES): ours, (wire, TENSOR): ours,
+                (wire, RUNTIME): frames,
+            }  # fmt: skip
 
     def time(self, wire: str, case: str, system: str, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of so many calls; of a stream of each message."""
@@ -108,6 +121,35 @@ class Driver:
         operation = self._operation(wire, case, system, payload)
         operation()
         return [each / (STREAMED if case == STREAM else 1) for each in time_each(operation, count)]
+
+    def crowd(
+        self, wire: str, system: str, size_bytes: int, seconds: float
+    ) -> tuple[list[float], float, float]:
+        """Many threads call for so long: (seconds of each call, CPU time here, CPU time there).
+
+        The CPU time is that of all threads, by calls.
+        """
+        operation = self._operation(wire, UNARY, system, np.arange(size_bytes, dtype=np.uint8))
+        operation()
+
+        def work(_: int) -> list[float]:
+            times = []
+            while time.perf_counter() < until:
+                began = time.perf_counter()
+                operation()
+                times.append(time.perf_counter() - began)
+            return times
+
+        here, there = time.process_time(), self._remote_cpu()
+        until = time.perf_counter() + seconds
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            times = [each for some in pool.map(work, range(CLIENTS)) for each in some]
+        here, there = time.process_time() - here, self._remote_cpu() - there
+        return times, here / len(times), there / len(times)
+
+    def _remote_cpu(self) -> float:
+        self._link.send(("cpu",))
+        return float(self._link.recv())
 
     def _operation(
         self, wire: str, case: str, system: str, payload: NDArray[np.uint8]

@@ -36,9 +36,14 @@ class System:
 
 SHM = {"threshold_bytes": EVERYTHING, "transports": ("shm",)}
 TCP = {"threshold_bytes": EVERYTHING, "transports": ("tcp",)}
+# The runtime: payload by leases over shm, in pieces of frames over tcp.
+RUNTIME_SHM = {**SHM, "runtime": True}
+RUNTIME_TCP = {"transports": ("tcp",), "runtime": True}
 SYSTEMS = (
     System("shm", SHM, SHM),
     System("tcp", TCP, TCP),
+    System("runtime over shm", RUNTIME_SHM, RUNTIME_SHM),
+    System("runtime over tcp", RUNTIME_TCP, RUNTIME_TCP),
     System("grpcio", None, None),
     System("our channel, grpcio's server", SHM, None),
     System("grpcio's channel, our server", None, SHM),

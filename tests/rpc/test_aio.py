@@ -22,6 +22,11 @@ TENSORS = {
     "response_serializer": rpc.Tensor.SerializeToString,
 }
 TYPES = rpc.Tensor.SerializeToString, rpc.Tensor.FromString
+# One more user of grpcio's poller, which otherwise ends and begins with the servers and channels of
+# each test: whichever thread collects the last of them waits for the poller without an end, and has
+# waited for one that was gone.
+grpc.aio.init_grpc_aio()
+
 SYSTEMS = {
     "shm": (SHM, SHM),
     "tcp": (TCP, TCP),
@@ -48,15 +53,15 @@ def run(request: pytest.FixtureRequest) -> Callable[..., None]:
             server = make(**options, **(at_server or {}))
             server.add_generic_rpc_handlers((Methods(methods),))
             target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-            await server.start()
             async with AsyncExitStack() as stack:
+                await server.start()
+                stack.push_async_callback(server.stop, None)
                 connect = (
                     grpc.aio.insecure_channel if at_client is None else rpc.aio.insecure_channel
                 )
                 channel = connect(target, interceptors=interceptors, **(at_client or {}))
                 await stack.enter_async_context(channel)
                 await asyncio.wait_for(test(channel), 30)
-            await server.stop(None)
 
         asyncio.run(main())
         gc.collect()

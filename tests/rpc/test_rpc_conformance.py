@@ -361,6 +361,43 @@ def test_a_forgotten_stream_is_cancelled(ends: Ends) -> None:
     assert ended.wait(LONG_S)
 
 
+def test_a_forgotten_future_is_cancelled(ends: Ends) -> None:
+    running, ended, release = threading.Event(), threading.Event(), threading.Event()
+
+    def method(request: bytes, context: Any) -> bytes:
+        context.add_callback(ended.set)
+        running.set()
+        release.wait(LONG_S)
+        return request
+
+    ends.methods = {"/t/m": UU(method)}
+    future = ends.serve().channel().unary_unary("/t/m").future(BIG)
+    assert running.wait(LONG_S)
+    del future
+    gc.collect()
+    assert ended.wait(LONG_S)
+    release.set()
+
+
+def test_a_forgotten_future_with_a_callback_goes_on(ends: Ends) -> None:
+    running, release = threading.Event(), threading.Event()
+    got: list[bytes] = []
+
+    def method(request: bytes, context: Any) -> bytes:
+        running.set()
+        release.wait(LONG_S)
+        return request
+
+    ends.methods = {"/t/m": UU(method)}
+    future = ends.serve().channel().unary_unary("/t/m").future(BIG)
+    future.add_done_callback(lambda each: got.append(each.result()))
+    assert running.wait(LONG_S)
+    del future
+    gc.collect()
+    release.set()
+    wait_for(lambda: got == [BIG])
+
+
 def test_futures(ends: Ends) -> None:
     release = threading.Event()
 

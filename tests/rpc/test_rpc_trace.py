@@ -294,6 +294,47 @@ def test_payload_that_goes_ahead(tmp_path: Path) -> None:
     assert "client: nothing by gRPC is of 256 KiB or more, 2,100,000 of" in done.stderr
 
 
+def test_calls_of_the_runtime(tmp_path: Path) -> None:
+    """Both sides count them, with what they carried by frames and beside them."""
+    text = """
+    from concurrent import futures
+    import grpc
+    from tensorwire import rpc
+
+    def size(request, context):
+        if not request:
+            context.abort(grpc.StatusCode.NOT_FOUND, "nothing")
+        return b"%d" % len(request)
+
+    server = rpc.server(futures.ThreadPoolExecutor(2), runtime=True)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("example.Model", {
+        "Size": grpc.unary_unary_rpc_method_handler(size, bytes, bytes),
+    }),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with rpc.insecure_channel(f"127.0.0.1:{port}", runtime=True) as channel:
+        size = channel.unary_unary("/example.Model/Size", bytes, bytes)
+        assert size(bytes(500_000)) == b"500000"
+        assert size.future(bytes(5_000)).result() == b"5000"
+        assert size(bytes(5_000), compression=grpc.Compression.NoCompression) == b"5000"
+        assert size.future(b"").code() is grpc.StatusCode.NOT_FOUND
+    server.stop(None).wait()
+    """
+    done, figures = run(tmp_path, sys.executable, script(tmp_path, "runtime.py", text))
+    assert done.returncode == 0, done.stderr
+    found = messages(figures)
+    for side, direction in (("client", "sent"), ("server", "received")):
+        assert found[(side, "Size", direction, "shm")] == (1, 500_000, 500_000, 500_000)
+        assert found[(side, "Size", direction, "runtime")] == (2, 5_000, 5_000, 0)
+        assert found[(side, "Size", direction, "grpc")] == (1, 5_000, 5_000, 0)
+    assert calls(figures) == {
+        ("client", "Size", "OK"): 3,
+        ("client", "Size", "NOT_FOUND"): 1,
+        ("server", "Size", "answered"): 3,
+        ("server", "Size", "not answered"): 1,
+    }
+
+
 def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     """The server forgets the attachment, so it refuses the envelope."""
     text = """

@@ -35,7 +35,8 @@ def trace(command: tuple[str, ...], json_path: Path | None) -> None:
     The program need not know of tensorwire: all that uses grpcio is seen, synchronous or asyncio,
     as client and as server, in COMMAND and the Python processes that it starts. For each method:
     calls and their times, messages and their sizes, whether their payload travelled in them (grpc),
-    beside them (shm, tcp), or was sent again in them after it had been refused (again).
+    beside them (shm, tcp), was sent again in them after it had been refused (again), or travelled
+    in frames of tensorwire's own runtime (runtime).
 
     \b
     A client:

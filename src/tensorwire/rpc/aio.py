@@ -19,7 +19,8 @@ import grpc.aio
 
 from .aio_server import server
 from .attachment import RpcAttachment
-from .channel import call_is_confirmed, explain, is_refused
+from .calls import explain, is_refused
+from .channel import call_is_confirmed
 from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader

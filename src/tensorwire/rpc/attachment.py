@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
@@ -53,6 +54,13 @@ class Limits:
     patience_s: float = 1.0
 
 
+class CallCarrier(Protocol):
+    """What carries calls between the two ends, besides grpcio: an end of a line of `runtime`."""
+
+    def close(self, *, lost: bool) -> None:
+        """Ends it, because the other end is gone (lost) or this one is closed."""
+
+
 def make_board(node: Node) -> Region:
     """The words that the other end raises: credits of leases, and one word for each call."""
     return node.allocate(_BOARD_BYTES, name=_BOARD)
@@ -68,6 +76,7 @@ class RpcAttachment:
         leases_here: what the other end writes into.
         leases_there: what this end writes into.
         recent: what the latest messages are held by, see `look_at_recent`.
+        runtime: what carries calls besides grpcio; None: nothing does.
 
     Args:
         id: 16 random bytes that only the two ends know.
@@ -111,6 +120,7 @@ class RpcAttachment:
         self._generations = [0] * CALLS
         self._idle_calls = deque(range(CALLS))
         self.recent: deque[Watched] = deque(maxlen=8)
+        self.runtime: CallCarrier | None = None
         ATTACHMENTS[id] = self
         JANITOR.watch(self)
 
@@ -138,6 +148,8 @@ class RpcAttachment:
 
     def close(self) -> None:
         """Ends it; views of memory that arrived here stay. Calling it again does nothing."""
+        if self.runtime is not None and self._pid == os.getpid():
+            self.runtime.close(lost=self.peer.lost)
         self._node.close()
 
     # The client numbers its calls: what one raises for another has to name it.

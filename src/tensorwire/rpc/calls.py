@@ -14,11 +14,16 @@ from typing import Any
 
 import grpc
 
+from .negotiation import REFUSED
+
 Again = Callable[[Any], Any]
 """Of a call that has ended: its second attempt, None if there is to be none."""
 
 
 _LOOK_S = 0.02
+
+_KEPT: set[Resent] = set()
+"""Those with a callback that is still to be called; their callers may have forgotten them."""
 
 
 def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -60,6 +65,7 @@ class Resent(grpc.Call, grpc.RpcError):
                 self._call = second
             self._settled.set()
             callbacks, self._callbacks = self._callbacks, []
+            _KEPT.discard(self)
         for callback in callbacks:
             if not self._call.add_callback(callback):
                 callback()
@@ -85,6 +91,7 @@ class Resent(grpc.Call, grpc.RpcError):
         with self._lock:
             if not self._settled.is_set():
                 self._callbacks.append(callback)
+                _KEPT.add(self)
                 return True
         return bool(self._call.add_callback(callback))
 
@@ -163,3 +170,18 @@ class ResentStream(ResentFuture):
     def __del__(self) -> None:
         if not self._settled.is_set():
             self._first.cancel()
+
+
+def explain(error: BaseException) -> tuple[str, str]:
+    """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
+    if not isinstance(error, grpc.Call):
+        return "other", f"{type(error).__name__}: {error}"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "unknown method", "the server has no tensorwire"
+    kind = "unreachable" if error.code() is grpc.StatusCode.UNAVAILABLE else "other"
+    return kind, f"{error.code().name}: {error.details()}"
+
+
+def is_refused(metadata: Any) -> bool:
+    """Whether the trailing metadata say that the servicer did not run."""
+    return any(key == REFUSED for key, _ in metadata or ())

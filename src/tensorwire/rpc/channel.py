@@ -18,31 +18,18 @@ import grpc
 from tensorwire.errors import TensorwireError
 
 from .attachment import RpcAttachment
-from .calls import ResentFuture, ResentStream
+from .calls import ResentFuture, ResentStream, explain, is_refused
 from .envelope import mark
 from .incoming import Reader
-from .negotiation import MARK, OPEN, REFUSED, AttachmentKeeper, Terms
+from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always, no_deadline
+from .runtime.carry import CarriedMethod
+from .runtime.client import RuntimeCall
 from .tensors import delivered
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _NEGOTIATE_S = 5.0
 _NEGOTIATE_NOWAIT_S = 1.0
-
-
-def explain(error: BaseException) -> tuple[str, str]:
-    """What an error of a reserved method says of the server; for `AttachmentKeeper`."""
-    if not isinstance(error, grpc.Call):
-        return "other", f"{type(error).__name__}: {error}"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return "unknown method", "the server has no tensorwire"
-    kind = "unreachable" if error.code() is grpc.StatusCode.UNAVAILABLE else "other"
-    return kind, f"{error.code().name}: {error.details()}"
-
-
-def is_refused(metadata: Any) -> bool:
-    """Whether the trailing metadata say that the servicer did not run."""
-    return any(key == REFUSED for key, _ in metadata or ())
 
 
 class RpcChannel(grpc.Channel):
@@ -67,6 +54,14 @@ class RpcChannel(grpc.Channel):
         """How payload travels now: "shm", "tcp", "rdma", or "inside: " and the reason."""
         attachment = self._keeper.ready
         return f"inside: {self._keeper.reason}" if attachment is None else attachment.transport
+
+    @property
+    def runtime(self) -> str:
+        """By which unary calls travel now: "shm", "tcp", or "grpcio: " and the reason."""
+        attachment = self._keeper.ready
+        if attachment is not None and attachment.runtime is not None:
+            return attachment.transport
+        return f"grpcio: {self._keeper.carried_reason}"
 
     @property
     def attachment(self) -> RpcAttachment | None:
@@ -162,15 +157,7 @@ class _Method:
         self, timeout: float | None, metadata: Any, wait_for_ready: Any, *, waits: bool
     ) -> tuple[CallLink, Any]:
         """The link of a new call, and its metadata with the mark of its attachment."""
-        attachment = self._keeper.ready
-        if attachment is None:
-            if self._keeper.settled():
-                return PLAIN, metadata
-            wait_s = _NEGOTIATE_S if waits else _NEGOTIATE_NOWAIT_S
-            if timeout is not None:
-                wait_s = min(wait_s, max(timeout / 2, 0.0))  # the rest is for the call itself
-            ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready if waits else None)
-            attachment = self._keeper.get(ask, wait_s)
+        attachment = self._attachment(timeout, wait_for_ready, waits=waits)
         call = None if attachment is None else attachment.begin_call()
         if attachment is None or call is None:
             return PLAIN, metadata
@@ -178,6 +165,19 @@ class _Method:
         remaining = no_deadline if timeout is None else partial(_left, timeout, time.monotonic())
         link = CallLink(attachment, call, remaining, always)
         return link, (*metadata, marked) if metadata else (marked,)
+
+    def _attachment(
+        self, timeout: float | None, wait_for_ready: Any, *, waits: bool
+    ) -> RpcAttachment | None:
+        """The channel's, for which the server is asked if need be."""
+        attachment = self._keeper.ready
+        if attachment is not None or self._keeper.settled():
+            return attachment
+        wait_s = _NEGOTIATE_S if waits else _NEGOTIATE_NOWAIT_S
+        if timeout is not None:
+            wait_s = min(wait_s, max(timeout / 2, 0.0))  # the rest is for the call itself
+        ask = partial(self._ask, time.monotonic() + wait_s, wait_for_ready if waits else None)
+        return self._keeper.get(ask, wait_s)
 
     def _ask(self, until: float, wait_for_ready: Any, request: bytes) -> bytes:
         inner = self._channel.inner.unary_unary(OPEN)
@@ -321,6 +321,29 @@ def _ended(method: _Method, link: CallLink, tickets: Sequence[int], state: Any) 
 
 
 class _UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
+    def __init__(
+        self, channel: RpcChannel, arity: str, method: str, serializer: Any, *more: Any
+    ) -> None:
+        super().__init__(channel, arity, method, serializer, *more)
+        self._carried = CarriedMethod(method, serializer, self._deserialize, self._end)
+
+    def _carry(
+        self,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        credentials: Any,
+        wait_for_ready: Any,
+        compression: Any,
+        again: Callable[[], Any] | None = None,
+    ) -> RuntimeCall | None:
+        """Begins a call by the runtime; None: by grpcio."""
+        if not self._keeper.carries or credentials is not None or compression is not None:
+            return None
+        started = time.monotonic()
+        attachment = self._attachment(timeout, wait_for_ready, waits=again is None)
+        return self._carried.begin(attachment, request, _left(timeout, started), metadata, again)
+
     def __call__(
         self,
         request: Any,
@@ -330,9 +353,11 @@ class _UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        return self._blocking(
-            self._inner, request, timeout, metadata, credentials, wait_for_ready, compression
-        )
+        given = timeout, metadata, credentials, wait_for_ready, compression
+        call = self._carry(request, *given)
+        if call is not None and call.wait_blocking():
+            return call.result()
+        return self._blocking(self._inner, request, *given)
 
     def with_call(
         self,
@@ -343,15 +368,11 @@ class _UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        return self._blocking(
-            self._inner.with_call,
-            request,
-            timeout,
-            metadata,
-            credentials,
-            wait_for_ready,
-            compression,
-        )
+        given = timeout, metadata, credentials, wait_for_ready, compression
+        call = self._carry(request, *given)
+        if call is not None and call.wait_blocking():
+            return call.result(), call
+        return self._blocking(self._inner.with_call, request, *given)
 
     def future(
         self,
@@ -362,16 +383,10 @@ class _UnaryUnary(_UnaryRequest, grpc.UnaryUnaryMultiCallable):
         wait_for_ready: Any = None,
         compression: Any = None,
     ) -> Any:
-        return self._nowait(
-            self._inner.future,
-            ResentFuture,
-            request,
-            timeout,
-            metadata,
-            credentials,
-            wait_for_ready,
-            compression,
-        )
+        given = timeout, metadata, credentials, wait_for_ready, compression
+        again = partial(self._nowait, self._inner.future, ResentFuture, request, *given)
+        call = self._carry(request, *given, again)
+        return again() if call is None else call
 
 
 class _UnaryStream(_UnaryRequest, grpc.UnaryStreamMultiCallable):

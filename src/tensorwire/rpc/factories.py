@@ -9,6 +9,8 @@ import grpc
 from .attachment import Limits
 from .channel import RpcChannel
 from .negotiation import Registry, Terms
+from .runtime.options import offer
+from .runtime.server import Service
 from .server import Interceptor, RpcServer
 
 _DEFAULT = Limits()
@@ -23,6 +25,7 @@ def insecure_channel(
     pool_bytes: int = _DEFAULT.pool_bytes,
     patience_s: float = _DEFAULT.patience_s,
     transports: tuple[str, ...] = ("shm", "tcp"),
+    runtime: bool | None = None,
 ) -> RpcChannel:
     """As `grpc.insecure_channel`.
 
@@ -35,10 +38,13 @@ def insecure_channel(
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         transports: by which payload may travel; () for not at all.
+        runtime: unary calls go by the runtime instead of HTTP/2, where the server has it too.
+            Default: whether TENSORWIRE_RPC is "runtime".
     """
-    inner = grpc.insecure_channel(target, options, compression)
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
-    return RpcChannel(inner, Terms(limits, as_transports(transports)))
+    offered = offer(runtime, options, compression)
+    inner = grpc.insecure_channel(target, options, compression)
+    return RpcChannel(inner, Terms(limits, as_transports(transports), runtime=offered))
 
 
 def secure_channel(
@@ -86,6 +92,7 @@ def server(
     plaintext_transports: tuple[str, ...] = (),
     listen: str = "",
     max_attachments: int = 64,
+    runtime: bool | None = None,
 ) -> RpcServer:
     """As `grpc.server`.
 
@@ -106,15 +113,23 @@ def server(
         listen: the host by which clients on other hosts reach this one. By default that of the
             first insecure port, if it is not loopback.
         max_attachments: clients at a time whose payload goes ahead; those beyond get plain gRPC.
+        runtime: as for `insecure_channel`; clients of secure ports stay with grpcio.
     """
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
-    registry = Registry(terms, max_attachments)
+    handlers = tuple(handlers or ())
+    carried = offer(runtime, options, compression).limits
+    service = None
+    if carried is not None:
+        service = Service(
+            thread_pool, handlers, tuple(interceptors or ()), maximum_concurrent_rpcs, carried
+        )
+    registry = Registry(terms, max_attachments, service)
     outermost = (Interceptor(registry), *(interceptors or ()))
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
     )
-    return RpcServer(inner, registry)
+    return RpcServer(inner, registry, service)
 
 
 def as_limits(

@@ -22,6 +22,11 @@ from tensorwire.memory import Node, Region
 from .attachment import CALLS, Limits, RpcAttachment, make_board
 from .envelope import VERSION
 from .janitor import JANITOR
+from .runtime.client import RuntimeClient
+from .runtime.context import Caller
+from .runtime.options import Offer
+from .runtime.ring import RING, make_ring
+from .runtime.server import Service
 
 OPEN = "/tensorwire.rpc.Attachment/Open"
 """The reserved method."""
@@ -30,8 +35,12 @@ MARK = "tensorwire-attachment-bin"
 REFUSED = "tensorwire-refused"
 """Key of the trailing metadata of a call that was refused before the servicer ran."""
 
+RUNTIME_VERSION = 1
+"""Of the frames of `runtime`."""
+
 _MOST_BYTES = 4096
 _CONNECT_S = 5.0
+_CARRY = ("shm", "tcp")  # by which calls go
 _READY = "ready"
 _LONGEST_PAUSE_S = 60.0
 
@@ -44,6 +53,9 @@ def host_id() -> str:
         return ""
 
 
+NO_RUNTIME = Offer(None, "it is not offered on such a channel")
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What one end lets payload do.
@@ -53,12 +65,14 @@ class Terms:
         transports: by which it may travel, of those of a Node. Empty: not at all.
         listen: the host that clients on other hosts reach this server by; "" for none.
         plaintext_transports: by which payload of an encrypted connection may travel too.
+        runtime: whether calls go by the runtime, where the other end has it too.
     """
 
     limits: Limits
     transports: tuple[str, ...]
     listen: str = ""
     plaintext_transports: tuple[str, ...] = ()
+    runtime: Offer = NO_RUNTIME
 
 
 class DeclinedError(Exception):
@@ -71,9 +85,11 @@ class Registry:
     Args:
         terms: of the server.
         most: attachments at a time; clients beyond get plain gRPC.
+        service: carries out calls that do not come by grpcio, None if there are to be none.
     """
 
-    def __init__(self, terms: Terms, most: int) -> None:
+    def __init__(self, terms: Terms, most: int, service: Service | None = None) -> None:
+        self._service = service
         self._terms = terms
         self._most = most
         self._lock = threading.Lock()
@@ -100,11 +116,12 @@ class Registry:
         if not self._terms.listen:
             self._terms = replace(self._terms, listen=host)
 
-    def open(self, request: bytes, *, encrypted: bool) -> bytes:
+    def open(self, request: bytes, caller: Caller | None = None, *, encrypted: bool) -> bytes:
         """Makes this end of an attachment, for whoever connects to it with its secret.
 
         Args:
             request: of the client.
+            caller: the client, if its calls may go by the runtime.
             encrypted: the connection is; then payload stays on this host.
 
         Raises:
@@ -139,9 +156,12 @@ class Registry:
                 max_peers=1,
             )
             board = make_board(node)
+            runs = asked.get("runtime") == RUNTIME_VERSION and not encrypted
+            service = self._service if runs and caller is not None else None
+            ring = None if service is None else make_ring(node)
             self._waiting[id] = node
         threading.Thread(
-            target=self._complete, args=(id, node, board, lent_bytes),
+            target=self._complete, args=(id, node, board, lent_bytes, service, ring, caller),
             name="tensorwire-rpc-attachment", daemon=True,
         ).start()  # fmt: skip
         JANITOR.watch(self)
@@ -152,9 +172,19 @@ class Registry:
             address=node.address,
             transports=transports,
             pool_bytes=self._terms.limits.pool_bytes,
+            runtime=0 if service is None else RUNTIME_VERSION,
         )
 
-    def _complete(self, id: bytes, node: Node, board: Region, lent_bytes: int) -> None:
+    def _complete(
+        self,
+        id: bytes,
+        node: Node,
+        board: Region,
+        lent_bytes: int,
+        service: Service | None,
+        ring: Region | None,
+        caller: Caller | None,
+    ) -> None:
         """In a thread of its own, until the client has connected or does not come."""
         try:
             attachment = RpcAttachment(
@@ -166,6 +196,12 @@ class Registry:
                 lent_bytes=lent_bytes,
                 is_client=False,
             )
+            if service and ring and caller and attachment.transport in _CARRY:
+                peer = attachment.peer
+                other = peer.wait_region(RING, timeout_s=_CONNECT_S)
+                end = service.attach(attachment, caller, node, ring, other, peer)
+                attachment.runtime = end
+                end.start()
             with self._lock:
                 self._waiting.pop(id, None)
                 if not self._closed:
@@ -184,6 +220,7 @@ class Registry:
             for id, attachment in list(self._attachments.items()):
                 if attachment.lost:
                     del self._attachments[id]
+                    JANITOR.soon(attachment.close)
             return bool(self._attachments or self._waiting)
 
     def close(self) -> None:
@@ -222,6 +259,7 @@ def connect(
                 host=host_id(),
                 transports=list(terms.transports),
                 pool_bytes=terms.limits.pool_bytes,
+                runtime=0 if terms.runtime.limits is None else RUNTIME_VERSION,
             ),
         )
     )
@@ -236,8 +274,10 @@ def connect(
         quota_bytes=terms.limits.pool_bytes,
         max_peers=1,
     )
+    runs = terms.runtime.limits is not None and answer.get("runtime") == RUNTIME_VERSION
     try:
         board = make_board(node)
+        ring = make_ring(node) if runs else None
         peer = node.connect(str(answer.get("address")), timeout_s=least_s)
         if peer.name != id.hex():
             raise UnavailableError(f"{peer.address} is not the server's end of the attachment")
@@ -246,6 +286,9 @@ def connect(
             id, node, board, peer, terms.limits, lent_bytes=lent_bytes, is_client=True
         )
         peer.wait_region(_READY, timeout_s=least_s)
+        if ring is not None and terms.runtime.limits and attachment.transport in _CARRY:
+            other = peer.region(RING, timeout_s=least_s)
+            attachment.runtime = RuntimeClient(node, ring, other, peer, terms.runtime.limits)
         return attachment
     except BaseException:
         node.close()
@@ -272,6 +315,18 @@ class AttachmentKeeper:
         self._pause_s = 0.0
         self._closed = False
         self.reason = "no call was made yet"
+
+    @property
+    def carries(self) -> bool:
+        """Calls may go by the runtime, where the server has it."""
+        return self._terms.runtime.limits is not None
+
+    @property
+    def carried_reason(self) -> str:
+        """Why calls do not go by the runtime."""
+        if not self.carries:
+            return self._terms.runtime.reason
+        return self.reason or "the server does not offer the runtime"
 
     @property
     def ready(self) -> RpcAttachment | None:
@@ -315,7 +370,10 @@ class AttachmentKeeper:
             if self._closed:
                 attachment.close()
                 return None
-            self._by_id = {key: each for key, each in self._by_id.items() if not each.lost}
+            for key, each in list(self._by_id.items()):
+                if each.lost:
+                    del self._by_id[key]
+                    JANITOR.soon(each.close)
             self._by_id[attachment.id] = self._attachment = attachment
             self._pause_s = 0.0
             self.reason = ""

@@ -23,6 +23,8 @@ from .inbox import RefusedError
 from .incoming import Reader
 from .negotiation import MARK, OPEN, REFUSED, DeclinedError, Registry, check_mark
 from .outgoing import PLAIN, CallLink, SentMessage
+from .runtime.context import Caller
+from .runtime.server import Service
 from .tensors import Holding
 
 DRAIN_S = 1.0
@@ -77,7 +79,7 @@ class Interceptor(grpc.ServerInterceptor):
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            return self._registry.open(request, encrypted=is_encrypted(context))
+            return self._registry.open(request, Caller.of(context), encrypted=is_encrypted(context))
         except DeclinedError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ValueError as error:
@@ -238,14 +240,19 @@ class RpcServer(grpc.Server):
     Args:
         inner: of grpcio, with an Interceptor of the registry as its first one.
         registry: the attachments.
+        service: carries out calls that do not come by grpcio; None: there are none.
 
     Attributes:
         inner: of grpcio.
     """
 
-    def __init__(self, inner: grpc.Server, registry: Registry) -> None:
+    def __init__(self, inner: grpc.Server, registry: Registry, service: Service | None) -> None:
         self.inner = inner
         self._registry = registry
+        self._service = service
+        self._closed = threading.Event()
+        self._started = False
+        self._stopping = False
         weakref.finalize(self, registry.close).atexit = False
 
     @property
@@ -254,10 +261,15 @@ class RpcServer(grpc.Server):
         return self._registry.attachments
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        self.inner.add_generic_rpc_handlers(generic_rpc_handlers)
+        handlers = tuple(generic_rpc_handlers)
+        self.inner.add_generic_rpc_handlers(handlers)
+        if self._service is not None:
+            self._service.add_generic(handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
         self.inner.add_registered_method_handlers(service_name, method_handlers)
+        if self._service is not None and not self._started:
+            self._service.add_registered(service_name, method_handlers)
 
     def add_insecure_port(self, address: str) -> int:
         port: int = self.inner.add_insecure_port(address)
@@ -271,27 +283,50 @@ class RpcServer(grpc.Server):
 
     def start(self) -> None:
         self.inner.start()
+        self._started = True
 
     def stop(self, grace: float | None) -> Any:
+        self._stopping = True
+        service = self._service
+        if service is not None:
+            service.stop()
+            if grace is None:
+                service.cancel_all()
         stopped = self.inner.stop(grace)
         closed = threading.Event()
 
         def close() -> None:
+            if service is not None:
+                _let_end(service, grace or 0.0)
             stopped.wait()
             until = time.monotonic() + DRAIN_S
             while self._registry.awaited and time.monotonic() < until:
                 time.sleep(_LOOK_S)
             self._registry.close()
             closed.set()
+            self._closed.set()
 
-        if stopped.is_set():
+        if stopped.is_set() and (service is None or not service.active):
             close()
         else:
             threading.Thread(target=close, name="tensorwire-rpc-stop", daemon=True).start()
         return closed
 
     def wait_for_termination(self, timeout: float | None = None) -> bool:
-        return bool(self.inner.wait_for_termination(timeout))
+        until = None if timeout is None else time.monotonic() + timeout
+        if self.inner.wait_for_termination(timeout):
+            return True
+        if self._service is None or not self._stopping:
+            return False
+        return not self._closed.wait(None if until is None else max(until - time.monotonic(), 0.0))
+
+
+def _let_end(service: Service, grace_s: float) -> None:
+    """Waits for calls under way, and ends those that take longer."""
+    until = time.monotonic() + grace_s
+    while service.active and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    service.cancel_all()
 
 
 def outside_host(address: str) -> str:

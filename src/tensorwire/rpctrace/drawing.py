@@ -92,8 +92,8 @@ def _show_messages(trace: Trace, console: Console) -> None:
     console.print(table)
     console.print(
         "encoded: bytes that passed through (de)serializers; left it: that travelled beside the "
-        "message; by refused: an envelope that says nothing to its receiver; again: what was sent "
-        "after that, as it is",
+        "message; by runtime: in frames of tensorwire.rpc; by refused: an envelope that says "
+        "nothing to its receiver; again: what was sent after that, as it is",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -59,27 +59,28 @@ class TracedMethod:
         self._recorder.add(self._row("calls", code), took)
         self._recorder.end_call()
 
-    def serialize(self, serializer: Any, message: Any) -> Any:
-        """What the serializer makes of a message; None: the message is bytes."""
+    def serialize(self, serializer: Any, message: Any, protocol: str = "grpc") -> Any:
+        """What the serializer makes of a message, for a protocol; None: the message is bytes."""
         began = perf_counter_ns()
         data = message if serializer is None else serializer(message)
-        self._count("sent", data, serializer, perf_counter_ns() - began, _is_again(message))
+        protocol = "again" if _is_again(message) else protocol
+        self._count("sent", data, serializer, perf_counter_ns() - began, protocol)
         return data
 
-    def deserialize(self, deserializer: Any, data: Any) -> Any:
+    def deserialize(self, deserializer: Any, data: Any, protocol: str = "grpc") -> Any:
         """What the deserializer makes of bytes; None: they are the message."""
         if deserializer is None:
-            self._count("received", data, None, 0, False)
+            self._count("received", data, None, 0, protocol)
             return data
         began = perf_counter_ns()
         message = deserializer(data)
-        self._count("received", data, deserializer, perf_counter_ns() - began, False)
+        self._count("received", data, deserializer, perf_counter_ns() - began, protocol)
         return message
 
-    def _count(self, direction: str, data: Any, by: Any, ns: int, again: bool) -> None:
+    def _count(self, direction: str, data: Any, by: Any, ns: int, protocol: str) -> None:
         if not isinstance(data, bytes):
             return  # grpcio is about to say so
-        size, left, protocol = len(data), 0, "again" if again else "grpc"
+        size, left = len(data), 0
         encoded = 0 if by is None else size
         if data.startswith(_MAGIC) and size >= _HEAD.size:
             _, _, count, attachment = _HEAD.unpack_from(data)
@@ -133,6 +134,7 @@ class Tracer:
             "grpc._server": self._sync_server,
             "grpc.aio._call": self._aio_client,
             "grpc.aio._server": self._aio_server,
+            "tensorwire.rpc.runtime.observed": self._runtime,
         }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -162,6 +164,9 @@ class Tracer:
         if found is None:
             found = self._known.setdefault(key, TracedMethod(self._recorder, *key))
         return found
+
+    def _runtime(self, module: Any) -> None:
+        module.OBSERVER = self._watched
 
     def _sync_client(self, module: Any) -> None:
         for arity in ARITIES:

@@ -1,0 +1,52 @@
+"""A thread that calls what users want to be called, so that no thread is held up that reads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_Queue = SimpleQueue[Sequence[Callable[[], object]] | None]
+
+
+class Callbacks:
+    """The thread, which starts with the first callback. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: _Queue | None = None
+
+    def call(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Has them called one after the other, soon."""
+        with self._lock:
+            queue = self._queue
+            if queue is None:
+                queue = self._queue = SimpleQueue()
+                threading.Thread(
+                    target=_run, args=(queue,), name="tensorwire-rpc-callbacks", daemon=True
+                ).start()
+        queue.put(callbacks)
+
+    def stop(self) -> None:
+        """Ends the thread when it has called what it has been given."""
+        with self._lock:
+            queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.put(None)
+
+
+def _run(queue: _Queue) -> None:
+    while (callbacks := queue.get()) is not None:
+        call_all(callbacks)
+        del callbacks
+
+
+def call_all(callbacks: Sequence[Callable[[], object]]) -> None:
+    """Calls them one after the other, whatever they raise."""
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:
+            _LOG.exception("a callback of a call failed")

@@ -1,0 +1,185 @@
+"""What a servicer sees of a call that came by a line: grpcio's ServicerContext."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+
+from .frames import Metadata, as_metadata
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_END_OF_TIME_S = float((1 << 63) // 10**9)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a line, as grpcio saw it when the line was asked for.
+
+    Attributes:
+        peer, auth_context, identities, identity_key: of its `ServicerContext`.
+        user_agent: what its channel says of itself.
+    """
+
+    peer: str
+    auth_context: Mapping[str, Sequence[bytes]]
+    identities: Sequence[bytes] | None
+    identity_key: str | None
+    user_agent: Metadata
+
+    @classmethod
+    def of(cls, context: grpc.ServicerContext) -> Caller:
+        """The client of a call by grpcio."""
+        agent = [each for each in context.invocation_metadata() or () if each[0] == "user-agent"]
+        return cls(
+            context.peer(),
+            dict(context.auth_context()),
+            context.peer_identities(),
+            context.peer_identity_key(),
+            as_metadata(agent) or (),
+        )
+
+
+class CallDetails(NamedTuple):
+    """What interceptors and generic handlers are given: a `grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: Metadata
+
+
+class AbortedError(Exception):
+    """`abort` ends the servicer by it, as grpcio does by a bare Exception."""
+
+
+class CallContext(grpc.ServicerContext):  # type: ignore[misc]
+    """Of one call. Any thread may use it.
+
+    Args:
+        caller: who calls.
+        metadata: of the call.
+        deadline: of time.monotonic, None if it has none.
+        is_active: whether the call goes on.
+        send_head: sends initial metadata; False if the call does not go on.
+        cancel: ends the call.
+        add_callback: has something called when the call has ended; False if it has.
+
+    Attributes:
+        aborted: the servicer has called `abort`.
+        given_up: what the context itself has raised because the call does not go on.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        metadata: Metadata,
+        deadline: float | None,
+        is_active: Callable[[], bool],
+        send_head: Callable[[Metadata], bool],
+        cancel: Callable[[], object],
+        add_callback: Callable[[Callable[[], None]], bool],
+    ) -> None:
+        self._caller = caller
+        self._metadata = metadata
+        self._deadline = deadline
+        self._is_active = is_active
+        self._send_head = send_head
+        self._cancel = cancel
+        self._add_callback = add_callback
+        self._head_sent = False
+        self._trailing: Any = None
+        self._code: Any = None
+        self._details: bytes | None = None
+        self.aborted = False
+        self.given_up: list[BaseException] = []
+
+    def is_active(self) -> bool:
+        return self._is_active()
+
+    def time_remaining(self) -> float:
+        if self._deadline is None:
+            return _END_OF_TIME_S - time.time()
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def cancel(self) -> None:
+        self._cancel()
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return self._add_callback(callback)
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def peer(self) -> str:
+        return self._caller.peer
+
+    def peer_identities(self) -> Any:
+        return self._caller.identities
+
+    def peer_identity_key(self) -> Any:
+        return self._caller.identity_key
+
+    def auth_context(self) -> Any:
+        return dict(self._caller.auth_context)
+
+    def set_compression(self, compression: Any) -> None:
+        """Nothing is compressed here: memory is not a network."""
+
+    def disable_next_message_compression(self) -> None:
+        """Nothing is compressed here."""
+
+    def send_initial_metadata(self, initial_metadata: Any) -> None:
+        if self._head_sent:
+            raise ValueError("Initial metadata no longer allowed!")
+        metadata = as_metadata(initial_metadata, reserved=True)
+        if metadata is None:
+            raise ValueError(f"metadata was invalid: {initial_metadata}")
+        if not self._send_head(metadata):
+            error = grpc.RpcError()
+            self.given_up.append(error)
+            raise error
+        self._head_sent = True
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self._trailing = trailing_metadata
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+    def abort(self, code: Any, details: str) -> None:
+        if code is grpc.StatusCode.OK:
+            _LOG.error("abort() called with StatusCode.OK; returning UNKNOWN")
+            code, details = grpc.StatusCode.UNKNOWN, ""
+        self._code = code
+        self._details = _encoded(details)
+        self.aborted = True
+        raise AbortedError()
+
+    def abort_with_status(self, status: Any) -> None:
+        self._trailing = status.trailing_metadata
+        self.abort(status.code, status.details)
+
+    def set_code(self, code: Any) -> None:
+        self._code = code
+
+    def code(self) -> Any:
+        return self._code
+
+    def set_details(self, details: Any) -> None:
+        self._details = _encoded(details)
+
+    def details(self) -> Any:
+        return self._details
+
+    def status(self, code: grpc.StatusCode, details: str) -> tuple[int, bytes]:
+        """How the call ends: as the servicer has said, and where it said nothing, like this."""
+        chosen = code if self._code is None else self._code
+        number = chosen.value[0] if isinstance(chosen, grpc.StatusCode) else 2
+        return number, details.encode() if self._details is None else self._details
+
+
+def _encoded(text: Any) -> bytes:
+    return text if isinstance(text, bytes) else str(text).encode()

@@ -1,0 +1,85 @@
+"""One thread per process that does what is to be done when a deadline has passed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_KEPT = 1000
+
+
+class Deadline:
+    """One, until it has passed or is taken back.
+
+    Attributes:
+        action: done then; None when that is taken back.
+    """
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
+
+
+class Deadlines:
+    """All of a process. Any thread may use it; the thread starts with the first one."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, Deadline]] = []
+        self._numbers = itertools.count()
+        self._compact_at = _KEPT
+        self._started = False
+
+    def forked(self) -> None:
+        """In a forked child, where the thread is not."""
+        self._begin()
+
+    def add(self, at: float, action: Callable[[], object]) -> Deadline:
+        """Has something done at a time of time.monotonic, in the thread: it must not block.
+
+        To take it back, set its `action` to None.
+        """
+        deadline = Deadline(action)
+        with self._changed:
+            heap = self._heap
+            if len(heap) >= self._compact_at:  # most calls end long before their deadline
+                heap = self._heap = [each for each in heap if each[2].action is not None]
+                heapq.heapify(heap)
+                self._compact_at = max(2 * len(heap), _KEPT)
+            heapq.heappush(heap, (at, next(self._numbers), deadline))
+            if not self._started:
+                self._started = True
+                threading.Thread(
+                    target=self._run, name="tensorwire-rpc-deadlines", daemon=True
+                ).start()
+            elif heap[0][2] is deadline:
+                self._changed.notify()
+        return deadline
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._heap or self._heap[0][0] > (now := time.monotonic()):
+                    self._changed.wait(self._heap[0][0] - now if self._heap else None)
+                action = heapq.heappop(self._heap)[2].action
+            if action is not None:
+                try:
+                    action()
+                except Exception:
+                    _LOG.exception("what was to be done at a deadline failed")
+
+
+DEADLINES = Deadlines()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=DEADLINES.forked)

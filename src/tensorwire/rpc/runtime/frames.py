@@ -1,0 +1,263 @@
+"""What travels between the two ends of a line: frames, as bytes. Pure; docs/rpc.md has the tables.
+
+Everything that comes from the other end is checked here before anybody uses it.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY = range(1, 7)
+MORE, WHOLE, REFUSED = 1, 2, 4
+"""Flags: the message goes on in a later frame; this is its end (of an END: it has a message); the
+servicer has not run and will not."""
+
+HEADER = struct.Struct("<IBBHII")
+PIECE_BYTES = 48 << 10
+"""Of a message in one frame; longer ones travel in several."""
+MOST_METADATA_BYTES = 16 << 10
+"""Of a block of metadata, with the details of a status: a frame of them fits into every ring."""
+MOST_BYTES = HEADER.size + 256 + (1 << 16) + 2 * MOST_METADATA_BYTES + PIECE_BYTES
+"""Of a frame, which has at most one method, two blocks of metadata, and one piece."""
+NO_DEADLINE = (1 << 64) - 1
+
+_CALL = struct.Struct("<QHH")
+_END = struct.Struct("<IIHH")
+_COUNT = struct.Struct("<H")
+_ENTRY = struct.Struct("<HI")
+_KEY = re.compile(r"[0-9a-z_.-]+")
+_VALUE = re.compile(r"(?:[!-~](?:[ -~]*[!-~])?)?")
+
+Number = tuple[int, int]
+"""Of a call: its slot in the attachment, and how often that was used."""
+
+
+class FrameError(Exception):
+    """The other end has sent what is no frame. Nothing that follows can be understood."""
+
+
+class Metadatum(NamedTuple):
+    """One entry of metadata; its value is bytes where the key ends with -bin."""
+
+    key: str
+    value: str | bytes
+
+
+Metadata = tuple[Metadatum, ...]
+
+
+def as_metadata(entries: object, *, reserved: bool = False) -> Metadata | None:
+    """The user's metadata as they travel; None: they are not plainly valid, or too long.
+
+    Args:
+        entries: pairs of key and value; None for none.
+        reserved: keys that gRPC keeps for itself are valid.
+    """
+    if not entries:
+        return ()
+    made, size = [], 0
+    try:
+        for key, value in entries:  # type: ignore[attr-defined]
+            if isinstance(key, bytes):
+                key = key.decode()
+            if not _KEY.fullmatch(key) or (key.startswith("grpc-") and not reserved):
+                return None
+            if key.endswith("-bin"):
+                if isinstance(value, str):
+                    value = value.encode()
+                if not isinstance(value, bytes):
+                    return None
+                size += len(value)
+            else:
+                if isinstance(value, bytes):
+                    value = value.decode()
+                if not _VALUE.fullmatch(value):
+                    return None
+                size += len(value)
+            size += len(key) + _ENTRY.size
+            made.append(Metadatum(key, value))
+    except (TypeError, ValueError):
+        return None
+    return tuple(made) if size <= MOST_METADATA_BYTES else None
+
+
+def _encoded(metadata: Metadata) -> bytes:
+    parts = []
+    for key, value in metadata:
+        name = key.encode()
+        data = value if isinstance(value, bytes) else value.encode()
+        parts += [_ENTRY.pack(len(name), len(data)), name, data]
+    return b"".join(parts)
+
+
+def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes]) -> bytes:
+    size = HEADER.size + sum(map(len, body))
+    return b"".join((HEADER.pack(size, kind, flags, 0, *number), *body))
+
+
+def _pieces(message: bytes) -> tuple[bytes, list[bytes]]:
+    """The first piece of a message, and the others."""
+    if len(message) <= PIECE_BYTES:
+        return message, []
+    starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
+    return message[:PIECE_BYTES], [message[at : at + PIECE_BYTES] for at in starts]
+
+
+def call_frames(
+    number: Number, method: bytes, timeout_us: int, metadata: Metadata, message: bytes
+) -> list[bytes]:
+    """A call with its only request."""
+    first, others = _pieces(message)
+    head = _CALL.pack(timeout_us, len(method), len(metadata))
+    block = _encoded(metadata) if metadata else b""
+    flags = MORE if others else WHOLE
+    frames = [_frame(CALL, flags, number, (head, method, block, first))]
+    for place, piece in enumerate(others, 1):
+        flags = MORE if place < len(others) else WHOLE
+        frames.append(_frame(MESSAGE, flags, number, (piece,)))
+    return frames
+
+
+def end_frames(
+    number: Number,
+    code: int,
+    details: bytes = b"",
+    initial: Metadata = (),
+    trailing: Metadata = (),
+    message: bytes | None = None,
+    *,
+    refused: bool = False,
+) -> list[bytes]:
+    """How a call ended, with its response if it has one."""
+    frames, flags, last = [], REFUSED if refused else 0, b""
+    if message is not None:
+        first, others = _pieces(message)
+        *before, last = first, *others
+        frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
+        flags |= WHOLE
+    head = _END.pack(code, len(details), len(initial), len(trailing))
+    body = (head, details, _encoded(initial), _encoded(trailing), last)
+    frames.append(_frame(END, flags, number, body))
+    return frames
+
+
+def head_frame(number: Number, initial: Metadata) -> bytes:
+    """Initial metadata that go ahead of the response."""
+    return _frame(HEAD, 0, number, (_COUNT.pack(len(initial)), _encoded(initial)))
+
+
+def short_frame(kind: int, number: Number = (0, 0)) -> bytes:
+    """A frame without a body: CANCEL, GOAWAY."""
+    return _frame(kind, 0, number, ())
+
+
+class Frame(NamedTuple):
+    """A frame whose header is in order; its body is parsed by who knows what to do with it."""
+
+    kind: int
+    flags: int
+    number: Number
+    body: bytes
+
+
+def parse(data: bytes) -> Iterator[Frame]:
+    """The frames of what has arrived.
+
+    Raises:
+        FrameError: what follows is none, or the last one is cut off.
+    """
+    at, end = 0, len(data)
+    while at < end:
+        if end - at < HEADER.size:
+            raise FrameError(f"{end - at} bytes are no frame")
+        size, kind, flags, zero, slot, generation = HEADER.unpack_from(data, at)
+        if not HEADER.size <= size <= min(end - at, MOST_BYTES):
+            raise FrameError(f"a frame of {size} bytes in {end - at}")
+        if not CALL <= kind <= GOAWAY or zero or flags & ~(MORE | WHOLE | REFUSED):
+            raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
+        yield Frame(kind, flags, (slot, generation), data[at + HEADER.size : at + size])
+        at += size
+
+
+class CallBody(NamedTuple):
+    """The body of a CALL."""
+
+    method: str
+    timeout_us: int
+    metadata: Metadata
+    piece: bytes
+
+
+class EndBody(NamedTuple):
+    """The body of an END; `piece` is the last of the response."""
+
+    code: int
+    details: str
+    initial: Metadata
+    trailing: Metadata
+    piece: bytes
+
+
+def parse_call(body: bytes) -> CallBody:
+    """Decodes the body of a CALL; FrameError if it is none."""
+    try:
+        timeout_us, method_bytes, count = _CALL.unpack_from(body)
+        at = _CALL.size + method_bytes
+        if at > len(body):
+            raise FrameError("a method that is cut off")
+        method = body[_CALL.size : at].decode()
+        metadata, at = _decoded(body, at, count)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FrameError(f"a call that is none: {error}") from None
+    return CallBody(method, timeout_us, metadata, body[at:])
+
+
+def parse_end(body: bytes) -> EndBody:
+    """Decodes the body of an END; FrameError if it is none."""
+    try:
+        code, details_bytes, initial_count, trailing_count = _END.unpack_from(body)
+        at = _END.size + details_bytes
+        if at > len(body):
+            raise FrameError("details that are cut off")
+        details = body[_END.size : at].decode(errors="replace")
+        initial, at = _decoded(body, at, initial_count)
+        trailing, at = _decoded(body, at, trailing_count)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FrameError(f"an end that is none: {error}") from None
+    return EndBody(code, details, initial, trailing, body[at:])
+
+
+def parse_head(body: bytes) -> Metadata:
+    """Decodes the body of a HEAD; FrameError if it is none."""
+    try:
+        metadata, at = _decoded(body, _COUNT.size, _COUNT.unpack_from(body)[0])
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FrameError(f"metadata that are none: {error}") from None
+    if at != len(body):
+        raise FrameError("metadata with something behind them")
+    return metadata
+
+
+def _decoded(body: bytes, at: int, count: int) -> tuple[Metadata, int]:
+    """A block of metadata that begins at a place, and where it ends."""
+    made: list[Metadatum] = []
+    for _ in range(count):
+        key_bytes, value_bytes = _ENTRY.unpack_from(body, at)
+        start = at + _ENTRY.size
+        middle, at = start + key_bytes, start + key_bytes + value_bytes
+        if at > len(body):
+            raise FrameError("metadata that are cut off")
+        key, value = body[start:middle].decode(), body[middle:at]
+        if not _KEY.fullmatch(key):
+            raise FrameError(f"metadata with the key {key[:80]!r}")
+        if key.endswith("-bin"):
+            made.append(Metadatum(key, value))
+        else:
+            text = value.decode()
+            if not _VALUE.fullmatch(text):
+                raise FrameError(f"metadata with a value of {key[:80]} that cannot be")
+            made.append(Metadatum(key, text))
+    return tuple(made), at

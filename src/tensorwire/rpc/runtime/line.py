@@ -1,0 +1,302 @@
+"""Frames between two ends, both ways: written in turns by whoever has some, read by one at a time.
+
+Whoever sends while another thread writes leaves its frames to that thread, which writes all of them
+at once, in order. Knows the header of a frame, and nothing of calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from tensorwire.errors import TensorwireError, TimeoutError
+from tensorwire.memory import Node, Peer, Region, RemoteRegion
+
+from .frames import Frame, FrameError, parse
+from .ring import RingError, RingReader, RingWriter
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_BATCH_BYTES = 1 << 17
+_SLICE_S = 0.05
+
+
+class LineEnd(Protocol):
+    """What one end does with what arrives. Called by the thread that reads."""
+
+    def arrived(self, frame: Frame) -> None:
+        """Handles a frame; FrameError if it makes no sense here."""
+
+    def over(self, reason: str) -> None:
+        """Nothing arrives any more; called once."""
+
+
+class Line:
+    """One end of it. Any thread may send.
+
+    Args:
+        node: of this end; closed if the other end sends what cannot be.
+        memory: this end's ring.
+        other: the other end's.
+        peer: the other end.
+        end: gets what arrives.
+    """
+
+    def __init__(
+        self, node: Node, memory: Region, other: RemoteRegion, peer: Peer, end: LineEnd
+    ) -> None:
+        self._node = node
+        self._reader = RingReader(memory, other, peer)
+        self._writer = RingWriter(memory, other, peer)
+        self._end = end
+        self._outbox: deque[bytes] = deque()
+        self._writing = threading.Lock()
+        self._blocked = False
+        self._over = False
+        self._ending = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing arrives any more."""
+        return self._over
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends frames behind those that were sent before; nobody waits for it."""
+        self._outbox.extend(frames)
+        self._flush()
+
+    @property
+    def backlog(self) -> int:
+        """Frames that wait for room at the other end."""
+        return len(self._outbox)
+
+    def _flush(self) -> None:
+        while self._outbox and not self._blocked and self._writing.acquire(blocking=False):
+            try:
+                self._blocked = not self._write_out()
+                if self._blocked:
+                    threading.Thread(
+                        target=self._write_later, name="tensorwire-rpc-send", daemon=True
+                    ).start()
+            finally:
+                self._writing.release()
+
+    def _write_out(self) -> bool:
+        """Writes what there is room for; False if something is left."""
+        outbox = self._outbox
+        try:
+            while outbox:
+                left = min(self._writer.room, _BATCH_BYTES)
+                batch = []
+                while outbox and len(outbox[0]) <= left:
+                    batch.append(outbox.popleft())
+                    left -= len(batch[-1])
+                if not batch:
+                    return False
+                self._writer.write(batch[0] if len(batch) == 1 else b"".join(batch))
+        except TensorwireError:
+            outbox.clear()  # whoever reads finds out why
+        except RingError as error:
+            outbox.clear()
+            self._fail(error)
+        return True
+
+    def _write_later(self) -> None:
+        """In a thread of its own, until everything is written."""
+        while True:
+            try:
+                self._writer.wait_room(len(self._outbox[0]), None)
+            except (TensorwireError, IndexError):
+                self._outbox.clear()
+            with self._writing:
+                self._blocked = not self._write_out()
+            if not self._blocked:
+                self._flush()  # what came in between
+                return
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits, at most so long, until what was sent is at the other end."""
+        until = time.monotonic() + timeout_s
+        while self._outbox and not self._over and time.monotonic() < until:
+            time.sleep(0.001)
+        with self._writing:
+            try:
+                self._writer.drain(max(until - time.monotonic(), 0.0))
+            except TensorwireError:
+                pass  # there is nobody, or it is not taken
+
+    def read(self, timeout_s: float | None) -> None:
+        """Waits for something to arrive and has it handled. One thread at a time."""
+        try:
+            self._reader.wait(timeout_s)
+        except TimeoutError:
+            return
+        except TensorwireError as error:
+            self.read_now()  # the other end may have left behind its last word
+            self.end(str(error))
+            return
+        self.read_now()
+
+    def read_now(self) -> None:
+        """Has handled what there is."""
+        try:
+            for frame in parse(self._reader.take()):
+                self._end.arrived(frame)
+        except TensorwireError as error:
+            self.end(str(error))
+        except (FrameError, RingError) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _LOG.warning("a peer sent what cannot be, and is left: %s", error)
+        self.end(f"the other end sent what cannot be: {error}")
+        self._node.close()
+
+    def end(self, reason: str) -> None:
+        """Tells this end that nothing arrives any more; calling it again does nothing."""
+        with self._ending:
+            if self._over:
+                return
+            self._over = True
+        self._end.over(reason)
+
+
+class Waiter:
+    """Something that threads wait for, and that what arrives brings about.
+
+    Attributes:
+        finished: it has come about.
+        latches: of the threads that wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.latches: list[threading.Lock] = []
+
+    def finish(self) -> None:
+        """It has come about."""
+        self.finished = True
+        for latch in list(self.latches):
+            _open(latch)
+
+
+def _open(latch: threading.Lock) -> None:
+    try:
+        latch.release()
+    except RuntimeError:
+        pass  # it is open
+
+
+class SharedReader:
+    """Lets threads that wait read in turns, so that an answer arrives in the thread that wants it.
+
+    At most one thread reads, the others sleep until what they wait for is finished, or the turn
+    comes to them. While somebody has asked for that by `watch`, a thread of the line reads when no
+    other one does.
+
+    Args:
+        line: that is read.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._turn = threading.Lock()
+        self._mutex = threading.Lock()
+        self._followers: dict[int, threading.Lock] = {}
+        self._watched = 0
+        self._wanted = threading.Event()
+        self._started = False
+
+    def wait(self, waiter: Waiter, until: float | None, *, whole: bool = False) -> bool:
+        """Waits for something, until a time of time.monotonic; True if it is finished.
+
+        Args:
+            waiter: what is waited for.
+            until: None waits for ever.
+            whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
+        """
+        while not waiter.finished:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            if self._turn.acquire(blocking=False):
+                try:
+                    while not waiter.finished and not self._line.is_over:
+                        if until is not None:
+                            left = until - time.monotonic()
+                            if left <= 0:
+                                break
+                        if not whole:
+                            left = _SLICE_S if left is None else min(left, _SLICE_S)
+                        self._line.read(left)
+                finally:
+                    self._turn.release()
+                    self._pass_on()
+                if self._line.is_over and not waiter.finished:
+                    time.sleep(0.001)  # another thread is telling everybody
+            else:
+                self._follow(waiter, left)
+        return True
+
+    def _follow(self, waiter: Waiter, timeout_s: float | None) -> None:
+        latch = threading.Lock()
+        latch.acquire()
+        mine = id(latch)
+        with self._mutex:
+            self._followers[mine] = latch
+        waiter.latches.append(latch)
+        # Whoever finishes it, or gives up the turn, from here on finds the latch.
+        if not waiter.finished and self._turn.locked():
+            latch.acquire(
+                timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+            )
+        waiter.latches.remove(latch)
+        with self._mutex:
+            chosen = self._followers.pop(mine, None) is None
+        if chosen and waiter.finished:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The turn is free: wakes somebody who takes it, if anybody waits."""
+        with self._mutex:
+            if self._followers:
+                _open(self._followers.pop(next(iter(self._followers))))
+                return
+            wanted = self._watched > 0
+        if wanted:
+            self._wanted.set()
+
+    def watch(self) -> None:
+        """Has what arrives read even if nobody waits, until `unwatch`."""
+        with self._mutex:
+            self._watched += 1
+            start, self._started = not self._started, True
+        if start:
+            threading.Thread(target=self._run, name="tensorwire-rpc-read", daemon=True).start()
+        self._wanted.set()
+
+    def unwatch(self) -> None:
+        """Takes back a `watch`."""
+        with self._mutex:
+            self._watched -= 1
+
+    def stop(self) -> None:
+        """Ends the thread, when the line is over."""
+        self._wanted.set()
+
+    def _run(self) -> None:
+        line = self._line
+        while not line.is_over:
+            self._wanted.wait()
+            self._wanted.clear()
+            while self._watched > 0 and not line.is_over:
+                if not self._turn.acquire(blocking=False):
+                    break  # whoever has it passes it on
+                try:
+                    line.read(_SLICE_S)
+                finally:
+                    self._turn.release()
+                self._pass_on()

@@ -1,0 +1,81 @@
+"""Which options of a channel or a server this runtime keeps, so that it may carry its calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_DEFAULT_RECEIVE_BYTES = 4 << 20
+_SEND, _RECEIVE = "grpc.max_send_message_length", "grpc.max_receive_message_length"
+# Of connections by HTTP/2 alone: nothing that a call could tell.
+_OF_CONNECTIONS = (
+    "grpc.http2.",
+    "grpc.keepalive_",
+    "grpc.so_reuseport",
+    "grpc.use_local_subchannel_pool",
+    "grpc.primary_user_agent",
+    "grpc.secondary_user_agent",
+    "grpc.initial_reconnect_backoff_ms",
+    "grpc.min_reconnect_backoff_ms",
+    "grpc.max_reconnect_backoff_ms",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Of messages, in bytes as they travel; -1 for none."""
+
+    send_bytes: int = -1
+    receive_bytes: int = _DEFAULT_RECEIVE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one end says of the runtime.
+
+    Attributes:
+        limits: of messages; None: calls do not go by it.
+        reason: why they do not.
+    """
+
+    limits: MessageLimits | None
+    reason: str = ""
+
+
+def wanted(runtime: bool | None) -> bool:
+    """Whether the user wants it: what he says, else TENSORWIRE_RPC.
+
+    Raises:
+        ValueError: the variable has another value than "runtime" and "attachments".
+    """
+    if runtime is not None:
+        return bool(runtime)
+    value = os.environ.get("TENSORWIRE_RPC", "")
+    if value not in ("", "runtime", "attachments"):
+        raise ValueError(f'TENSORWIRE_RPC is "runtime" or "attachments", not {value!r}')
+    return value == "runtime"
+
+
+def offer(
+    runtime: bool | None, options: Iterable[tuple[str, Any]] | None, compression: Any
+) -> Offer:
+    """What an end offers whose user gave these options.
+
+    Raises:
+        ValueError: see `wanted`.
+    """
+    if not wanted(runtime):
+        return Offer(None, "it was not asked for (runtime=True, or TENSORWIRE_RPC=runtime)")
+    if compression is not None:
+        return Offer(None, "messages are to be compressed")
+    send, receive = -1, _DEFAULT_RECEIVE_BYTES
+    for key, value in options or ():
+        if key == _SEND:
+            send = int(value)
+        elif key == _RECEIVE:
+            receive = int(value)
+        elif not key.startswith(_OF_CONNECTIONS):
+            return Offer(None, f"it does not know the option {key}")
+    return Offer(MessageLimits(send, receive))

@@ -1,0 +1,514 @@
+"""The runtime: which calls it carries, and what becomes of them when an end misbehaves."""
+
+import gc
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import rpc_serving
+from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, System
+from test_death import SCRIPT, TYPES
+from test_rpc_conformance import BIG, LONG_S, SS, US, UU, echo, echo_all, wait_for
+
+from tensorwire import rpc
+from tensorwire.rpc import tensors
+from tensorwire.rpc.runtime import frames, ring
+from tensorwire.rpc.runtime.context import CallContext
+
+WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
+
+
+@pytest.fixture(params=WIRES)
+def wire(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def both(wire: str) -> Iterator[Ends]:
+    made = Ends(System(wire, WIRES[wire], WIRES[wire]))
+    yield made
+    made.close()
+
+
+def way(request: Any, context: Any) -> bytes:
+    """A servicer that says how its call has come."""
+    return b"runtime" if isinstance(context, CallContext) else b"grpcio"
+
+
+def test_which_calls_go_by_it(both: Ends) -> None:
+    both.methods = {
+        "/t/way": UU(way),
+        "/t/us": US(lambda request, context: iter([way(None, context)])),
+    }
+    channel = both.serve().channel()
+    assert channel.runtime == "grpcio: no call was made yet"
+    call = channel.unary_unary("/t/way")
+    assert call(b"") == b"runtime"
+    assert channel.runtime == channel.payload == both.system.name
+    assert call.with_call(b"")[0] == call.future(b"").result(LONG_S) == b"runtime"
+    assert call(BIG, timeout=20, metadata=(("a", "b"),), wait_for_ready=True) == b"runtime"
+    assert call(b"", compression=grpc.Compression.Gzip) == b"grpcio"
+    assert list(channel.unary_stream("/t/us")(b"")) == [b"grpcio"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"runtime": False}, "it was not asked for"),
+        ({"compression": grpc.Compression.Gzip}, "messages are to be compressed"),
+        ({"options": [("grpc.service_config", "{}")]}, "the option grpc.service_config"),
+    ],
+)
+@pytest.mark.parametrize("side", ["channel", "server"])
+def test_ends_that_stay_with_grpcio(side: str, options: dict[str, Any], reason: str) -> None:
+    ends = Ends(System("shm", RUNTIME_SHM, RUNTIME_SHM), {"/t/way": UU(way)})
+    server = {**RUNTIME_SHM, **(options if side == "server" else {})}
+    ends.system = System("shm", {**RUNTIME_SHM, **(options if side == "channel" else {})}, server)
+    channel = ends.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"grpcio"
+    assert channel.payload == "shm"
+    said = reason if side == "channel" else "the server does not offer the runtime"
+    assert channel.runtime.startswith("grpcio: ")
+    assert said in channel.runtime
+    ends.close()
+
+
+def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORWIRE_RPC", "runtime")
+    ends = Ends(System("shm", {}, {}), {"/t/way": UU(way)})
+    assert ends.serve().channel().unary_unary("/t/way")(b"") == b"runtime"
+    ends.close()
+    monkeypatch.setenv("TENSORWIRE_RPC", "fast")
+    with pytest.raises(ValueError, match="not 'fast'"):
+        rpc.insecure_channel("localhost:1")
+
+
+def test_a_method_that_streams_is_called_by_grpcio(both: Ends) -> None:
+    """What the server refuses to carry out here, grpcio does; futures are then its own."""
+    both.methods = {"/t/us": US(lambda request, context: iter([request])), "/t/way": UU(way)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    call = channel.unary_unary("/t/us")
+    future = call.future(b"x")
+    called = threading.Event()
+    future.add_done_callback(lambda each: called.set())
+    assert future.result(LONG_S) == call(b"x") == call.with_call(b"x")[0] == b"x"
+    assert called.wait(LONG_S)
+    assert (future.code(), future.details()) == (grpc.StatusCode.OK, "")
+
+
+def test_context_of_the_servicer(both: Ends) -> None:
+    """What a servicer is told of its call is what grpcio tells it."""
+    seen: list[Any] = []
+
+    def method(request: bytes, context: Any) -> bytes:
+        assert context.code() is None
+        assert context.trailing_metadata() is None
+        seen.append(
+            (
+                context.peer().rpartition(":")[0],
+                context.peer_identities(),
+                context.peer_identity_key(),
+                dict(context.auth_context()),
+                sorted(map(tuple, context.invocation_metadata())),
+                context.time_remaining() > 1e8,
+            )
+        )
+        context.set_compression(grpc.Compression.Gzip)
+        context.disable_next_message_compression()
+        return way(request, context)
+
+    both.methods = {"/t/m": UU(method)}
+    call = both.serve().channel().unary_unary("/t/m")
+    assert call(b"", metadata=(("a", "b"),)) == b"runtime"
+    again = call(b"", metadata=(("a", "b"),), compression=grpc.Compression.NoCompression)
+    assert again == b"grpcio"
+    ours, theirs = seen
+    theirs[4][:] = [each for each in theirs[4] if not each[0].startswith(("tensorwire", "grpc-"))]
+    assert ours == theirs
+
+
+def test_limits_of_messages(wire: str) -> None:
+    limit = [("grpc.max_receive_message_length", 100_000)]
+    ours = {"transports": (wire,), "threshold_bytes": 1 << 30, "runtime": True}
+    outcomes = []
+    for options in (None, ours):
+        ends = Ends(System(wire, options, options))
+        ends.methods = {"/t/m": UU(echo), "/t/big": UU(lambda request, context: bytes(100_001))}
+        ends.serve(options=limit)
+        channel = ends.channel(options=limit)
+        assert len(channel.unary_unary("/t/m")(bytes(100_000))) == 100_000
+        for method, request in (("/t/m", bytes(100_001)), ("/t/big", b"x")):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(method)(request)
+            outcomes.append((method, caught.value.code()))
+            assert "larger than max" in caught.value.details()
+        short = ends.channel(options=[("grpc.max_send_message_length", 10)])
+        with pytest.raises(grpc.RpcError) as caught:
+            short.unary_unary("/t/m")(bytes(11))
+        outcomes.append(("sent", caught.value.code(), caught.value.details()))
+        ends.close()
+    assert outcomes[:3] == outcomes[3:]
+
+
+def test_a_callback_may_wait_for_other_calls(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo)}
+    call = both.serve().channel().unary_unary("/t/m")
+    got: list[bytes] = []
+    future = call.future(b"1")
+    future.add_done_callback(lambda each: got.append(each.result() + call(b"2")))
+    assert call(b"3") == b"3"
+    wait_for(lambda: got == [b"12"])
+
+
+def test_threads_and_futures_at_a_time(both: Ends) -> None:
+    """Every answer reaches its own call, whoever reads it."""
+    both.methods = {"/t/m": UU(echo)}
+    call = both.serve().channel().unary_unary("/t/m")
+
+    def work(number: int) -> bool:
+        for turn in range(60):
+            message = struct.pack("<II", number, turn) * (1 if turn % 10 else 20_000)
+            futures = [call.future(message + bytes([i])) for i in range(turn % 4)]
+            if call(message, timeout=LONG_S) != message:
+                return False
+            if [each.result(LONG_S) for each in futures] != [
+                message + bytes([i]) for i in range(turn % 4)
+            ]:
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_many_large_messages_wait_for_room(wire: str) -> None:
+    """More than fits into the ring, both ways at a time."""
+    ours = {"transports": (wire,), "threshold_bytes": 1 << 30, "runtime": True}
+    ends = Ends(System(wire, ours, ours), {"/t/m": UU(echo)})
+    call = ends.serve().channel().unary_unary("/t/m")
+    messages = [bytes([number]) * 3_000_000 for number in range(6)]
+    futures = [call.future(each) for each in messages]
+    assert [each.result(LONG_S) == message for each, message in zip(futures, messages, strict=True)]
+    ends.close()
+
+
+def test_an_interrupt_ends_the_call(both: Ends) -> None:
+    ended = threading.Event()
+
+    def method(request: bytes, context: Any) -> bytes:
+        context.add_callback(ended.set)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        ended.wait(LONG_S)
+        return request
+
+    both.methods = {"/t/m": UU(method), "/t/way": UU(way)}
+    channel = both.serve().channel()
+    with pytest.raises(KeyboardInterrupt):
+        channel.unary_unary("/t/m")(b"x")
+    assert ended.wait(LONG_S)
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+
+
+def test_calls_leave_nothing_behind(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo), "/t/fail": UU(lambda request, context: 1 / 0)}
+    channel = both.serve().channel()
+    call, fail = channel.unary_unary("/t/m"), channel.unary_unary("/t/fail")
+    call(BIG)
+    end = next(iter(both.server._service._ends))
+    client = channel.attachment.runtime
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for number in range(300):
+        call(b"x", timeout=60)
+        call.future(BIG if number % 50 == 0 else b"x", timeout=60).result(LONG_S)
+        if number % 50 == 0:
+            assert fail.future(b"x").code() is grpc.StatusCode.UNKNOWN
+            call.future(b"x").cancel()
+    wait_for(lambda: end.active == 0 and both.server._service._running == 0)
+    assert not client._calls
+    assert not client._kept
+    wait_for(lambda: threading.active_count() <= threads + 12)  # of pools, callbacks, deadlines
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert len(channel.attachment._idle_calls) == 1024
+
+
+# What cannot be
+
+
+def frame(kind: int, flags: int = 0, slot: int = 7, body: bytes = b"", zero: int = 0) -> bytes:
+    size = frames.HEADER.size + len(body)
+    return frames.HEADER.pack(size, kind, flags, zero, slot, 1) + body
+
+
+(CALL,) = frames.call_frames((7, 1), b"/t/hang", frames.NO_DEADLINE, (), b"x")
+TO_SERVER = {
+    "no frame": b"x" * 40,
+    "cut off": CALL[:-1],
+    "an unknown kind": frame(9),
+    "an unknown flag": frame(frames.CALL, 64),
+    "a slot that there is not": frames.call_frames((1024, 1), b"/t/way", 0, (), b"")[0],
+    "a slot twice": CALL + CALL,
+    "a request twice": CALL + frame(frames.MESSAGE, frames.WHOLE),
+    "a body that is none": frame(frames.CALL, frames.WHOLE),
+    "metadata with a bad key": frame(
+        frames.CALL,
+        frames.WHOLE,
+        body=struct.pack("<QHH", 1, 1, 1) + b"m" + struct.pack("<HI", 1, 1) + b"A1",
+    ),
+    "an end": frames.end_frames((7, 1), 0)[0],
+}
+
+
+@pytest.mark.parametrize("what", TO_SERVER)
+def test_a_client_that_sends_what_cannot_be(both: Ends, what: str) -> None:
+    """Its attachment is closed; the others notice nothing."""
+    release = threading.Event()
+    both.methods = {
+        "/t/way": UU(way),
+        "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S))),
+    }
+    both.serve()
+    good, bad = both.channel(), both.channel()
+    assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
+    running = bad.unary_unary("/t/hang").future(b"")
+    attachment = bad.attachment
+    attachment.runtime.line.send((TO_SERVER[what],))
+    assert running.code() is grpc.StatusCode.UNAVAILABLE
+    wait_for(lambda: attachment.lost)
+    assert good.unary_unary("/t/way")(b"") == b"runtime"
+    assert bad.unary_unary("/t/way")(b"", wait_for_ready=True) in (b"runtime", b"grpcio")
+    release.set()
+
+
+TO_CLIENT = {
+    "no frame": b"x" * 40,
+    "a call": CALL,
+    "a head that is none": frame(frames.HEAD, body=b"xx"),
+    "an end that is none": frame(frames.END, body=b"xx"),
+}
+
+
+@pytest.mark.parametrize("what", TO_CLIENT)
+def test_a_server_that_sends_what_cannot_be(both: Ends, what: str) -> None:
+    running, release = threading.Event(), threading.Event()
+
+    def hang(request: bytes, context: Any) -> bytes:
+        running.set()
+        release.wait(LONG_S)
+        return b""
+
+    both.methods = {"/t/way": UU(way), "/t/hang": UU(hang)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    call = channel.unary_unary("/t/hang").future(b"")
+    assert running.wait(LONG_S)
+    data = bytearray(TO_CLIENT[what])
+    if what != "no frame":  # about the call that is under way
+        data[8:16] = struct.pack("<II", *call.number)
+    next(iter(both.server._service._ends)).line.send((bytes(data),))
+    assert call.code() is grpc.StatusCode.UNAVAILABLE
+    assert "cannot be" in call.details()
+    release.set()
+    wait_for(lambda: channel.unary_unary("/t/way")(b"", wait_for_ready=True) == b"runtime")
+
+
+@pytest.mark.parametrize("word", [0, 8])
+def test_counters_that_lie(both: Ends, word: int) -> None:
+    release = threading.Event()
+    both.methods = {
+        "/t/way": UU(way),
+        "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S))),
+    }
+    both.serve()
+    good, bad = both.channel(), both.channel()
+    assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
+    running = bad.unary_unary("/t/hang").future(b"")
+    other = bad.attachment.peer.region(ring.RING)
+    other.word(word).set(1 << 40)
+    sent = bad.unary_unary("/t/way").future(b"")  # so that the server has something to send
+    assert running.code() is grpc.StatusCode.UNAVAILABLE
+    assert good.unary_unary("/t/way")(b"") == b"runtime"
+    release.set()
+    assert sent.code() in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_payload_that_is_not_there(both: Ends) -> None:
+    """An envelope that nobody leased memory for ends its call alone."""
+    both.methods = {"/t/way": UU(way)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/way")
+    call(b"")
+    from tensorwire.rpc.envelope import Envelope, seal
+
+    forged = seal(Envelope(channel.attachment.id, 3, 1, 9, ((0, 0, 5),), b""))
+    client, number = channel.attachment.runtime, channel.attachment.begin_call()
+    sent = frames.call_frames(number, b"/t/way", frames.NO_DEADLINE, (), forged)
+    answers: list[Any] = []
+    client.arrived, arrived = answers.append, client.arrived
+    client.line.send(sent)
+    client.reader.watch()
+    wait_for(lambda: answers)
+    client.reader.unwatch()
+    client.arrived = arrived
+    body = frames.parse_end(answers[0].body)
+    assert body.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert call(b"") == b"runtime"
+
+
+# Ends that end
+
+
+@pytest.fixture
+def start(wire: str) -> Iterator[Callable[..., Any]]:
+    started = []
+
+    def run(*arguments: str) -> Any:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TENSORWIRE_RPC": "runtime"},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_that_is_killed(start: Any, wire: str) -> None:
+    process = start("serve", "ours", wire)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
+    with rpc.insecure_channel(target, **options) as channel:
+        call = rpc_serving.start_call(channel, "uu", rpc.tensor(np.ones(rpc_serving.SIZE)))
+        assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
+        assert channel.runtime == wire
+        waiting = channel.unary_unary("/t/uu", *TYPES)
+        with ThreadPoolExecutor(1) as pool:
+            blocked = pool.submit(waiting, rpc.tensor(np.ones(rpc_serving.SIZE)))
+            assert process.stdout.readline() == f"in the servicer {float(rpc_serving.SIZE)}\n"
+            process.send_signal(signal.SIGKILL)
+            assert blocked.exception(LONG_S).code() is grpc.StatusCode.UNAVAILABLE
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/t/echo", *TYPES)(rpc.tensor(np.ones(10)))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    tensors._lent.clear()  # of calls that did not end well, for ten minutes
+
+
+def test_a_client_that_is_killed(start: Any, wire: str) -> None:
+    options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
+    server = rpc.server(ThreadPoolExecutor(4), **options)
+    server.add_generic_rpc_handlers((rpc_serving.Methods(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    process = start("call", wire, str(port), "uu")
+    assert process.stdout.readline() == "calling\n"
+    wait_for(lambda: server._service.active == 1)
+    wait_for(lambda: tensors.held_tensors() > 0)
+    process.send_signal(signal.SIGKILL)
+    wait_for(lambda: server.attachments == [] and server._service.active == 0)
+    wait_for(lambda: tensors.held_tensors() == 0)
+    server.stop(0).wait()
+    tensors._lent.clear()
+
+
+def test_a_stopped_server_meets_the_deadline(start: Any, wire: str) -> None:
+    process = start("serve", "ours", wire)
+    target = f"127.0.0.1:{process.stdout.readline().strip()}"
+    options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
+    with rpc.insecure_channel(target, **options) as channel:
+        call = channel.unary_unary("/t/echo", *TYPES)
+        call(rpc.tensor(np.ones(10)))
+        process.send_signal(signal.SIGSTOP)
+        futures = [call.future(rpc.tensor(np.ones(10)), timeout=0.3) for _ in range(2)]
+        with pytest.raises(grpc.RpcError) as caught:
+            call(rpc.tensor(np.ones(10)), timeout=0.3)
+        codes = [caught.value.code(), *(each.code() for each in futures)]
+        assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        process.send_signal(signal.SIGCONT)
+        assert rpc.array(call(rpc.tensor(np.ones(10)), timeout=20))[-1] == 2
+    tensors._lent.clear()
+
+
+def test_a_server_that_stops_lets_calls_end_and_begins_none(both: Ends) -> None:
+    running, release = threading.Event(), threading.Event()
+
+    def method(request: bytes, context: Any) -> bytes:
+        running.set()
+        release.wait(LONG_S)
+        return way(request, context)
+
+    both.methods = {"/t/m": UU(method), "/t/way": UU(way)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    future = channel.unary_unary("/t/m").future(b"")
+    assert running.wait(LONG_S)
+    stopped = both.server.stop(LONG_S)
+    assert not stopped.wait(0.05)
+    for call in (channel.unary_unary("/t/way"), channel.unary_unary("/t/way").with_call):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"")
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert channel.unary_unary("/t/way").future(b"").code() is grpc.StatusCode.UNAVAILABLE
+    assert both.server.wait_for_termination(0.05)
+    release.set()
+    assert future.result(LONG_S) == b"runtime"
+    assert stopped.wait(LONG_S)
+    assert not both.server.wait_for_termination(LONG_S)
+
+
+def test_streams_beside_calls(both: Ends) -> None:
+    both.methods = {"/t/way": UU(way), "/t/ss": SS(echo_all)}
+    channel = both.serve().channel()
+    for _ in range(3):
+        assert channel.unary_unary("/t/way")(b"") == b"runtime"
+        assert list(channel.stream_stream("/t/ss")(iter([BIG, b"x"]))) == [BIG, b"x"]
+
+
+def test_a_forgotten_channel_gives_everything_back(both: Ends) -> None:
+    both.methods = {"/t/way": UU(way)}
+    both.serve()
+    channel = rpc.insecure_channel(f"127.0.0.1:{both.port}", **both.system.our_channel)
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    attachment = channel.attachment
+    del channel
+    gc.collect()
+    wait_for(lambda: attachment.lost or attachment._node.closed)
+    wait_for(lambda: both.server.attachments == [])
+
+
+def test_calls_after_a_server_that_is_started_again(start: Any, wire: str) -> None:
+    process = start("serve", "ours", wire)
+    port = process.stdout.readline().strip()
+    options = {"transports": (wire,), "runtime": True, **rpc_serving.OPTIONS}
+    with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
+        call = channel.unary_unary("/t/echo", *TYPES)
+        call(rpc.tensor(np.ones(10)))
+        process.kill()
+        process.wait()
+        server = rpc.server(ThreadPoolExecutor(2), **options)
+        server.add_generic_rpc_handlers((rpc_serving.Methods(),))
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+
+        def again() -> bool:
+            message = rpc.tensor(np.ones(10))
+            code = call.future(message, timeout=LONG_S, wait_for_ready=True).code()
+            assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+            return bool(channel.runtime == wire)
+
+        wait_for(again)
+        server.stop(0).wait()
+    tensors._lent.clear()
