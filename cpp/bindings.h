@@ -152,5 +152,6 @@ void bind_regions(nb::module_& m);
 void bind_peer(nb::module_& m);
 void bind_node(nb::module_& m);
 void bind_bench_loops(nb::module_& m);
+void bind_fuse(nb::module_& m);
 
 }  // namespace tensorwire

@@ -72,21 +72,31 @@ class FileJob:
         return self._errors.read_text()
 
     def address(self) -> str:
+        return self.address_of(self.process)
+
+    @staticmethod
+    def address_of(process: subprocess.Popen[Any]) -> str:
+        """Of server 0, when there is a file worker."""
         deadline = time.monotonic() + 90
         while not (running_file_workers() and running_servers()):
-            assert self.process.poll() is None, self.errors
+            assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
         return running_servers()[0].address
 
     def worker(self, rank: int) -> FileWorker:
         """A file worker, when the job has its optimizer."""
-        address, deadline = self.address(), time.monotonic() + 90
+        return self.worker_of(self.process, self.address(), rank)
+
+    @staticmethod
+    def worker_of(process: subprocess.Popen[Any], address: str, rank: int) -> FileWorker:
+        """Likewise, of a job that another program has started."""
+        deadline = time.monotonic() + 90
         while True:
             try:
                 return FileWorker(address, rank)
-            except (FileNotFoundError, ConnectionError, OSError):
-                assert self.process.poll() is None, self.errors
+            except OSError:
+                assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
 

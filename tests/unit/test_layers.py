@@ -44,7 +44,7 @@ ROOT_IMPORTS = {"errors", "memory"}
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
-    ("blocking", "event", "frame", "mapping", "rdma_ports", "silence", "spin", "ucx"),
+    ("blocking", "event", "frame", "fuse", "mapping", "rdma_ports", "silence", "spin", "ucx"),
     ("private_mapping", "progress", "region", "resolve"),
     ("descriptors", "handshake", "rdma_fabric", "stream", "transfer"),
     ("exposures", "listener", "service", "transport"),
@@ -56,6 +56,7 @@ CPP_LAYERS = (
     (
         "bindings_bench_loops",
         "bindings_buffers",
+        "bindings_fuse",
         "bindings_node",
         "bindings_peer",
         "bindings_regions",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, overload
 import numpy
 from numpy.typing import NDArray
 
-from tensorwire._core import bench_loops as bench_loops
+from tensorwire._core import bench_loops as bench_loops, fuse as fuse
 
 
 class Buffer:

@@ -13,6 +13,7 @@ from tensorwire.cli.files import cp as cp_command
 from tensorwire.cli.files import ls as ls_command
 from tensorwire.cli.files import stat as stat_command
 from tensorwire.cli.info import info as info_command
+from tensorwire.cli.mount import mount as mount_command
 from tensorwire.cli.rpc import rpc as rpc_commands
 from tensorwire.cli.run import run as run_command
 from tensorwire.cli.scale import scale as scale_command
@@ -70,5 +71,6 @@ for _command in (
     info_command, doctor_command, bench_commands, run_command, serve_command, scale_command,
     status_command,
     explain_command, rpc_commands, ls_command, cat_command, cp_command, stat_command,
+    mount_command,
 ):  # fmt: skip
     main.add_command(_command)

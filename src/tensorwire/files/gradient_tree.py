@@ -11,7 +11,7 @@ from .errors import refuse
 from .file_worker import FileWorker
 from .job import file_workers_of
 from .names import file_name, tensor_name
-from .tree_items import FileContent, FileWriting, Folder, Item, Text, TreeEntry
+from .tree_items import Changes, FileContent, FileWriting, Folder, Item, Text, TreeEntry
 
 GRADIENTS, COMMIT, VERSION = "grads", "commit", "version"
 _NPY = ".npy"
@@ -26,11 +26,16 @@ class GradientFolders:
 
     Args:
         address: of the job.
+
+    Attributes:
+        changes: of the files.
     """
 
     def __init__(self, address: str) -> None:
         self._address, self._lock = address, threading.Lock()
         self._workers: dict[int, FileWorker] = {}
+        self._commits: dict[int, _CommitWriting] = {}
+        self.changes = Changes()
         self._ranks: list[int] = []
         self._looked = float("-inf")
 
@@ -49,9 +54,16 @@ class GradientFolders:
                 self._workers[rank] = FileWorker(self._address, rank)
             return self._workers[rank]
 
+    def commit(self, worker: FileWorker) -> _CommitWriting:
+        """What writes to a worker's `commit`: one for all, as one may write and another sync."""
+        with self._lock:
+            path = f"{worker.path()}/{COMMIT}"
+            return self._commits.setdefault(worker.rank, _CommitWriting(worker, path))
+
     def close(self) -> None:
         """Ends the connections. Idempotent."""
         with self._lock:
+            self._commits.clear()
             for worker in self._workers.values():
                 worker.close()
             self._workers.clear()
@@ -60,15 +72,17 @@ class GradientFolders:
 class _GradientItem(Item):
     """A tensor's gradient: as long as it was not written it has no bytes."""
 
-    def __init__(self, path: str, worker: FileWorker, name: str) -> None:
+    def __init__(self, path: str, changes: Changes, worker: FileWorker, name: str) -> None:
         super().__init__(path)
+        self._changes = changes
         self._worker, self._memory = worker, worker.memory
         self._index = self._memory.index(name)
 
     def entry(self) -> TreeEntry:
         file, size = self._memory.files[self._index], self._memory.size(self._index)
+        modified = self._changes.when(self.path, (size, self._memory.version))
         return TreeEntry(
-            self.path, False, size, None, file.dtype, file.shape, time.time(), writable=True
+            self.path, False, size, None, file.dtype, file.shape, modified, writable=True
         )
 
     def open(self) -> FileContent:
@@ -96,23 +110,30 @@ class _GradientWriting(FileWriting):
 class _CommitItem(Item):
     """What is written here, with the file's sync, commits the gradients."""
 
-    def __init__(self, path: str, worker: FileWorker) -> None:
+    def __init__(self, path: str, changes: Changes, writing: _CommitWriting) -> None:
         super().__init__(path)
-        self._worker = worker
+        self._changes, self._writing = changes, writing
 
     def entry(self) -> TreeEntry:
-        return TreeEntry(self.path, modified=time.time(), writable=True)
+        text = self._writing.text
+        modified = self._changes.when(self.path, text)
+        return TreeEntry(self.path, size_bytes=len(text), modified=modified, writable=True)
 
     def open(self) -> FileContent:
-        return FileContent.of_bytes(b"")
+        return FileContent.of_bytes(self._writing.text)
 
     def open_for_writing(self) -> FileWriting:
-        return _CommitWriting(self._worker, self.path)
+        return self._writing
 
 
 class _CommitWriting(FileWriting):
     def __init__(self, worker: FileWorker, path: str) -> None:
         self._worker, self._path, self._text = worker, path, bytearray()
+
+    @property
+    def text(self) -> bytes:
+        """What was written since the last commit."""
+        return bytes(self._text)
 
     def write(self, offset: int, data: Any) -> int:
         source = bytes(data)
@@ -142,24 +163,24 @@ def gradients_folder(path: str, folders: GradientFolders) -> Folder:
 
     def child(at: str, name: str) -> Item:
         ranks = {str(each): each for each in folders.ranks()}
-        return _of_worker(at, folders.worker(ranks[name]))
+        return _of_worker(at, folders, folders.worker(ranks[name]))
 
     return Folder(path, lambda: [str(each) for each in folders.ranks()], child)
 
 
-def _of_worker(path: str, worker: FileWorker) -> Folder:
+def _of_worker(path: str, folders: GradientFolders, worker: FileWorker) -> Folder:
     def names() -> list[str]:
         return [COMMIT, VERSION, *(f"{file_name(each)}{_NPY}" for each in worker.names)]
 
     def child(at: str, name: str) -> Item:
         if name == COMMIT:
-            return _CommitItem(at, worker)
+            return _CommitItem(at, folders.changes, folders.commit(worker))
         if name == VERSION:
-            return Text(at, lambda: f"{worker.version}\n")
+            return Text(at, folders.changes, lambda: f"{worker.version}\n")
         stem = name.removesuffix(_NPY)
         tensor = tensor_name(stem)
         if not name.endswith(_NPY) or file_name(tensor) != stem:
             raise LookupError(name)
-        return _GradientItem(at, worker, tensor)
+        return _GradientItem(at, folders.changes, worker, tensor)
 
     return Folder(path, names, child)

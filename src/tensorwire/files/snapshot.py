@@ -118,6 +118,19 @@ class ReaderSnapshot:
                     pieces.append((first, _bytes_of(part.model[at : at + last - first])))
         return b"".join(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
 
+    def mapped_pieces(self) -> list[bytes | memoryview] | None:
+        """The model file as memory of servers that is mapped here; None if it is not."""
+        self._check()
+        if not all(part.model.mapped for part in self._parts):
+            return None
+        found = [
+            (held.start, _bytes_of(part.model[held.at : held.at + held.stop - held.start]))
+            for part in self._parts
+            for held in part.held
+            if held.stop > held.start
+        ]
+        return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+
     def read_into(self, target: Bytes) -> None:
         """All bytes of the model file."""
         self._check()

@@ -21,7 +21,7 @@ from .npy import npy_header
 from .reader import JobReader
 from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
-from .tree_items import FileContent, FileWriting, Folder, Item, Text, TreeEntry, fixed
+from .tree_items import Changes, FileContent, FileWriting, Folder, Item, Text, TreeEntry, fixed
 
 MODEL, NPY = "model.safetensors", ".npy"
 
@@ -35,12 +35,14 @@ class Tree:
     Attributes:
         reader: as given.
         gradients: the files of workers whose gradients come from there.
+        changes: of the files of status.
     """
 
     def __init__(self, reader: JobReader) -> None:
         self.reader = reader
         self._snapshots: dict[tuple[int, int], ReaderSnapshot] = {}
         self._seen: dict[int, float] = {}
+        self.changes = Changes()
         self.gradients = GradientFolders(reader.address)
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ class _Array(Item):
             first, last = max(start - base, 0), stop - base
             return self.tree.reader.read(self._tensor, first, last, head).data
 
-        return FileContent(size, read, None, kept.clear, self.path, read_part)
+        return FileContent(size, read, None, kept.clear, self.path, read_part, is_whole=True)
 
 
 class _ModelItem(Item):
@@ -236,7 +238,12 @@ class _ModelItem(Item):
     def open(self) -> FileContent:
         snapshot = self.snapshot()
         return FileContent(
-            snapshot.size_bytes, snapshot.read, snapshot.version, snapshot.close, self.path
+            snapshot.size_bytes,
+            snapshot.read,
+            snapshot.version,
+            snapshot.close,
+            self.path,
+            buffers=snapshot.mapped_pieces,
         )
 
 
@@ -328,11 +335,11 @@ def _snapshots(tree: Tree, path: str, store: ReadStore) -> Folder:
 def _status(tree: Tree, path: str) -> Folder:
     def text(make: Callable[[dict[str, Any]], Iterator[object]]) -> Callable[[str], Item]:
         return lambda at: Text(
-            at, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
+            at, tree.changes, lambda: "".join(f"{each}\n" for each in make(tree.reader.status()))
         )
 
     def version(at: str) -> Item:
-        return Text(at, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
+        return Text(at, tree.changes, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
 
     def of_stores(name: str) -> Callable[[str], Item]:
         return text(lambda told: (each[name] for each in told["stores"]))

@@ -47,6 +47,8 @@ class FileContent:
     Attributes:
         size_bytes: of it.
         version: of it; None: it has none.
+        buffers: called while it is open, all of it as memory, one piece behind the other; or None.
+        is_whole: the first read reads all of it, and keeps that.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class FileContent:
         close: Callable[[], object] = lambda: None,
         path: str = "",
         read_part: Callable[[int, int], bytes] | None = None,
+        buffers: Callable[[], list[bytes | memoryview] | None] = lambda: None,
+        is_whole: bool = False,
     ) -> None:
+        self.buffers, self.is_whole = buffers, is_whole
         self.size_bytes, self.version = size_bytes, version
         self._read, self._close, self._path = read, close, path
         self._read_part = read_part or read
@@ -65,7 +70,9 @@ class FileContent:
     @staticmethod
     def of_bytes(data: bytes, version: int | None = None) -> FileContent:
         """A content that is here."""
-        return FileContent(len(data), lambda start, stop: data[start:stop], version)
+        return FileContent(
+            len(data), lambda start, stop: data[start:stop], version, buffers=lambda: [data]
+        )
 
     def __enter__(self) -> FileContent:
         return self
@@ -87,6 +94,20 @@ class FileContent:
     def close(self) -> None:
         """Gives back what it has; idempotent."""
         self._close()
+
+
+class Changes:
+    """When texts were first seen to be what they are. Any thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[object, float]] = {}
+
+    def when(self, path: str, content: object) -> float:
+        """In seconds since 1970, of what is at a path now."""
+        before = self._seen.get(path)
+        if before is None or before[0] != content:
+            before = self._seen[path] = content, time.time()
+        return before[1]
 
 
 class FileWriting:
@@ -147,13 +168,15 @@ class Folder(Item):
 class Text(Item):
     """A file of status/: short, read as a whole."""
 
-    def __init__(self, path: str, text: Callable[[], str]) -> None:
+    def __init__(self, path: str, changes: Changes, text: Callable[[], str]) -> None:
         super().__init__(path)
-        self._text = text
+        self._changes, self._text = changes, text
 
     def entry(self) -> TreeEntry:
         """As it is listed."""
-        return TreeEntry(self.path, size_bytes=len(self._text().encode()), modified=time.time())
+        data = self._text().encode()
+        modified = self._changes.when(self.path, data)
+        return TreeEntry(self.path, size_bytes=len(data), modified=modified)
 
     def open(self) -> FileContent:
         """A file's content."""

@@ -32,7 +32,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Region
 from tensorwire.parameters import Bytes, Spec
 from tensorwire.parameters.server.door import DOOR
-from tensorwire.parameters.worker.following import FollowedStore, Follower
+from tensorwire.parameters.worker.following import FollowedStore, ScriptlessWorker
 
 from .commit_text import CommitText
 from .errors import refuse
@@ -220,7 +220,7 @@ class FileWorkerProcess:
 
     def __init__(self, member: WorkerMember) -> None:
         self._member = member
-        self._follower = Follower(member, self._find_spec)
+        self._follower = ScriptlessWorker(member, self._find_spec)
         self._writers = Writers(member)
 
     def _find_spec(self, number: int) -> Spec:

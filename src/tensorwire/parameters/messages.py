@@ -141,6 +141,11 @@ def told_description(data: bytes, servers: int, first: Description | None = None
     home, view = raw.get("home"), raw.get("view")
     if first is None or not isinstance(view, int) or home not in range(servers):
         raise ValueError("it follows worker 0 in a way that makes no sense")
+    if not first.mode.is_sync:
+        raise ValueError(
+            f"it takes its gradients from files, and tw.init({first.mode}) is for scripts alone: "
+            'use mode="sync", or no --file-workers'
+        )
     return first._replace(home=home, view=view)
 
 

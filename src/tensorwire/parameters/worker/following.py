@@ -204,7 +204,7 @@ def _check_there(peer: Peer) -> None:
         raise PeerLostError(peer.lost_reason)
 
 
-class Follower:
+class ScriptlessWorker:
     """Follows worker 0 through a job. One thread.
 
     Attributes:

@@ -1,0 +1,78 @@
+// A mount whose files are answered by this process: requests of the kernel by /dev/fuse, without
+// libfuse. What is asked of memory that was given here is answered from there; all else is handed
+// to whoever calls `next`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace tensorwire::fuse {
+
+inline constexpr uint32_t kMostBytes = 1 << 20;  // of one read or write
+
+// Memory, one piece behind the other.
+struct Content {
+  std::vector<std::pair<const std::byte*, uint64_t>> pieces;
+  std::shared_ptr<void> owner;
+};
+
+struct Request {
+  uint32_t operation;
+  uint64_t unique;  // its number, under which it is answered
+  uint64_t node;
+  std::string body;  // what follows the header, as the kernel has written it
+};
+
+// The pieces of [offset, offset + size) of a content, as far as there is one.
+std::vector<std::pair<const std::byte*, uint64_t>> part_of(const Content& content, uint64_t offset,
+                                                           uint64_t size);
+
+// A mount. Any thread; several may call `next` at a time.
+class Mount {
+ public:
+  // Mounts a folder there, as of this user, who alone may write. Throws kUnavailable where the
+  // kernel has no FUSE, kPermission where it lets this process mount nothing, kInvalid else.
+  Mount(const std::string& path, uint32_t uid, uint32_t gid);
+  ~Mount();
+  Mount(const Mount&) = delete;
+  Mount& operator=(const Mount&) = delete;
+
+  // Waits for a request that is not answered here; nothing when it is unmounted or `end` was
+  // called.
+  std::optional<Request> next();
+
+  // Answers one. An error is a number of errno.h; a request that was given up meanwhile is no
+  // error.
+  void answer(uint64_t unique, int error,
+              const std::vector<std::pair<const std::byte*, uint64_t>>& pieces);
+
+  // Whoever polls a file learns that there is something to be looked at.
+  void wake_poll(uint64_t poll);
+
+  // Reads of an open file are answered from memory from now on.
+  void serve(uint64_t handle, Content content);
+  void unserve(uint64_t handle);
+
+  // Takes it out of the tree of files and ends `next` in all threads. Idempotent.
+  void end();
+
+ private:
+  bool answered_here(const char* data, size_t size);
+  void initialise(const char* data, size_t size);
+
+  std::string path_;
+  int device_ = -1;
+  int ended_ = -1;  // an eventfd that is never read
+  std::once_flag end_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, std::shared_ptr<const Content>> served_;
+};
+
+}  // namespace tensorwire::fuse

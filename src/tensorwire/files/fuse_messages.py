@@ -1,0 +1,163 @@
+"""The messages of FUSE that a mount understands, as bytes. Pure.
+
+The layouts are those of the kernel's include/uapi/linux/fuse.h, version 7.31.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+_ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
+_ENTRY = struct.Struct("<QQQQII")
+_ATTRIBUTES_HEAD = struct.Struct("<QII")
+_OPENED = struct.Struct("<QII")
+_DIRENT = struct.Struct("<QQII")
+_STATFS = struct.Struct("<QQQQQIIII24x")
+UNKNOWN_INODE = 0xFFFFFFFF
+
+
+class Operation(IntEnum):
+    """What the kernel asks for."""
+
+    LOOKUP = 1
+    FORGET = 2
+    GETATTR = 3
+    SETATTR = 4
+    OPEN = 14
+    READ = 15
+    WRITE = 16
+    STATFS = 17
+    RELEASE = 18
+    FSYNC = 20
+    GETXATTR = 22
+    LISTXATTR = 23
+    FLUSH = 25
+    OPENDIR = 27
+    READDIR = 28
+    RELEASEDIR = 29
+    FSYNCDIR = 30
+    INTERRUPT = 36
+    DESTROY = 38
+    POLL = 40
+    BATCH_FORGET = 42
+
+
+# They would change the tree.
+CHANGING = frozenset({6, 8, 9, 10, 11, 12, 13, 21, 24, 35, 45, 51})
+"""SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK, SETXATTR, REMOVEXATTR, CREATE, RENAME2 and
+TMPFILE."""
+
+DIRECT_IO = 1
+"""Of an open file: nothing of it is kept by the kernel."""
+
+SIZE = 1 << 3
+MODE, UID, GID = 1 << 0, 1 << 1, 1 << 2
+"""Of SETATTR: what is to be changed."""
+
+
+def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid: int) -> bytes:
+    """Of a file or folder."""
+    seconds = int(modified)
+    nanoseconds = int((modified - seconds) * 1e9)
+    return _ATTRIBUTES.pack(
+        inode, size, -(-size // 512), seconds, seconds, seconds, nanoseconds, nanoseconds,
+        nanoseconds, mode, 1, uid, gid, 0, 4096, 0,
+    )  # fmt: skip
+
+
+def entry(node: int, valid_s: int, found: bytes) -> bytes:
+    """The answer to LOOKUP; the kernel may keep the name for so long, and no attributes."""
+    return _ENTRY.pack(node, 0, valid_s, 0, 0, 0) + found
+
+
+def attributes_answer(found: bytes) -> bytes:
+    """The answer to GETATTR and SETATTR; they are asked for anew each time."""
+    return _ATTRIBUTES_HEAD.pack(0, 0, 0) + found
+
+
+def opened(handle: int, flags: int = 0) -> bytes:
+    """The answer to OPEN and OPENDIR."""
+    return _OPENED.pack(handle, flags, 0)
+
+
+def directory(names: Sequence[tuple[str, bool]], first: int, most_bytes: int) -> bytes:
+    """The answer to READDIR: as many names as fit, from a number on; whether each is a folder."""
+    found = bytearray()
+    for number, (name, is_folder) in enumerate(names[first:], first + 1):
+        data = name.encode("utf-8", "surrogateescape")
+        kind = 4 if is_folder else 8
+        size = _DIRENT.size + len(data)
+        size += -size % 8
+        if len(found) + size > most_bytes:
+            break
+        found += (_DIRENT.pack(UNKNOWN_INODE, number, len(data), kind) + data).ljust(size, b"\0")
+    return bytes(found)
+
+
+def statfs() -> bytes:
+    """The answer to STATFS: no free space, and names of up to 1024 bytes."""
+    return _STATFS.pack(0, 0, 0, 0, 0, 4096, 1024, 4096, 0)
+
+
+def name_in(body: bytes) -> str:
+    """A name at the beginning of a body."""
+    return body.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def unpack_setattr(body: bytes) -> tuple[int, int]:
+    """Which attributes are to be changed, and the new size."""
+    valid, _, _, size = struct.unpack_from("<IIQQ", body)
+    return valid, size
+
+
+def unpack_open(body: bytes) -> int:
+    """The flags of open(2)."""
+    return int(struct.unpack_from("<I", body)[0])
+
+
+def unpack_read(body: bytes) -> tuple[int, int, int]:
+    """Handle, offset and size, of READ, READDIR, and WRITE, whose data follow at 40."""
+    handle, offset, size = struct.unpack_from("<QQI", body)
+    return handle, offset, size
+
+
+WRITTEN_AT = 40
+
+
+def unpack_handle(body: bytes) -> int:
+    """The handle of RELEASE, FSYNC and others."""
+    return int(struct.unpack_from("<Q", body)[0])
+
+
+def unpack_xattr(body: bytes) -> tuple[int, str]:
+    """The size of the caller's buffer, 0 if it asks for the size; the name, of GETXATTR."""
+    return int(struct.unpack_from("<I", body)[0]), name_in(body[8:])
+
+
+def xattr_size(size: int) -> bytes:
+    """The answer to GETXATTR and LISTXATTR of who asks for a size."""
+    return struct.pack("<II", size, 0)
+
+
+def unpack_poll(body: bytes) -> tuple[int, int, int]:
+    """Handle, the number under which the poll is woken, and whether that is wanted."""
+    handle, poll, flags, _ = struct.unpack_from("<QQII", body)
+    return handle, poll, flags & 1
+
+
+def poll_answer(events: int) -> bytes:
+    """The answer to POLL."""
+    return struct.pack("<II", events, 0)
+
+
+def unpack_forget(body: bytes) -> int:
+    """How many lookups are forgotten."""
+    return int(struct.unpack_from("<Q", body)[0])
+
+
+def unpack_batch_forget(body: bytes) -> list[tuple[int, int]]:
+    """Nodes and how many of their lookups are forgotten."""
+    (count, _) = struct.unpack_from("<II", body)
+    return [struct.unpack_from("<QQ", body, 8 + 16 * i) for i in range(count)]

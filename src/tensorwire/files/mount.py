@@ -1,0 +1,376 @@
+"""A running job as a mounted folder: answers what the kernel asks, by FUSE.
+
+The core reads the requests and answers reads of what lies in memory; this module has what is what.
+A file of a version is a file of its own, as if it had been written anew and renamed: who has it
+open, or mapped, sees that version, and the kernel keeps no pages of one for another.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from tensorwire._core import fuse as core_fuse
+
+from .errors import refuse
+from .fuse_messages import (
+    CHANGING,
+    DIRECT_IO,
+    GID,
+    MODE,
+    SIZE,
+    UID,
+    WRITTEN_AT,
+    Operation,
+    attributes,
+    attributes_answer,
+    directory,
+    entry,
+    name_in,
+    opened,
+    statfs,
+    unpack_batch_forget,
+    unpack_forget,
+    unpack_handle,
+    unpack_open,
+    unpack_read,
+    unpack_setattr,
+    unpack_xattr,
+    xattr_size,
+)
+from .tree import Tree
+from .tree_items import FileContent, FileWriting, TreeEntry
+
+ROOT = 1
+_THREADS = 4  # one may wait for a version while others answer
+_XATTR = "user.tensorwire."
+_FOLDER_VALID_S = 1
+
+
+class _Node:
+    """A file of one version, or a folder, as the kernel knows it.
+
+    Attributes:
+        entry: as it was when it was looked up.
+        lookups: how often the kernel has, and has not forgotten.
+        opens: how many handles there are.
+        content: of all of them; None while there are none.
+        buffers: of the content, from which the core answers; None: it does not.
+    """
+
+    def __init__(self, number: int, entry_: TreeEntry) -> None:
+        self.number, self.entry = number, entry_
+        self.lookups = self.opens = 0
+        self.content: FileContent | None = None
+        self.buffers: list[bytes | memoryview] | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def is_of_version(self) -> bool:
+        """Its content never changes."""
+        return self.entry.version is not None
+
+
+class _Handle:
+    """An open file or folder."""
+
+    def __init__(
+        self,
+        node: _Node,
+        content: FileContent | None = None,
+        writing: FileWriting | None = None,
+        names: list[tuple[str, bool]] | None = None,
+    ) -> None:
+        self.node, self.content, self.writing, self.names = node, content, writing, names
+
+
+class JobMount:
+    """A mounted tree. Its threads answer until it is unmounted or closed.
+
+    Args:
+        tree: of the job; the caller closes it, after this.
+        folder: an empty one, or what is in it is not seen.
+
+    Raises:
+        UnavailableError: the kernel has no FUSE.
+        PermissionError: this process may not mount.
+        ValueError: nothing can be mounted there.
+    """
+
+    def __init__(self, tree: Tree, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.path.abspath(folder)
+        self._tree, self._lock = tree, threading.Lock()
+        self._uid, self._gid = os.geteuid(), os.getegid()
+        root = _Node(ROOT, TreeEntry("", is_folder=True))
+        self._nodes = {ROOT: root}
+        self._numbers = itertools.count(ROOT + 1)
+        self._of: dict[tuple[str, int | None], _Node] = {("", None): root}
+        self._handles: dict[int, _Handle] = {}
+        self._handle_numbers = itertools.count(1)
+        self._began = time.time()
+        self._mount = core_fuse.Mount(self.folder, self._uid, self._gid)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tensorwire-fuse-{i}", daemon=True)
+            for i in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it is unmounted; says whether it is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Unmounts it; who has files open gets ENOTCONN. Idempotent."""
+        self._mount.end()
+        self.wait(10.0)
+        for handle in list(self._handles):
+            self._release(handle)
+
+    # ---- requests
+
+    def _run(self) -> None:
+        while (request := self._mount.next()) is not None:
+            operation, unique, node, body = request
+            if operation in (Operation.FORGET, Operation.BATCH_FORGET, Operation.INTERRUPT):
+                self._forget(operation, node, body)
+                continue
+            try:
+                answer = self._answer(operation, node, body)
+            except OSError as error:
+                self._mount.answer(unique, error.errno or errno.EIO)
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+                self._mount.answer(unique, errno.EIO)
+            else:
+                self._mount.answer(unique, 0, [answer] if answer else [])
+
+    def _answer(self, operation: int, node: int, body: bytes) -> bytes:
+        if operation in CHANGING:
+            raise refuse(errno.EROFS, self._node(node).entry.path)
+        do = self._OPERATIONS.get(operation)
+        if do is None:
+            raise refuse(errno.ENOSYS, "")
+        return do(self, node, body)
+
+    def _node(self, number: int) -> _Node:
+        with self._lock:
+            found = self._nodes.get(number)
+        if found is None:
+            raise refuse(errno.ESTALE, "")
+        return found
+
+    def _lookup(self, parent: int, body: bytes) -> bytes:
+        folder, name = self._node(parent).entry.path, name_in(body)
+        found = self._tree.entry(f"{folder}/{name}" if folder else name)
+        key = found.path, found.version
+        with self._lock:
+            node = self._of.get(key)
+            if node is None:
+                node = self._of[key] = _Node(next(self._numbers), found)
+                self._nodes[node.number] = node
+            node.lookups += 1
+        valid_s = _FOLDER_VALID_S if found.is_folder else 0
+        return entry(node.number, valid_s, self._attributes(node, found))
+
+    def _forget(self, operation: int, node: int, body: bytes) -> None:
+        forgotten = []
+        if operation == Operation.FORGET:
+            forgotten = [(node, unpack_forget(body))]
+        elif operation == Operation.BATCH_FORGET:
+            forgotten = unpack_batch_forget(body)
+        with self._lock:
+            for number, count in forgotten:
+                found = self._nodes.get(number)
+                if found is None or number == ROOT:
+                    continue
+                found.lookups -= count
+                if found.lookups <= 0 and not found.opens:
+                    del self._nodes[number]
+                    self._of.pop((found.entry.path, found.entry.version), None)
+
+    def _attributes(self, node: _Node, now: TreeEntry | None = None) -> bytes:
+        now = now or node.entry
+        size, modified = now.size_bytes, now.modified
+        content = node.content
+        if content is not None and node.is_of_version:
+            size = content.size_bytes
+        mode = stat.S_IFREG | (0o600 if now.writable else 0o444)
+        if now.is_folder:
+            mode, modified = stat.S_IFDIR | 0o555, self._began
+        return attributes(node.number, size, modified, mode, self._uid, self._gid)
+
+    def _getattr(self, number: int, _: bytes) -> bytes:
+        node = self._node(number)
+        fresh = None if node.is_of_version or number == ROOT else self._tree.entry(node.entry.path)
+        return attributes_answer(self._attributes(node, fresh))
+
+    def _setattr(self, number: int, body: bytes) -> bytes:
+        node = self._node(number)
+        valid, size = unpack_setattr(body)
+        if not node.entry.writable or valid & (MODE | UID | GID):
+            raise refuse(errno.EROFS, node.entry.path)
+        if valid & SIZE:
+            self._tree.open_for_writing(node.entry.path).truncate(size)
+        return self._getattr(number, body)
+
+    def _open(self, number: int, body: bytes) -> bytes:
+        node, flags = self._node(number), unpack_open(body)
+        path = node.entry.path
+        writing = None
+        if node.entry.writable:
+            writing = self._tree.open_for_writing(path)
+            if flags & os.O_TRUNC:
+                writing.truncate(0)
+        elif flags & os.O_ACCMODE != os.O_RDONLY:
+            raise refuse(errno.EROFS, path)
+        content = None
+        with node.lock:
+            if node.is_of_version:
+                if node.content is None:
+                    node.content = self._tree.open(path)
+                    node.buffers = node.content.buffers()
+                content = node.content
+            elif writing is None:
+                content = self._tree.open(path)
+            with self._lock:
+                node.opens += 1
+        handle = self._add(_Handle(node, content, writing))
+        if node.buffers is not None:
+            self._mount.serve(handle, node.buffers)
+        return opened(handle, 0 if node.is_of_version else DIRECT_IO)
+
+    def _add(self, handle: _Handle) -> int:
+        with self._lock:
+            number = next(self._handle_numbers)
+            self._handles[number] = handle
+            return number
+
+    def _read(self, _: int, body: bytes) -> bytes:
+        number, offset, size = unpack_read(body)
+        handle = self._handles[number]
+        if handle.content is None:  # of a file that is written
+            with self._tree.open(handle.node.entry.path) as content:
+                return content.read(offset, offset + size)
+        node = handle.node
+        if not node.is_of_version or node.content is None:
+            return handle.content.read(offset, offset + size)
+        with node.lock:
+            if node.buffers is None and node.content.is_whole:
+                node.buffers = [handle.content.read()]
+            if node.buffers is not None:
+                self._mount.serve(number, node.buffers)
+            return handle.content.read(offset, offset + size)
+
+    def _write(self, _: int, body: bytes) -> bytes:
+        number, offset, size = unpack_read(body)
+        writing = self._handles[number].writing
+        if writing is None:
+            raise refuse(errno.EBADF, "")
+        data = memoryview(body)[WRITTEN_AT : WRITTEN_AT + size]
+        return xattr_size(writing.write(offset, data))
+
+    def _fsync(self, _: int, body: bytes) -> bytes:
+        writing = self._handles[unpack_handle(body)].writing
+        if writing is not None:
+            writing.sync()
+        return b""
+
+    def _release_one(self, _: int, body: bytes) -> bytes:
+        self._release(unpack_handle(body))
+        return b""
+
+    def _release(self, number: int) -> None:
+        self._mount.unserve(number)
+        with self._lock:
+            handle = self._handles.pop(number, None)
+        if handle is None or handle.names is not None:
+            return
+        node, left = handle.node, None
+        with node.lock, self._lock:
+            node.opens -= 1
+            if not node.is_of_version:
+                left = handle.content
+            elif not node.opens:
+                left, node.content, node.buffers = node.content, None, None
+            if node.lookups <= 0 and not node.opens:
+                self._nodes.pop(node.number, None)
+                self._of.pop((node.entry.path, node.entry.version), None)
+        if left is not None:
+            left.close()
+
+    def _opendir(self, number: int, _: bytes) -> bytes:
+        node = self._node(number)
+        found = self._tree.entries(node.entry.path)
+        names = [(".", True), ("..", True), *((each.name, each.is_folder) for each in found)]
+        return opened(self._add(_Handle(node, names=names)))
+
+    def _readdir(self, _: int, body: bytes) -> bytes:
+        handle, first, size = unpack_read(body)
+        return directory(self._handles[handle].names or [], first, size)
+
+    def _xattrs(self, number: int) -> dict[str, bytes]:
+        found = self._node(number).entry
+        told: dict[str, object] = {"version": found.version}
+        if found.dtype:
+            told |= {"dtype": found.dtype, "shape": ",".join(map(str, found.shape))}
+        return {
+            f"{_XATTR}{name}": str(value).encode()
+            for name, value in told.items()
+            if value is not None
+        }
+
+    def _getxattr(self, number: int, body: bytes) -> bytes:
+        size, name = unpack_xattr(body)
+        value = self._xattrs(number).get(name)
+        if value is None:
+            raise refuse(errno.ENODATA, name)
+        return _fitting(value, size)
+
+    def _listxattr(self, number: int, body: bytes) -> bytes:
+        size, _ = unpack_xattr(body)
+        return _fitting(b"".join(f"{name}\0".encode() for name in self._xattrs(number)), size)
+
+    def _statfs(self, _: int, __: bytes) -> bytes:
+        return statfs()
+
+    def _nothing(self, _: int, __: bytes) -> bytes:
+        return b""
+
+    _OPERATIONS: dict[int, Callable[[JobMount, int, bytes], bytes]] = {  # noqa: RUF012
+        Operation.LOOKUP: _lookup,
+        Operation.GETATTR: _getattr,
+        Operation.SETATTR: _setattr,
+        Operation.OPEN: _open,
+        Operation.READ: _read,
+        Operation.WRITE: _write,
+        Operation.STATFS: _statfs,
+        Operation.RELEASE: _release_one,
+        Operation.FSYNC: _fsync,
+        Operation.GETXATTR: _getxattr,
+        Operation.LISTXATTR: _listxattr,
+        Operation.FLUSH: _nothing,
+        Operation.OPENDIR: _opendir,
+        Operation.READDIR: _readdir,
+        Operation.RELEASEDIR: _release_one,
+        Operation.FSYNCDIR: _nothing,
+        Operation.DESTROY: _nothing,
+    }
+
+
+def _fitting(value: bytes, size: int) -> bytes:
+    if size == 0:
+        return xattr_size(len(value))
+    if len(value) > size:
+        raise refuse(errno.ERANGE, "")
+    return value

@@ -1,0 +1,251 @@
+"""A running job as a mounted folder, with the programs that people use on folders."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from files.file_workers import STEPS, Client, FileJob, reference, same
+from files.jobs import JobAtWork
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.fuse,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
+]
+
+
+class Mounted:
+    """A mount process."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.path = folder / "mnt"
+        self.path.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tensorwire", "mount", str(self.path), address], cwd=folder
+        )
+        deadline = time.monotonic() + 60
+        while not os.path.ismount(self.path):
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(30)
+        while os.path.ismount(self.path) or _is_stale(self.path):
+            subprocess.run(["umount", "-l", str(self.path)], check=False)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENOTCONN
+    return False
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, address: str) -> Iterator[Mounted]:
+    made = Mounted(folder, address)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def code_of(action: object) -> int | None:
+    try:
+        action()  # type: ignore[operator]
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_tools_read_it(folder: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    job = JobAtWork(folder, "--workers", "1", paused=True, momentum=0.5)
+    try:
+        with mounted(folder, job.address) as made:
+            at = made.path
+            assert {each.name for each in at.iterdir()} == {
+                "model.safetensors", "optimizer", "params", "snapshots", "status",
+            }  # fmt: skip
+            version = int((at / "status/version").read_text())
+            weight = np.load(at / "params/a.npy", mmap_mode="r")
+            assert weight.shape == (300, 1000)
+            value = float(weight[0, 0])
+            assert (weight == value).all()
+            with safetensors.safe_open(at / "model.safetensors", framework="np") as file:
+                assert (file.get_tensor("a") == value).all()
+            run("cp", "-r", str(at), str(folder / "copy"))
+            assert (np.load(folder / "copy/params/a.npy") == value).all()
+            run("tar", "-cf", str(folder / "all.tar"), "-C", str(at), "params", "status")
+            assert len(run("find", str(at), "-type", "f").splitlines()) == 15
+            read = run("sh", "-c", f"dd if={at}/params/a.npy bs=4099 2>/dev/null | sha256sum")
+            assert read == run("sh", "-c", f"cat {folder}/copy/params/a.npy | sha256sum")
+            found = os.stat(at / "params/b.npy")
+            assert (found.st_mode & 0o7777, found.st_uid) == (0o444, os.geteuid())
+            names = {name.rpartition(".")[2] for name in os.listxattr(at / "params/b.npy")}
+            assert names == {"dtype", "shape", "version"}
+            assert int(os.getxattr(at / "params/b.npy", "user.tensorwire.version")) == version
+            refused = {
+                errno.EROFS: (
+                    lambda: open(at / "params/a.npy", "r+b"),
+                    lambda: open(at / "new", "w"),
+                    lambda: os.mkdir(at / "params/x"),
+                    lambda: os.unlink(at / "status/version"),
+                    lambda: os.rename(at / "status", at / "other"),
+                    lambda: os.symlink("x", at / "link"),
+                    lambda: os.chmod(at / "params/a.npy", 0o777),
+                    lambda: os.truncate(at / "params/a.npy", 0),
+                    lambda: os.setxattr(at / "params/a.npy", "user.x", b"1"),
+                ),
+                errno.ENOENT: (lambda: open(at / "params/c.npy"), lambda: os.listdir(at / "no")),
+                errno.ENOTDIR: (lambda: open(at / "params/a.npy/x"),),
+                errno.EISDIR: (lambda: open(at / "params", "w"),),
+                errno.ENODATA: (lambda: os.getxattr(at / "params/a.npy", "user.x"),),
+                errno.ENAMETOOLONG: (lambda: open(at / ("n" * 5000)),),
+            }
+            for code, actions in refused.items():
+                for number, action in enumerate(actions):
+                    assert (number, code_of(action)) == (number, code)
+            # What is open keeps its version, and who opens anew has another one.
+            before = found.st_mtime
+            job.go_on()
+            deadline = time.monotonic() + 30
+            while np.load(at / "params/a.npy")[0, 0] < value + 3:
+                assert time.monotonic() < deadline
+            assert (weight == value).all()
+            assert os.stat(at / "params/b.npy").st_mtime > before
+            for _ in range(30):
+                now = np.load(at / "params/a.npy", mmap_mode="r")
+                assert (now == now[0, 0]).all()
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+def test_ends_of_mount_and_job(folder: Path) -> None:
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    try:
+        with mounted(folder, job.address) as made:
+            version = int((made.path / "status/version").read_text())
+            held = os.open(made.path / "params/a.npy", os.O_RDONLY)
+            made.process.send_signal(signal.SIGKILL)
+            made.process.wait(30)
+            assert code_of(lambda: os.read(held, 1)) == errno.ENOTCONN
+            assert code_of(lambda: os.close(held)) == errno.ENOTCONN
+            assert code_of(lambda: os.listdir(made.path)) == errno.ENOTCONN
+            made.end()
+        for _ in range(5):
+            with mounted(folder, job.address) as made:
+                assert int((made.path / "status/version").read_text()) > version
+                assert len(os.listdir(made.path / "params")) == 3
+        made = Mounted(folder, job.address)
+        job.end()
+        assert code_of(lambda: (made.path / "status/version").read_text()) == errno.ENOTCONN
+        assert code_of(lambda: os.listdir(made.path)) == errno.ENOTCONN
+        run("umount", str(made.path))
+        assert made.process.wait(30) == 0
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+def test_gradients_are_written(folder: Path) -> None:
+    job = FileJob(folder, "--workers", "1", "--file-workers", "1")
+    try:
+        client = Client(job, 1)
+        with mounted(folder, job.address()) as made:
+            at, version = made.path / "grads/1", 1
+            for step in range(STEPS):
+                version = client.worker.wait(version, 60)
+                assert int((at / "version").read_text()) == version
+                for name, gradient in client.gradients(step).items():
+                    np.save(at / f"{name}.npy", gradient)
+                if step == 0:
+                    _is_refused(at, version)
+                    for name, gradient in client.gradients(step).items():
+                        np.save(at / f"{name}.npy", gradient)
+                with open(at / "commit", "w") as file:
+                    file.write(f"version {version}\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            client.close()
+            found = job.model()
+        assert same(found, reference(folder, 2))
+    finally:
+        job.end()
+
+
+def _is_refused(at: Path, version: int) -> None:
+    """What is wrong with gradients is told by fsync of `commit`, and too much by write."""
+
+    def commit(text: str) -> int | None:
+        with open(at / "commit", "w") as file:
+            file.write(text)
+            file.flush()
+            return code_of(lambda: os.fsync(file.fileno()))
+
+    weight = (at / "weight.npy").read_bytes()
+    assert commit("") == errno.EINVAL
+    assert commit(f"version {version + 1}") == errno.ESTALE
+    (at / "weight.npy").write_bytes(weight[:-1])
+    assert commit(f"version {version}") == errno.ENODATA
+    (at / "weight.npy").write_bytes(weight + b"x")
+    assert commit(f"version {version}") == errno.EFBIG
+    assert code_of(lambda: (at / "weight.npy").write_bytes(weight + bytes(1 << 20))) == errno.EFBIG
+    (at / "weight.npy").write_bytes(weight[:-4] + b"\xff\xff\xff\x7f")
+    assert commit(f"version {version}") == errno.EDOM
+    assert code_of(lambda: (at / "other.npy").write_bytes(weight)) == errno.EROFS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["c", "sh"])
+def test_examples_train_beside_python(repository: Path, folder: Path, kind: str) -> None:
+    examples = repository / "examples"
+    command = ["sh", str(examples / "linear_by_files.sh")]
+    if kind == "c":
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler")
+        program = folder / "linear"
+        run(compiler, "-Wall", "-Werror", "-o", str(program), f"{examples}/linear_by_files.c")
+        command = [str(program)]
+    errors = folder / "errors"
+    with errors.open("w") as file:
+        job = subprocess.Popen(
+            [
+                sys.executable, "-m", "tensorwire", "run", "--workers", "1", "--file-workers", "1",
+                str(examples / "linear_by_files.py"),
+            ],
+            cwd=folder, stdout=subprocess.PIPE, stderr=file, text=True,
+        )  # fmt: skip
+    try:
+        address = FileJob.address_of(job)
+        FileJob.worker_of(job, address, 1).close()
+        with mounted(folder, address) as made:
+            printed = run(*command, str(made.path), "1")
+            out, _ = job.communicate(timeout=90)
+            assert job.returncode == 0, errors.read_text()
+        numbers = [float(each) for each in re.findall(r"-?\d+\.\d+", out)]
+        assert numbers[:3] == pytest.approx([2, -3, 1], abs=0.01), out
+        assert printed == "100 steps\n"
+    finally:
+        job.terminate()
+        job.wait(30)
