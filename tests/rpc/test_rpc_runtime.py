@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -191,6 +192,31 @@ def test_threads_and_futures_at_a_time(both: Ends) -> None:
         assert all(pool.map(work, range(8)))
 
 
+def test_deadlines_of_threads_that_wait_for_each_other(both: Ends) -> None:
+    """A thread that gives up leaves nobody behind who waits for its turn to read."""
+
+    def slow(request: bytes, context: Any) -> bytes:
+        time.sleep(request[0] / 2000)
+        return request
+
+    both.methods = {"/t/m": UU(slow)}
+    call = both.serve(workers=12).channel().unary_unary("/t/m")
+    call(bytes([0]))
+
+    def work(number: int) -> int:
+        late = 0
+        for turn in range(60):
+            try:
+                hurried = (number + turn) % 2
+                call(bytes([turn % 9]), timeout=0.002 if hurried else LONG_S)
+            except grpc.RpcError as error:
+                late += 1 if hurried and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else 1000
+        return late
+
+    with ThreadPoolExecutor(8) as pool:
+        assert 0 < sum(pool.map(work, range(8))) < 1000
+
+
 def test_many_large_messages_wait_for_room(wire: str) -> None:
     """More than fits into the ring, both ways at a time."""
     ours = {"transports": (wire,), "threshold_bytes": 1 << 30, "runtime": True}
@@ -238,6 +264,40 @@ def test_calls_leave_nothing_behind(both: Ends) -> None:
     assert not client._kept
     wait_for(lambda: threading.active_count() <= threads + 12)  # of pools, callbacks, deadlines
     assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert len(channel.attachment._idle_calls) == 1024
+
+
+def memory_kib() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wire", ["shm"], indirect=True)
+def test_a_hundred_thousand_calls_leave_nothing_behind(both: Ends) -> None:
+    both.methods = {"/t/m": UU(echo), "/t/fail": UU(lambda request, context: 1 / 0)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/m")
+
+    def work(number: int) -> None:
+        for turn in range(number):
+            call(b"x" * 100, timeout=100)
+            if turn % 100 == 0:
+                call.future(BIG, timeout=100).result(LONG_S)
+                call.future(b"x").cancel()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [2_500] * 4))
+        threads, files, memory = (
+            threading.active_count(), len(os.listdir("/proc/self/fd")), memory_kib()
+        )  # fmt: skip
+        list(pool.map(work, [22_500] * 4))
+        wait_for(lambda: both.server._service.active == 0)
+        assert threading.active_count() <= threads + 12
+        assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert memory_kib() < memory + (40 << 10)
+    assert not channel.attachment.runtime._calls
     assert len(channel.attachment._idle_calls) == 1024
 
 

@@ -218,46 +218,62 @@ class SharedReader:
             until: None waits for ever.
             whole: nothing but what arrives can finish it, so it need not be looked at meanwhile.
         """
-        while not waiter.finished:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            if self._turn.acquire(blocking=False):
-                try:
-                    while not waiter.finished and not self._line.is_over:
-                        if until is not None:
-                            left = until - time.monotonic()
-                            if left <= 0:
-                                break
-                        if not whole:
-                            left = _SLICE_S if left is None else min(left, _SLICE_S)
-                        self._line.read(left)
-                finally:
-                    self._turn.release()
-                    self._pass_on()
-                if self._line.is_over and not waiter.finished:
-                    time.sleep(0.001)  # another thread is telling everybody
-            else:
-                self._follow(waiter, left)
-        return True
+        chosen = False
+        try:
+            while not waiter.finished:
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                if self._turn.acquire(blocking=False):
+                    chosen = False
+                    try:
+                        self._lead(waiter, until, whole=whole)
+                    finally:
+                        self._turn.release()
+                        self._pass_on()
+                    if self._line.is_over and not waiter.finished:
+                        time.sleep(0.001)  # another thread is telling everybody
+                else:
+                    chosen = self._follow(waiter, left)
+            return True
+        finally:
+            if chosen:  # and the turn not taken
+                self._pass_on()
 
-    def _follow(self, waiter: Waiter, timeout_s: float | None) -> None:
+    def _lead(self, waiter: Waiter, until: float | None, *, whole: bool) -> None:
+        """Reads until something is finished, its time or the line is over."""
+        while not waiter.finished and not self._line.is_over:
+            left = None
+            if until is not None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return
+            if not whole:
+                left = _SLICE_S if left is None else min(left, _SLICE_S)
+            self._line.read(left)
+
+    def _follow(self, waiter: Waiter, timeout_s: float | None) -> bool:
+        """Sleeps while another thread reads; True if this one is chosen to read after it."""
         latch = threading.Lock()
         latch.acquire()
         mine = id(latch)
-        with self._mutex:
-            self._followers[mine] = latch
-        waiter.latches.append(latch)
-        # Whoever finishes it, or gives up the turn, from here on finds the latch.
-        if not waiter.finished and self._turn.locked():
-            latch.acquire(
-                timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
-            )
-        waiter.latches.remove(latch)
-        with self._mutex:
-            chosen = self._followers.pop(mine, None) is None
-        if chosen and waiter.finished:
-            self._pass_on()
+        interrupted = True
+        try:
+            with self._mutex:
+                self._followers[mine] = latch
+            waiter.latches.append(latch)
+            # Whoever finishes it, or gives up the turn, from here on finds the latch.
+            if not waiter.finished and self._turn.locked():
+                most = threading.TIMEOUT_MAX
+                latch.acquire(timeout=-1 if timeout_s is None else min(timeout_s, most))
+            interrupted = False
+        finally:
+            waiter.latches[:] = [each for each in waiter.latches if each is not latch]
+            with self._mutex:
+                chosen = self._followers.pop(mine, None) is None
+            if chosen and interrupted:
+                self._pass_on()
+        return chosen
 
     def _pass_on(self) -> None:
         """The turn is free: wakes somebody who takes it, if anybody waits."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorwire._core import Transfer
+from tensorwire.errors import TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 CAPACITY_BYTES = 1 << 19
@@ -19,6 +20,7 @@ RING = "ring"
 
 _START = 64
 _TAKEN = 8
+_PATIENCE_S = 0.001
 _TELL_BYTES = CAPACITY_BYTES // 4
 
 
@@ -119,7 +121,7 @@ class RingWriter:
         self._taken_word.wait_until(least, timeout_s, peer=self._peer)
 
     def write(self, data: bytes) -> None:
-        """Starts to write what there is room for; nobody waits for it.
+        """Starts to write what there is room for, at most a millisecond after the write before.
 
         Raises:
             PeerLostError, ClosedError, StaleHandleError: there is no other end.
@@ -128,8 +130,13 @@ class RingWriter:
         self._written += len(data)
         signal = self._word, self._written
         before = self._under_way
-        if before is not None and before.done():
-            before = None
+        if before is not None:
+            # Meanwhile others leave what they have to whoever writes: fewer and larger writes.
+            try:
+                before.wait(_PATIENCE_S)
+                before = None
+            except TimeoutError:
+                pass
         parts: Sequence[bytes] = (data,)
         places = [self._space[at : min(at + len(data), CAPACITY_BYTES)]]
         if at + len(data) > CAPACITY_BYTES:
