@@ -333,7 +333,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         return self._code is not None
 
     def _outcome(self, timeout: float | None) -> Any:
-        if not self.wait(timeout):
+        if not self.finished and not self.wait(timeout):
             raise grpc.FutureTimeoutError()
         if self._cancelled:
             raise grpc.FutureCancelledError()
@@ -426,7 +426,8 @@ class RuntimeClient:
     def forget(self, call: RuntimeCall) -> None:
         """A call has ended, or goes on by grpcio."""
         self._calls.pop(call.number[0], None)
-        self._kept.pop(id(call), None)
+        if self._kept:
+            self._kept.pop(id(call), None)
 
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""

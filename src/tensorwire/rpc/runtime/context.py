@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -55,40 +55,45 @@ class AbortedError(Exception):
     """`abort` ends the servicer by it, as grpcio does by a bare Exception."""
 
 
+class Served(Protocol):
+    """A call at its server.
+
+    Attributes:
+        metadata: of the call.
+        deadline: of time.monotonic, None if it has none.
+    """
+
+    metadata: Metadata
+    deadline: float | None
+
+    def is_active(self) -> bool:
+        """Whether the call goes on."""
+
+    def send_head(self, initial: Metadata) -> bool:
+        """Sends initial metadata; False if the call does not go on."""
+
+    def cancel(self) -> None:
+        """Ends the call."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Has something called when the call has ended; False if it has."""
+
+
 class CallContext(grpc.ServicerContext):  # type: ignore[misc]
     """Of one call. Any thread may use it.
 
     Args:
         caller: who calls.
-        metadata: of the call.
-        deadline: of time.monotonic, None if it has none.
-        is_active: whether the call goes on.
-        send_head: sends initial metadata; False if the call does not go on.
-        cancel: ends the call.
-        add_callback: has something called when the call has ended; False if it has.
+        call: what it is of.
 
     Attributes:
         aborted: the servicer has called `abort`.
         given_up: what the context itself has raised because the call does not go on.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        metadata: Metadata,
-        deadline: float | None,
-        is_active: Callable[[], bool],
-        send_head: Callable[[Metadata], bool],
-        cancel: Callable[[], object],
-        add_callback: Callable[[Callable[[], None]], bool],
-    ) -> None:
+    def __init__(self, caller: Caller, call: Served) -> None:
         self._caller = caller
-        self._metadata = metadata
-        self._deadline = deadline
-        self._is_active = is_active
-        self._send_head = send_head
-        self._cancel = cancel
-        self._add_callback = add_callback
+        self._call = call
         self._head_sent = False
         self._trailing: Any = None
         self._code: Any = None
@@ -97,21 +102,21 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
         self.given_up: list[BaseException] = []
 
     def is_active(self) -> bool:
-        return self._is_active()
+        return self._call.is_active()
 
     def time_remaining(self) -> float:
-        if self._deadline is None:
+        if self._call.deadline is None:
             return _END_OF_TIME_S - time.time()
-        return max(self._deadline - time.monotonic(), 0.0)
+        return max(self._call.deadline - time.monotonic(), 0.0)
 
     def cancel(self) -> None:
-        self._cancel()
+        self._call.cancel()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        return self._add_callback(callback)
+        return self._call.add_callback(callback)
 
     def invocation_metadata(self) -> Metadata:
-        return self._metadata
+        return self._call.metadata
 
     def peer(self) -> str:
         return self._caller.peer
@@ -137,7 +142,7 @@ class CallContext(grpc.ServicerContext):  # type: ignore[misc]
         metadata = as_metadata(initial_metadata, reserved=True)
         if metadata is None:
             raise ValueError(f"metadata was invalid: {initial_metadata}")
-        if not self._send_head(metadata):
+        if not self._call.send_head(metadata):
             error = grpc.RpcError()
             self.given_up.append(error)
             raise error

@@ -26,6 +26,8 @@ NO_DEADLINE = (1 << 64) - 1
 
 _CALL = struct.Struct("<QHH")
 _END = struct.Struct("<IIHH")
+_CALL_HEADER = struct.Struct("<IBBHIIQHH")
+_END_HEADER = struct.Struct("<IBBHIIIIHH")
 _COUNT = struct.Struct("<H")
 _ENTRY = struct.Struct("<HI")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -99,9 +101,7 @@ def _frame(kind: int, flags: int, number: Number, body: Sequence[bytes]) -> byte
 
 
 def _pieces(message: bytes) -> tuple[bytes, list[bytes]]:
-    """The first piece of a message, and the others."""
-    if len(message) <= PIECE_BYTES:
-        return message, []
+    """The first piece of a long message, and the others."""
     starts = range(PIECE_BYTES, len(message), PIECE_BYTES)
     return message[:PIECE_BYTES], [message[at : at + PIECE_BYTES] for at in starts]
 
@@ -110,11 +110,13 @@ def call_frames(
     number: Number, method: bytes, timeout_us: int, metadata: Metadata, message: bytes
 ) -> list[bytes]:
     """A call with its only request."""
-    first, others = _pieces(message)
-    head = _CALL.pack(timeout_us, len(method), len(metadata))
+    first, others = (message, []) if len(message) <= PIECE_BYTES else _pieces(message)
     block = _encoded(metadata) if metadata else b""
-    flags = MORE if others else WHOLE
-    frames = [_frame(CALL, flags, number, (head, method, block, first))]
+    size = _CALL_HEADER.size + len(method) + len(block) + len(first)
+    head = _CALL_HEADER.pack(
+        size, CALL, MORE if others else WHOLE, 0, *number, timeout_us, len(method), len(metadata)
+    )
+    frames = [b"".join((head, method, block, first))]
     for place, piece in enumerate(others, 1):
         flags = MORE if place < len(others) else WHOLE
         frames.append(_frame(MESSAGE, flags, number, (piece,)))
@@ -134,13 +136,18 @@ def end_frames(
     """How a call ended, with its response if it has one."""
     frames, flags, last = [], REFUSED if refused else 0, b""
     if message is not None:
-        first, others = _pieces(message)
-        *before, last = first, *others
-        frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
         flags |= WHOLE
-    head = _END.pack(code, len(details), len(initial), len(trailing))
-    body = (head, details, _encoded(initial), _encoded(trailing), last)
-    frames.append(_frame(END, flags, number, body))
+        last = message
+        if len(message) > PIECE_BYTES:
+            first, others = _pieces(message)
+            *before, last = first, *others
+            frames = [_frame(MESSAGE, MORE, number, (piece,)) for piece in before]
+    blocks = _encoded(initial) + _encoded(trailing) if initial or trailing else b""
+    size = _END_HEADER.size + len(details) + len(blocks) + len(last)
+    head = _END_HEADER.pack(
+        size, END, flags, 0, *number, code, len(details), len(initial), len(trailing)
+    )
+    frames.append(b"".join((head, details, blocks, last)))
     return frames
 
 
@@ -209,7 +216,9 @@ def parse_call(body: bytes) -> CallBody:
         if at > len(body):
             raise FrameError("a method that is cut off")
         method = body[_CALL.size : at].decode()
-        metadata, at = _decoded(body, at, count)
+        metadata: Metadata = ()
+        if count:
+            metadata, at = _decoded(body, at, count)
     except (struct.error, UnicodeDecodeError) as error:
         raise FrameError(f"a call that is none: {error}") from None
     return CallBody(method, timeout_us, metadata, body[at:])
@@ -223,8 +232,12 @@ def parse_end(body: bytes) -> EndBody:
         if at > len(body):
             raise FrameError("details that are cut off")
         details = body[_END.size : at].decode(errors="replace")
-        initial, at = _decoded(body, at, initial_count)
-        trailing, at = _decoded(body, at, trailing_count)
+        initial: Metadata = ()
+        trailing: Metadata = ()
+        if initial_count:
+            initial, at = _decoded(body, at, initial_count)
+        if trailing_count:
+            trailing, at = _decoded(body, at, trailing_count)
     except (struct.error, UnicodeDecodeError) as error:
         raise FrameError(f"an end that is none: {error}") from None
     return EndBody(code, details, initial, trailing, body[at:])

@@ -125,6 +125,10 @@ class IncomingCall:
         """Ends the call with a status of the server itself."""
         self.finish(end_frames(self.number, code.value[0], details.encode()), reading=reading)
 
+    def cancel(self) -> None:
+        """Ends the call as its servicer wants."""
+        self.fail(_Code.CANCELLED, "CANCELLED")
+
     def refuse(self) -> None:
         """Lets the client make the call by grpcio; the servicer has not run."""
         self.finish(end_frames(self.number, 0, refused=True), reading=True)
@@ -178,6 +182,10 @@ class ServerEnd:
     def active(self) -> int:
         """Calls under way."""
         return len(self._calls)
+
+    def find(self, id: bytes) -> RpcAttachment | None:
+        """The attachment of an id: memory is of the line's own, and of no other one."""
+        return self.attachment if id == self.attachment.id else None
 
     def forget(self, call: IncomingCall) -> None:
         """A call has ended."""
@@ -385,15 +393,7 @@ def _carry_out(
     end: ServerEnd, call: IncomingCall, handler: Any, traced: Any, most_bytes: int
 ) -> bool:
     """Runs the servicer and ends the call; True if it has a response."""
-    context = CallContext(
-        end.caller,
-        call.metadata,
-        call.deadline,
-        call.is_active,
-        call.send_head,
-        partial(call.fail, _Code.CANCELLED, "CANCELLED"),
-        call.add_callback,
-    )
+    context = CallContext(end.caller, call)
     holdings: list[Holding] = []
     request = _request(end, call, handler, holdings, traced)
     if request is None:
@@ -417,11 +417,11 @@ def _carry_out(
     remaining = no_deadline if call.deadline is None else context.time_remaining
     link = CallLink(end.attachment, call.number, remaining, call.is_active)
     outgoing = SentMessage(response, link, last=True)
-    serialize = partial(_serialize, handler.response_serializer)
     try:
         if traced is None:
-            data = serialize(outgoing)
+            data = outgoing.serialize(handler.response_serializer)
         else:
+            serialize = partial(_serialize, handler.response_serializer)
             data = traced.serialize(serialize, outgoing, protocol="runtime")
     except Exception:
         _LOG.exception("a response could not be serialized")
@@ -447,17 +447,14 @@ def _request(
     """The user's request; None if there is none, and the call has ended."""
     data = call.pieces[0] if len(call.pieces) == 1 else b"".join(call.pieces)
     call.pieces = []
-    attachment = end.attachment
-    read = partial(
-        Reader(handler.request_deserializer).read,
-        find=lambda id: attachment if id == attachment.id else None,
-        holdings=holdings,
-    )
+    reader = Reader(handler.request_deserializer)
     request = None
     try:
-        request = (
-            read(data) if traced is None else traced.deserialize(read, data, protocol="runtime")
-        )
+        if traced is not None:
+            read = partial(reader.read, find=end.find, holdings=holdings)
+            request = traced.deserialize(read, data, protocol="runtime")
+        else:
+            request = reader.read(data, end.find, holdings)
     except RefusedError as error:
         text = f"payload that is not where the message says: {error}"
         code = _Code.INVALID_ARGUMENT.value[0]
