@@ -8,6 +8,7 @@ from pathlib import Path
 
 import elastic
 import pytest
+import test_taken_slices
 from elastic import SCRIPT, ElasticJob, disturb, running
 
 from tensorwire.launch import ScaleError
@@ -170,6 +171,46 @@ def test_jobs_that_cannot(tmp_path: Path, options: str, old: str, new: str, why:
         job.wait_for("epoch 0 digest")
         with pytest.raises(ScaleError, match=why):
             job.scale(3)
+
+
+def test_several_optimizers_and_a_checkpoint(tmp_path: Path) -> None:
+    """Optimizers in passes of their own, a scaler, clipping, edits, and what is saved."""
+    script = test_taken_slices.SCRIPT
+    for old, new in (
+        ("sys.argv[2]", "0"),
+        ("sys.argv[1]", "'checkpoint'"),
+        ("import os, sys", "import os, sys, time"),
+        (
+            "for epoch in job.epochs(2)",
+            "count = {}; job.keep(count=count)\nfor epoch in job.epochs(3)",
+        ),
+        ("    for a, b in again:", "    print('begun', epoch)\n    for a, b in again:"),
+        (
+            "        second.zero_grad()",
+            "        time.sleep(float(sys.argv[1])); second.zero_grad()",
+        ),
+        ("scaler.step(opt),", "time.sleep(float(sys.argv[1])), scaler.step(opt),"),
+        # Who joins has what is kept, and no other variable.
+        ("    steps = 0", "    count['steps'] = 0"),
+        ("if steps", "if count['steps']"),
+        ("        steps +=", "        count['steps'] +="),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    found = []
+    for name, pause_s in (("a", 0.3), ("b", 0.0)):
+        options = "--workers 3 --servers 2 --elastic"
+        with running(tmp_path / name, options, script, pause_s=pause_s) as job:
+            if pause_s:
+                job.wait_for("begun 0")
+                assert job.scale(2, [0])["went"] == [0]
+                assert job.scale(3)["came"] == [0]
+            job.process.wait(100)
+            digests = set(re.findall(r"digest (\w+)", job.text))
+            accuracy = set(re.findall(r"accuracy (\S+)", job.text))
+            assert len(digests) == len(accuracy) == 1, job.text
+            found.append((digests, accuracy, (tmp_path / name / "checkpoint").read_bytes()))
+    assert found[0] == found[1]
 
 
 def test_at_random(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-from tensorwire import failpoints
 from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.spec import JobSpec, Patience
 
@@ -102,5 +100,4 @@ def run(
         file_workers,
         *([] if server_command is None else [tuple(server_command)]),
     )
-    failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
     return RunSupervisor(job, prefix=prefix, patience=patience).run()

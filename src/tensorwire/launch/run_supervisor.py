@@ -6,9 +6,11 @@ All else is a `Supervisor`'s; what is asked is heard in scaling.py.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tensorwire import failpoints
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.process import Process
 from tensorwire.launch.scaling import Handler, Scaling
@@ -39,6 +41,7 @@ class RunSupervisor(Supervisor):
 
     def run(self) -> int:
         """Runs the job; see `Supervisor`."""
+        failpoints.arm("launcher", os.environ.get("TENSORWIRE_FAIL", ""))
         with contextlib.closing(self._scaling):
             return super().run()
 

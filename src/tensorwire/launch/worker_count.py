@@ -261,7 +261,8 @@ class WorkerCount:
         self._told_to_go = True
         if obstacle or history is None:
             self._gone.append(f"no worker can join: {obstacle or 'its history is not held'}")
-            self._end_joiners()
+            for process in self._joining.values():
+                process.fence("was ended")
             return
         for rank in self._joining:
             message: dict[str, Any] = {"go": self._number, "mine": self._table[rank]}

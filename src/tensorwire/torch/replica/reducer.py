@@ -472,7 +472,8 @@ class Reducer:
                 data = flat_bytes(torch.full_like(now.detach(), math.nan), state.parameter)
             # By its bytes: what goes through `.data` leaves no other trace.
             if now is not gradient or not same_bytes(data, average):
-                if (rejoin := self._session.rejoin) is not None:
+                rejoin, taking = self._session.rejoin, self._session.taking
+                if rejoin is not None and taking is None:  # who joins does nothing twice
                     rejoin.refuse("it changes averaged gradients, which a successor would do twice")
                 self.count_copied(state, self._store.push_reduced(state.index, data))
 
