@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -162,6 +163,25 @@ def test_ends_of_mount_and_job(folder: Path) -> None:
         assert code_of(lambda: os.listdir(made.path)) == errno.ENOTCONN
         run("umount", str(made.path))
         assert made.process.wait(30) == 0
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+def test_poll_wakes_with_a_version(folder: Path) -> None:
+    job = JobAtWork(folder, "--workers", "1", paused=True)
+    try:
+        with mounted(folder, job.address) as made:
+            file = os.open(made.path / "status/version", os.O_RDONLY)
+            poll = select.poll()
+            poll.register(file, select.POLLIN)
+            before = int(os.pread(file, 20, 0))
+            assert poll.poll(300) == []  # nothing follows
+            job.go_on()
+            assert poll.poll(60_000) == [(file, select.POLLIN)]
+            assert int(os.pread(file, 20, 0)) > before
+            assert poll.poll(60_000) == [(file, select.POLLIN)]
+            os.close(file)
     finally:
         job.end()
 

@@ -242,6 +242,16 @@ def test_no_descriptor_and_no_process_is_left_here(place: Place) -> None:
 
 WRONG = [
     (["--workers", "0", "SCRIPT"], "workers is 0"),
+    (["--workers", "1", "--file-workers", "-1", "SCRIPT"], "file workers is -1"),
+    (["--workers", "1", "--file-workers", "1", "--slices", "4", "SCRIPT"], "leave --slices out"),
+    (
+        ["--workers", "2", "--file-workers", "1", "--no-restart-workers", "SCRIPT"],
+        "cannot compute the slices of a file worker",
+    ),
+    (
+        ["--workers", "1", "--file-workers", "1", "--transports", "tcp", "SCRIPT"],
+        "file workers need shm",
+    ),
     (["--workers", "2", "--servers", "0", "SCRIPT"], "servers is 0"),
     (["--workers", "2", "--slices", "3", "SCRIPT"], "not a multiple of the 2 workers"),
     (["--workers", "2", "--slices", "0", "SCRIPT"], "not a multiple"),

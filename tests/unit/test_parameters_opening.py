@@ -8,8 +8,21 @@ from typing import Any
 
 import pytest
 
-from tensorwire.parameters import ABSENT, APPLY, Commit, Layout, Spec, TensorSpec
-from tensorwire.parameters.messages import Description, DisagreementError
+from tensorwire.parameters import (
+    ABSENT,
+    APPLY,
+    Commit,
+    Layout,
+    Spec,
+    TensorSpec,
+    checked_mode,
+)
+from tensorwire.parameters.messages import (
+    Description,
+    DisagreementError,
+    follower_text,
+    told_description,
+)
 from tensorwire.parameters.regions import RegionKind, ServerRegions, region_name, result_block
 from tensorwire.parameters.server.opening import agreed, committers_of
 
@@ -119,3 +132,26 @@ def test_who_commits() -> None:
     assert committers_of(replace(SPEC, slices=2, pipeline=2), 4) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="4 slices and 3 workers in pipelines of 1"):
         committers_of(SPEC, 3)
+
+
+def test_a_worker_without_a_script_wants_what_worker_0_wants() -> None:
+    first = description(home=-1, durable=True)
+    found = told_description(follower_text(1, 3), 2, first)
+    assert found == first._replace(home=1, view=3)
+    assert told_description(first.to_json(), 2) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "said"),
+    [
+        (follower_text(0, 0), None, "makes no sense"),
+        (follower_text(2, 1), description(), "makes no sense"),
+        (b'{"like": 0, "home": 0, "view": "x"}', description(), "makes no sense"),
+        (b'{"like": 1, "home": 0}', description(), "spec"),
+        (b"[", description(), "Expecting"),
+        (follower_text(0, 1), description(mode=checked_mode("async", None)), "for scripts alone"),
+    ],
+)
+def test_one_that_cannot_follow(text: bytes, first: Description | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        told_description(text, 2, first)

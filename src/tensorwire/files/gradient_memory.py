@@ -206,6 +206,10 @@ class GradientMemory:
         self._words[_VERSION] = version
         self._words[_STATE] = OPEN
 
+    def reopen(self) -> None:
+        """The commit does not count, and the files may be written again."""
+        self._words[_STATE] = OPEN
+
     def end(self) -> None:
         """Nobody reads this memory any more."""
         self._words[_STATE] = OVER

@@ -8,8 +8,10 @@ open, or mapped, sees that version, and the kernel keeps no pages of one for ano
 from __future__ import annotations
 
 import errno
+import fnmatch
 import itertools
 import os
+import select
 import stat
 import sys
 import threading
@@ -35,11 +37,13 @@ from .fuse_messages import (
     entry,
     name_in,
     opened,
+    poll_answer,
     statfs,
     unpack_batch_forget,
     unpack_forget,
     unpack_handle,
     unpack_open,
+    unpack_poll,
     unpack_read,
     unpack_setattr,
     unpack_xattr,
@@ -52,6 +56,8 @@ ROOT = 1
 _THREADS = 4  # one may wait for a version while others answer
 _XATTR = "user.tensorwire."
 _FOLDER_VALID_S = 1
+_LOOK_S = 1e-3  # while somebody polls
+_POLLED = ("status/version", "grads/*/version")
 
 
 class _Node:
@@ -89,6 +95,7 @@ class _Handle:
         names: list[tuple[str, bool]] | None = None,
     ) -> None:
         self.node, self.content, self.writing, self.names = node, content, writing, names
+        self.seen = b""  # what was read last, of a file that is polled
 
 
 class JobMount:
@@ -115,6 +122,8 @@ class JobMount:
         self._handles: dict[int, _Handle] = {}
         self._handle_numbers = itertools.count(1)
         self._began = time.time()
+        self._polls: dict[int, _Handle] = {}  # by the numbers under which they are woken
+        self._polling, self._closed = threading.Event(), False
         self._mount = core_fuse.Mount(self.folder, self._uid, self._gid)
         self._threads = [
             threading.Thread(target=self._run, name=f"tensorwire-fuse-{i}", daemon=True)
@@ -122,6 +131,7 @@ class JobMount:
         ]
         for thread in self._threads:
             thread.start()
+        threading.Thread(target=self._watch, name="tensorwire-polls", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it is unmounted; says whether it is."""
@@ -133,6 +143,8 @@ class JobMount:
     def close(self) -> None:
         """Unmounts it; who has files open gets ENOTCONN. Idempotent."""
         self._mount.end()
+        self._closed = True
+        self._polling.set()
         self.wait(10.0)
         for handle in list(self._handles):
             self._release(handle)
@@ -263,6 +275,10 @@ class JobMount:
             with self._tree.open(handle.node.entry.path) as content:
                 return content.read(offset, offset + size)
         node = handle.node
+        if _is_polled(node.entry.path):  # as it is now, also where it is read again
+            with self._tree.open(node.entry.path) as content:
+                handle.seen = content.read()
+            return handle.seen[offset : offset + size]
         if not node.is_of_version or node.content is None:
             return handle.content.read(offset, offset + size)
         with node.lock:
@@ -294,6 +310,7 @@ class JobMount:
         self._mount.unserve(number)
         with self._lock:
             handle = self._handles.pop(number, None)
+            self._polls = {p: each for p, each in self._polls.items() if each is not handle}
         if handle is None or handle.names is not None:
             return
         node, left = handle.node, None
@@ -318,6 +335,42 @@ class JobMount:
     def _readdir(self, _: int, body: bytes) -> bytes:
         handle, first, size = unpack_read(body)
         return directory(self._handles[handle].names or [], first, size)
+
+    # ---- polling
+
+    def _poll(self, _: int, body: bytes) -> bytes:
+        number, poll, wants = unpack_poll(body)
+        handle = self._handles[number]
+        if not _is_polled(handle.node.entry.path):
+            return poll_answer(select.POLLIN | select.POLLOUT)
+        if wants:  # first, so that no change is missed
+            with self._lock:
+                self._polls[poll] = handle
+            self._polling.set()
+        return poll_answer(select.POLLIN if self._has_changed(handle) else 0)
+
+    def _has_changed(self, handle: _Handle) -> bool:
+        try:
+            with self._tree.open(handle.node.entry.path) as content:
+                return content.read() != handle.seen
+        except OSError:
+            return True  # who reads gets the error
+
+    def _watch(self) -> None:
+        while not self._closed:
+            self._polling.wait()
+            with self._lock:
+                polls = list(self._polls.items())
+                if not polls:
+                    self._polling.clear()
+            for poll, handle in polls:
+                if self._has_changed(handle):
+                    with self._lock:
+                        self._polls.pop(poll, None)
+                    self._mount.wake_poll(poll)
+            time.sleep(_LOOK_S)
+
+    # ---- attributes of tensors
 
     def _xattrs(self, number: int) -> dict[str, bytes]:
         found = self._node(number).entry
@@ -362,10 +415,15 @@ class JobMount:
         Operation.FLUSH: _nothing,
         Operation.OPENDIR: _opendir,
         Operation.READDIR: _readdir,
+        Operation.POLL: _poll,
         Operation.RELEASEDIR: _release_one,
         Operation.FSYNCDIR: _nothing,
         Operation.DESTROY: _nothing,
     }
+
+
+def _is_polled(path: str) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in _POLLED)
 
 
 def _fitting(value: bytes, size: int) -> bytes:

@@ -101,7 +101,14 @@ class WorkerFiles:
         gradients = {}
         for index, tensor in enumerate(self.store.layout.trained):
             path = f"{self._folder}/{file_name(self.memory.files[index].name)}.npy"
-            if (data := self.memory.elements(index, path)) is not None:
+            try:
+                data = self.memory.elements(index, path)
+            except OSError as error:  # somebody wrote while another one committed
+                told = "was changed behind its commit, and has to be committed again"
+                sys.stderr.write(f"tensorwire: {path} {told}: {error.strerror}\n")
+                self.memory.reopen()
+                return False
+            if data is not None:
                 gradients[tensor] = data
         self.store.answer(asked, gradients, self.memory.samples)
         return True
