@@ -540,6 +540,23 @@ DEATH = Phase(
     ),
 )
 
+MOVE = Phase(
+    "move",
+    "launcher",
+    "moves shares from a server to others",
+    (
+        Transition(
+            "takers.ready",
+            "the servers that get shares, and who goes on with what the one keeps that gives, have "
+            "imported everything",
+            _NOBODY,
+            waits="new processes",
+        ),
+        Transition("giver.killed", "the server that gives shares away is killed", _NOBODY),
+        Transition("shares.moved", "a server that runs has got its shares", _NOBODY),
+    ),
+)
+
 PHASES = (
     OPENING,
     VERSION,
@@ -560,6 +577,7 @@ PHASES = (
     STANDING,
     DEATH,
     CHANGE,
+    MOVE,
 )
 """All of the protocol, in the order of a job; a phase is added here."""
 
