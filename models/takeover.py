@@ -138,6 +138,11 @@ OUTSIDE = {
         for row in phase.all_rows()
     },
     **{
+        row.name: "a move is the death of a server, of which the model has its own rows; "
+        "tests/launch/test_moves.py kills there"
+        for row in T.MOVE.rows
+    },
+    **{
         row.name: "of jobs in which nobody has the place of a worker; models/slices.py explores "
         "them, tests/torch/test_taken_slices.py kills there"
         for row in T.TAKING.rows

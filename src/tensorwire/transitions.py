@@ -3,7 +3,7 @@
 A row is one transition of one process: something is done, and then it is true. The processes run
 these rows (`Walk` binds each to what does it), models/takeover.py and own_pace.py explore them, a
 failpoint of the same name lies behind each, and docs/fault-tolerance.md prints them. So a row is
-added in one place, here or in phases_of_modes.py, and where it is bound.
+added in one place, here, in phases_of_modes.py or phases_of_launcher.py, and where it is bound.
 
 It knows names and sentences only: no memory, no process.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from .phase import Phase as Phase
 from .phase import Transition as Transition
+from .phases_of_launcher import CHANGE, DEATH, MOVE
 from .phases_of_modes import EVENT, PAUSE, STANDING
 
 _AGAIN = "does it again, with the same bytes"
-_NOBODY = "there is none: the job ends with the launcher"
 _DURABLE, _NEW = "durable", "new"
 
 OPENING = Phase(
@@ -483,63 +483,6 @@ CHANGING = Phase(
     ),
 )
 
-CHANGE = Phase(
-    "change",
-    "launcher",
-    "changes the number of workers",
-    (
-        Transition(
-            "change.asked",
-            "all workers are asked how many steps they have made, and wait soon",
-            _NOBODY,
-        ),
-        Transition(
-            "change.planned",
-            "all are told behind which step they change",
-            _NOBODY,
-            waits="what they answer",
-        ),
-        Transition(
-            "change.handed",
-            "workers that join are told where the script is",
-            _NOBODY,
-            waits="the worker that notes it",
-        ),
-    ),
-)
-
-GRANT = Phase(
-    "grant",
-    "launcher",
-    "gives the place of a member to another process",
-    (
-        Transition("term.granted", "its place has a term that it had never before", _NOBODY),
-        Transition(
-            "successor.started",
-            "a process for the place is there, and waits for what it gets",
-            _NOBODY,
-        ),
-        Transition("grant.noted", "its term and its process are on disk", _NOBODY),
-        Transition("place.handed", "it is told its term, and gets the memory", _NOBODY),
-    ),
-)
-
-DEATH = Phase(
-    "death",
-    "launcher",
-    "replaces a member that was killed",
-    (
-        Transition(
-            "death.noticed",
-            "the launcher knows that a member was killed, and has all that it had handed over",
-            _NOBODY,
-            waits="the end of a process",
-        ),
-        Transition("death.counted", "it may be replaced once more", _NOBODY),
-        GRANT,
-    ),
-)
-
 PHASES = (
     OPENING,
     VERSION,
@@ -560,6 +503,7 @@ PHASES = (
     STANDING,
     DEATH,
     CHANGE,
+    MOVE,
 )
 """All of the protocol, in the order of a job; a phase is added here."""
 

@@ -139,9 +139,10 @@ def test_without_a_folder_the_job_goes_on(place: Place) -> None:
     done = run(place, "kill()\nask('add')\nos.kill(os.getpid(), 9)", environment=environment)
     refused.rmdir()
     assert done.returncode == 137
-    first, second, *_, last = summary(done.stderr)
+    first, second, third, *_, last = summary(done.stderr)
     assert first.startswith("the job has no log, and goes on without: no folder for")
-    assert "takes its place" in second
+    assert second.startswith("tensorwire scale will not find this job: no folder for")
+    assert "takes its place" in third
     assert last.startswith("it has no log: if the script has saved a checkpoint, job.load goes on")
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 import pytest
 from launching import HERE, Place
 
+from tensorwire.phases_of_launcher import CHANGE
 from tensorwire.phases_of_modes import EVENT, PAUSE
-from tensorwire.transitions import CELL, CHANGE, NORMS, SUM, rows_of
+from tensorwire.transitions import CELL, NORMS, SUM, rows_of
 
 SERVER = [sys.executable, str(HERE / "toy_server.py")]
 WORKER = (HERE / "toy_worker.py").read_text()

@@ -3,7 +3,8 @@
 It makes a store, versions with and without a norm, a reduction that is applied later, an edit of
 parameters, sums with others, a snapshot of a version that is read when there are later ones, and a
 second store after the first was freed. Into TOY_FOLDER, if there is one, it writes what
-benchmarks/tensorwire_benchmarks/faults_judge.py reads.
+benchmarks/tensorwire_benchmarks/faults_judge.py reads. Behind TOY_GATE, a file, it makes its last
+steps.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ STEPS = int(os.environ.get("TOY_STEPS", "12"))
 STORES = int(os.environ.get("TOY_STORES", "2"))
 PAUSE_S = float(os.environ.get("TOY_PAUSE_S", "0"))
 FOLDER = os.environ.get("TOY_FOLDER", "")
+GATE = os.environ.get("TOY_GATE", "")
 
 
 def main() -> None:
@@ -116,6 +118,8 @@ def train(
 
     publish(1)
     for step in range(STEPS):
+        while GATE and step == STEPS - 4 and not Path(GATE).exists():
+            time.sleep(0.01)
         present = bytearray([PUSHED]) * len(tensors)
         for i in world.my_slices:
             random = np.random.default_rng((number, step, i))

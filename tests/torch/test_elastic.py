@@ -12,7 +12,8 @@ import test_taken_slices
 from elastic import SCRIPT, ElasticJob, disturb, running
 
 from tensorwire.launch import ScaleError
-from tensorwire.transitions import CHANGE, CHANGING
+from tensorwire.phases_of_launcher import CHANGE
+from tensorwire.transitions import CHANGING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

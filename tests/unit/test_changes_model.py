@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tensorwire.transitions import CHANGE, CHANGING
+from tensorwire.phases_of_launcher import CHANGE
+from tensorwire.transitions import CHANGING
 
 FILE = Path(__file__).parents[2] / "models/changes.py"
 MODEL: dict[str, Any] = runpy.run_path(str(FILE))

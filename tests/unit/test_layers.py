@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON_LAYERS = (
     ("_core", "errors", "tracebacks", "phase"),
     ("phases_of_modes",),
+    ("phases_of_launcher",),
     ("transitions",),
     ("failpoints",),
     ("walk",),

@@ -33,7 +33,7 @@ class FakeMember:
     """Tells what it should allocate."""
 
     def allocate(
-        self, size: int, *, name: str, access: str, progress: int | None
+        self, size: int, *, name: str, access: str, **counters: int | None
     ) -> tuple[str, int, str]:
         return name, size, access
 

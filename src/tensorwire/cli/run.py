@@ -6,7 +6,7 @@ import click
 
 from tensorwire.command import Command, own_command
 from tensorwire.errors import UnavailableError
-from tensorwire.launch import JobSpec, RunSupervisor
+from tensorwire.launch import JobSpec, supervisor_of
 
 
 class _Run(Command):
@@ -119,6 +119,20 @@ class _Run(Command):
     help="N more workers, with the last ranks, that run no script: programs of any language read "
     "the parameters and write gradients as files of the job (docs/files.md). Each has one slice.",
 )
+@click.option(
+    "--shares",
+    type=int,
+    metavar="N",
+    help="In how many shares the parameters are dealt, at least S. The number of servers can then "
+    "be changed between 1 and N while the job runs: tensorwire scale --servers (docs/servers.md). "
+    "It needs what --durable needs. Default: each server keeps what it has.",
+)
+@click.option(
+    "--rebalance",
+    is_flag=True,
+    help="Shares move by themselves from a server whose work takes longer than the others' for "
+    "long. --shares is then 4 S by default.",
+)
 @click.option("--no-prefix", is_flag=True, help="Lines without the name of their process.")
 @click.option(
     "--full-tracebacks",
@@ -142,6 +156,8 @@ def run(
     restart_workers: bool,
     elastic: bool,
     file_workers: int,
+    shares: int | None,
+    rebalance: bool,
     no_prefix: bool,
     full_tracebacks: bool,
     module: bool,
@@ -192,11 +208,13 @@ def run(
             silence_s,
             restart_workers and not elastic,
             file_workers,
+            shares,
+            rebalance,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        code = RunSupervisor(job, prefix=not no_prefix, command=own_command()).run()
+        code = supervisor_of(job)(job, prefix=not no_prefix, command=own_command()).run()
     except UnavailableError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(code)

@@ -14,9 +14,16 @@ from tensorwire.launch import ScaleError, ask_launcher
 from tensorwire.membership import LoggedJob, RunningServer, logged_jobs, running_servers
 
 
-@click.command(cls=Command, short_help="Change the number of workers of a running job.")
+@click.command(cls=Command, short_help="Change the number of workers or servers of a running job.")
 @click.option(
     "--workers", "-w", type=int, metavar="N", help="How many workers the job is to have, from 1."
+)
+@click.option(
+    "--servers",
+    "-s",
+    type=int,
+    metavar="N",
+    help="How many servers the job is to have, from 1 to the --shares that it was started with.",
 )
 @click.option(
     "--drain",
@@ -38,12 +45,13 @@ from tensorwire.membership import LoggedJob, RunningServer, logged_jobs, running
 @click.argument("address", required=False)
 def scale(
     workers: int | None,
+    servers: int | None,
     drain: tuple[int, ...],
     timeout_s: float,
     as_json: bool,
     address: str | None,
 ) -> None:
-    """Change the number of workers of a job of `tensorwire run`, while it trains.
+    """Change the number of workers or servers of a job of `tensorwire run`, while it trains.
 
     Results have the bits of the undisturbed run (docs/elastic.md). It returns when the change is
     made. Ctrl-C takes it back, if it is not made by then.
@@ -56,14 +64,24 @@ def scale(
         tensorwire scale --workers 4
 
     \b
+    Two servers, which share what all have:
+        tensorwire scale --servers 2
+
+    
     Without worker 0, of three:
         tensorwire scale --workers 2 --drain 0
     """  # noqa: D301 (\b is what click reads)
-    if workers is None:
-        raise click.UsageError("say what is to change: --workers N")
+    if workers is None and servers is None:
+        raise click.UsageError("say what is to change: --workers N or --servers N")
+    if drain and workers is None:
+        raise click.UsageError("--drain says which workers leave: say --workers N, too")
     if not timeout_s > 0:
         raise click.UsageError(f"--timeout is {timeout_s:g}; seconds are needed")
-    asked: dict[str, Any] = {"workers": {"count": workers, "drain": sorted(set(drain))}}
+    asked: dict[str, Any] = {}
+    if workers is not None:
+        asked["workers"] = {"count": workers, "drain": sorted(set(drain))}
+    if servers is not None:
+        asked["servers"] = {"count": servers}
     job = _find(address, [each for each in logged_jobs() if each.running])
     if not job.control:
         raise click.ClickException(

@@ -32,6 +32,7 @@ _COLOURS = {
     "stopped": "yellow", "taken": "red", "absent": "bright_black",
 }  # fmt: skip
 _CONNECT_S = 5.0
+_MOST_MOVES = 12  # that are shown
 
 
 @click.command(cls=Command, short_help="Show the workers, servers and versions of running jobs.")
@@ -140,6 +141,8 @@ def _told(log: LoggedJob) -> dict[str, Any]:
     for each in log.members:
         about = asdict(each)
         member = {"kind": each.kind, "index": each.index, "pid": each.pid, "restarts": each.term}
+        if each.server is not None:
+            member["server"] = each.server
         if log.running:
             member["state"] = _state(each.pid)
         members.append({**member, "last_death": about["last_death"], "change": each.change})
@@ -147,6 +150,7 @@ def _told(log: LoggedJob) -> dict[str, Any]:
         "durable": log.durable,
         "members": members,
         "standby": log.standby,
+        "moves": log.moves,
         "saved": log.saved or None,
         "log": log.path,
     }
@@ -275,6 +279,8 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
             at = time.strftime("%H:%M:%S", time.localtime(death["time"]))
             text = f"{at}, pid {death['pid']} {death['evidence']}"
         name = f"{member['kind']} {member['index']}"
+        if "server" in member:
+            name += f" (server {member['server']})"
         state = [member["state"]] if running else []
         style = _COLOURS.get(state[0], "") if state else ""
         cells = [name, str(member["pid"]), *state, str(member["restarts"]), text]
@@ -284,6 +290,25 @@ def _show_members(job: dict[str, Any], console: Console) -> None:
         state = [_state(job["standby"])] if running else []
         table.add_row("standby", str(job["standby"]), *state)
     console.print(table)
+    if job["moves"]:
+        _show_moves(job["moves"], console)
+
+
+def _show_moves(moves: Sequence[dict[str, Any]], console: Console) -> None:
+    """Which shares went from server to server, the last of them."""
+    table = Table(box=box.SIMPLE_HEAD, title="shares that moved", title_justify="left")
+    for name in ("time", "share", "from", "to", "bytes", "version", "why"):
+        table.add_column(name, justify="left" if name in ("time", "why") else "right")
+    for move in moves[-_MOST_MOVES:]:
+        at = time.strftime("%H:%M:%S", time.localtime(move["time"]))
+        servers = f"server {move['giver']}", f"server {move['taker']}"
+        versions = ", ".join(map(str, move["versions"].values()))
+        numbers = str(move["size"]), versions
+        table.add_row(at, str(move["share"]), *servers, *numbers, move["why"])
+    console.print(table)
+    if len(moves) > _MOST_MOVES:
+        text = f"  and {len(moves) - _MOST_MOVES} before; --json has all"
+        console.print(text, markup=False, highlight=False)
 
 
 def _show_files(job: dict[str, Any], console: Console) -> None:

@@ -6,8 +6,7 @@ process reads when it joins the job.
 """
 
 from tensorwire.launch.control import ScaleError, ask_launcher
-from tensorwire.launch.launcher import run
-from tensorwire.launch.run_supervisor import RunSupervisor
+from tensorwire.launch.launcher import run, supervisor_of
 from tensorwire.launch.serve import RETURN_S, ServeSupervisor, serve_spec
 from tensorwire.launch.silence import is_stopped
 from tensorwire.launch.spec import JobSpec, Patience
@@ -17,7 +16,6 @@ __all__ = [
     "RETURN_S",
     "JobSpec",
     "Patience",
-    "RunSupervisor",
     "ScaleError",
     "ServeSupervisor",
     "Supervisor",
@@ -25,4 +23,5 @@ __all__ = [
     "is_stopped",
     "run",
     "serve_spec",
+    "supervisor_of",
 ]

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from tensorwire.membership import LISTENER
 
 MOST_KEYS = 4096
+COUNTERS = "progress", "work", "size", "holds"
+"""Numbers of a server or worker that may lie in what it keeps."""
 LONGEST_MESSAGE = 1 << 16
 _MOST_PER_MESSAGE = 100
 # The most that the kernel lets through in one message (SCM_MAX_FD): with room for them the control
@@ -43,7 +45,7 @@ class KeeperError(Exception):
 class _Kept(NamedTuple):
     descriptor: int
     entry: str  # [KEY, ABOUT] as JSON
-    progress: int | None  # offset in the file
+    counters: dict[str, int]  # by name the offset in the file
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
@@ -182,13 +184,31 @@ class Keeper:
 
     def progress(self) -> int:
         """How far the server has come, by the numbers in the files that it said to count."""
-        total = 0
-        for kept in self._held.values():
-            if kept.progress is not None:
+        return sum(self.counted("progress").values())
+
+    def counted(self, name: str) -> dict[str, int]:
+        """The present value of a counter in each of the files that have it, by their keys."""
+        found = {}
+        for key, kept in self._held.items():
+            if (offset := kept.counters.get(name)) is not None:
                 with contextlib.suppress(OSError):
-                    data = os.pread(kept.descriptor, 8, kept.progress)
-                    total += int.from_bytes(data, "little") if len(data) == 8 else 0
-        return total
+                    data = os.pread(kept.descriptor, 8, offset)
+                    found[key] = int.from_bytes(data, "little") if len(data) == 8 else 0
+        return found
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is in use in all files that are held."""
+        return sum(512 * os.fstat(kept.descriptor).st_blocks for kept in self._held.values())
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, as it has said; "" if it has not."""
+        if (kept := self._held.get(LISTENER)) is None:
+            return ""
+        about = json.loads(kept.entry)[1]
+        address = about.get("address", "") if isinstance(about, dict) else ""
+        return address if isinstance(address, str) else ""
 
     def close(self) -> None:
         """Closes the socket and everything that is held; may be called again."""
@@ -273,16 +293,19 @@ class Keeper:
             os.close(kept.descriptor)
 
     def _keep(self, key: str, about: Any, descriptors: list[int]) -> None:
-        offset = about.get("progress") if isinstance(about, dict) else None
-        if offset is not None and (type(offset) is not int or not 0 <= offset < 1 << 62):
-            raise KeeperError(f"the progress of {key!r} is at {offset!r}, which is no offset")
+        counters = {}
+        for name in COUNTERS if isinstance(about, dict) else ():
+            if (offset := about.get(name)) is not None:
+                if type(offset) is not int or not 0 <= offset < 1 << 62:
+                    raise KeeperError(f"the {name} of {key!r} is at {offset!r}, which is no offset")
+                counters[name] = offset
         entry = json.dumps([key, about])
         if len(entry) > LONGEST_MESSAGE:
             raise KeeperError(f"what is said about {key!r} is longer than {LONGEST_MESSAGE} bytes")
         former = self._held.get(key)
         if former is None and len(self._held) == MOST_KEYS:
             raise KeeperError(f"it keeps more than {MOST_KEYS} descriptors")
-        self._held[key] = _Kept(descriptors.pop(), entry, offset)
+        self._held[key] = _Kept(descriptors.pop(), entry, counters)
         if former is not None:
             os.close(former.descriptor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensorwire.launch.moving_supervisor import MovingSupervisor
 from tensorwire.launch.run_supervisor import RunSupervisor
 from tensorwire.launch.spec import JobSpec, Patience
 
@@ -25,6 +26,8 @@ def run(
     silence_s: float = 10.0,
     restart_workers: bool = True,
     file_workers: int = 0,
+    shares: int | None = None,
+    rebalance: bool = False,
     patience: Patience | None = None,
 ) -> int:
     """Runs a job on this host: servers, then workers; returns when all of them are gone.
@@ -73,6 +76,10 @@ def run(
             (docs/elastic.md). That needs a durable job.
         file_workers: how many more workers there are whose gradients come from files
             (docs/files.md); they have the last ranks.
+        shares: in how many the parameters are dealt; the number of servers can change between 1 and
+            that (`tensorwire scale`). That needs a durable job. Default: servers cannot change.
+        rebalance: shares move by themselves from a server whose work takes longer than the others'
+            for long; then `shares` are by default four times the servers.
         patience: other times than the usual ones.
 
     Returns:
@@ -98,6 +105,13 @@ def run(
         silence_s,
         restart_workers,
         file_workers,
+        shares,
+        rebalance,
         *([] if server_command is None else [tuple(server_command)]),
     )
-    return RunSupervisor(job, prefix=prefix, patience=patience).run()
+    return supervisor_of(job)(job, prefix=prefix, patience=patience).run()
+
+
+def supervisor_of(job: JobSpec) -> type[RunSupervisor]:
+    """What runs a job of `tensorwire run`."""
+    return MovingSupervisor if job.moves_shares else RunSupervisor

@@ -131,6 +131,22 @@ class Process:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def pause(self) -> None:
+        """Stops it (SIGSTOP) until it is ended or goes on."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """The end of a pause."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether all of it is stopped, or it has ended."""
+        flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PIDFD, self.pidfd, flags) is not None
+
     def rename(self, kind: str, index: int) -> None:
         """It is another part of the job from now on: a standby has become a server."""
         self.kind = kind

@@ -1,14 +1,16 @@
 """What workers report of the exceptions that end them, and which of these is shown how.
 
-One traceback is shown, of the error that ended the job; every other one is a line. Pure: knows no
-process and no terminal.
+One traceback is shown, of the error that ended the job; every other one is a line. Knows no
+terminal, and waits for nothing.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from tensorwire.launch.output import FirstLine
+from tensorwire.launch.process import Process
 from tensorwire.tracebacks import Failure, hint
 
 LONGEST_REPORT = 4 << 20
@@ -52,6 +54,15 @@ class Reports:
         """The first worker with an error that is no other process's; "" if there is none."""
         own = (n for n, each in self._failures.items() if not each.consequence | each.interrupt)
         return next(own, "")
+
+    def culprit(self, process: Process, others: Iterable[Process]) -> Process | None:
+        """The worker whose error came first, if a process failed after it and ended before it.
+
+        A server ends with 1 when a worker is lost, and on a busy machine sooner than that worker.
+        """
+        told = self.has(process.name) or (process.kind == "server" and process.code == 1)
+        cause = self.cause() if told else ""
+        return next((other for other in others if other.name == cause), None)
 
     def first(self) -> str:
         """The first worker that has failed; "" if none has."""

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tensorwire.failpoints import failpoint
+from tensorwire.launch.dealt import Dealt
 from tensorwire.launch.keeper import Keeper, KeeperError, make_pair
 from tensorwire.launch.process import Process
 from tensorwire.launch.replaceable import Replaceable
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.takeovers import PassedSlices
-from tensorwire.transitions import GRANT
+from tensorwire.phases_of_launcher import GRANT
 from tensorwire.walk import Walk
 
 # Until there is the first standby, in times of `Patience.standby_s`: since all workers have joined
@@ -67,18 +68,33 @@ class _Arrival(NamedTuple):
 
 
 class _Grant:
-    """The place of a member that has ended is given to a successor: the rows start it, or it came.
+    """Members of a process that has ended are given to a successor: the rows start it, or it came.
 
     Args:
         process: that has ended.
-        member: whose place it is.
+        members: what the successor gets, by their numbers.
         came: the successor, where something else has started it.
+        to: the successor, where it is a server that runs.
     """
 
     successor: Process
 
-    def __init__(self, process: Replaceable, member: _Member, came: _Arrival | None = None) -> None:
-        self.process, self.member, self.came = process, member, came
+    def __init__(
+        self,
+        process: Replaceable,
+        members: dict[int, _Member],
+        came: _Arrival | None = None,
+        to: Process | None = None,
+    ) -> None:
+        self.process, self.members, self.came = process, members, came
+        if to is not None:
+            self.successor = to
+        self.starts = came is None and to is None
+
+    @property
+    def member(self) -> _Member:
+        """The only one, or any."""
+        return next(iter(self.members.values()))
 
 
 class Restarts:
@@ -87,13 +103,14 @@ class Restarts:
     Args:
         job: that is run.
         patience: times.
-        start: starts a standby with a command, and lets it inherit a descriptor.
+        start: starts a standby, and lets it inherit sockets.
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
-        granted: is told who takes whose place with which term, before the successor is: it was
-            started by then, and does nothing before.
+        granted: is told who takes whose place, of which number, with which term, before the
+            successor is: it was started by then, and does nothing before.
 
     Attributes:
+        dealt: which server has which shares; None: server n has share n.
         takeovers: which worker has which slices; None: those that are killed are started again.
     """
 
@@ -101,12 +118,10 @@ class Restarts:
         self,
         job: JobSpec,
         patience: Patience,
-        start: Callable[[list[str], int], Process],
+        start: Callable[[Sequence[int]], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
-        granted: Callable[[Replaceable, Replaceable, int], None] = lambda dead, successor, term: (
-            None
-        ),
+        granted: Callable[[Replaceable, Replaceable, int, int], None] = lambda *_: None,
     ) -> None:
         self._job = job
         self._patience = patience
@@ -115,12 +130,21 @@ class Restarts:
         self._say = say
         self._granted = granted
         self._members: dict[tuple[str, int], _Member] = {}
-        self._standby: tuple[Process, socket.socket] | None = None
+        self._standby: tuple[Process, list[socket.socket]] | None = None
+        self.dealt = Dealt() if job.moves_shares else None
         self._standby_at: float | None = None
         self._standby_deaths = 0
         self._grant = self._bind()
         self._joined = False  # all members, once
         self.takeovers = None if job.restart_workers else PassedSlices(job.places, job.workers)
+
+    def _members_of(self, process: Replaceable) -> dict[int, _Member]:
+        """What a process is, by numbers: one worker or server, or the shares that it has."""
+        if self.dealt is not None and process.kind == "server":
+            shares = self.dealt.shares_of(process.index)
+            return {share: self._members["server", share] for share in shares}
+        member = self._members.get((process.kind, process.index))
+        return {} if member is None else {process.index: member}
 
     # --- members --------------------------------------------------------------------------------
 
@@ -143,6 +167,28 @@ class Restarts:
     def keeper(self, rank: int) -> Keeper:
         """What is held of a worker."""
         return self._members["worker", rank].keeper
+
+    def add_share(self, share: int, process: Process, arguments: Sequence[str]) -> Keeper:
+        """A server that runs is told to serve a share, which nobody has served before.
+
+        Raises:
+            KeeperError: it cannot be told.
+        """
+        assert self.dealt is not None
+        member = self._members["server", share] = _Member(list(arguments))
+        self.dealt.give(share, process, member.keeper)
+        member.keeper.hand_over(member.arguments, 0)
+        return member.keeper
+
+    def all_taken(self) -> bool:
+        """Whether every server has read what it was told last."""
+        return all(
+            each.keeper.taken for (kind, _), each in self._members.items() if kind == "server"
+        )
+
+    def share(self, share: int) -> Keeper:
+        """What is held of a share."""
+        return self._members["server", share].keeper
 
     def expect(self, kind: str, index: int) -> None:
         """A member will come that something else starts; `admit` lets it in."""
@@ -171,7 +217,8 @@ class Restarts:
         """
         member = self._members[worker.kind, worker.index]
         if former is not None and member.keeper.restorable:
-            self._grant(self, _Grant(former, member, _Arrival(worker, ours, told)))
+            arrival = _Arrival(worker, ours, told)
+            self._grant(self, _Grant(former, {worker.index: member}, arrival))
         else:  # nobody has known a former one
             member.keeper.attach(ours)
             member.keeper.tell({**told, "term": 0})
@@ -192,18 +239,21 @@ class Restarts:
         It was killed, or was a server's successor that ended before it had taken over. One that
         exits with a code has told the others why, and they end too.
         """
-        member = self._member_of(process)
-        if member is None:
-            return False
+        members = self._members_of(process).values()
         try:
-            member.keeper.read_all()
+            for member in members:
+                member.keeper.read_all()
         except KeeperError as error:
             self._say(f"{process.name} cannot be replaced: {error}")
             return False
-        if self._is_passed_on(process) and member.keeper.offer != "":
+        if self._is_passed_on(process) and any(each.keeper.offer != "" for each in members):
             return False
-        untaken = process.kind == "server" and not member.keeper.taken
-        if not (member.keeper.restorable and (process.killed or untaken)):
+        untaken = process.kind == "server" and not all(each.keeper.taken for each in members)
+        if not (
+            members
+            and all(each.keeper.restorable for each in members)
+            and (process.killed or untaken)
+        ):
             return False
         failpoint("death.noticed")
         return True
@@ -248,24 +298,37 @@ class Restarts:
 
     def could_replace(self, process: Replaceable) -> bool:
         """Whether a process that runs would be replaced if it were killed now; a standby, too."""
-        member = self._member_of(process)
-        if self._is_passed_on(process) and member is not None and member.keeper.offer != "":
+        members = self._members_of(process).values()
+        if self._is_passed_on(process) and any(each.keeper.offer != "" for each in members):
             return False  # the job would end
-        return process.kind == "standby" or (member is not None and member.keeper.restorable)
+        return process.kind == "standby" or (
+            bool(members) and all(each.keeper.restorable for each in members)
+        )
 
     def count(self, process: Replaceable) -> bool:
         """Counts the death of a member, and says whether it is replaced once more."""
-        member = self._members[process.kind, process.index]
-        reached = member.keeper.progress()
-        member.deaths = 1 if reached > member.reached else member.deaths + 1
-        member.reached = reached
-        if member.deaths > self._job.restarts:
+        for member in self._members_of(process).values():
+            reached = member.keeper.progress()
+            member.deaths = 1 if reached > member.reached else member.deaths + 1
+            member.reached = reached
+        if self._deaths(process) > self._job.restarts:
             return False
         failpoint("death.counted")
         return True
 
-    def replace(self, process: Process) -> tuple[Process, int]:
+    def _deaths(self, process: Replaceable) -> int:
+        """In a row without progress, of the member that has got furthest since."""
+        return min(each.deaths for each in self._members_of(process).values())
+
+    def replace(
+        self, process: Process, only: Sequence[int] | None = None, to: Process | None = None
+    ) -> tuple[Process, int]:
         """Has a successor take the place of a member that has ended.
+
+        Args:
+            process: that has ended.
+            only: those of its shares that the successor gets; None: all.
+            to: a server that runs, which gets them; None: a successor is started.
 
         Returns:
             The successor, that of a server is called a standby so far; how many there were with it.
@@ -274,9 +337,12 @@ class Restarts:
             OSError: it cannot be started.
             KeeperError: it cannot be told what it gets.
         """
-        grant = _Grant(process, self._members[process.kind, process.index])
+        members = self._members_of(process)
+        if only is not None:
+            members = {share: members[share] for share in only}
+        grant = _Grant(process, members, to=to)
         self._grant(self, grant)
-        return grant.successor, grant.member.term
+        return grant.successor, max(each.term for each in members.values())
 
     def _bind(self) -> Walk[Restarts, _Grant]:
         return Walk[Restarts, _Grant](
@@ -290,12 +356,13 @@ class Restarts:
         )
 
     def _grant_term(self, grant: _Grant) -> None:
-        grant.member.term += 1
+        for member in grant.members.values():
+            member.term += 1
 
     def _start_successor(self, grant: _Grant) -> None:
         process, member = grant.process, grant.member
         if grant.came is not None:
-            ours = grant.came.socket
+            member.keeper.attach(grant.came.socket)
         elif process.kind == "worker":
             ours, theirs = make_pair()
             with theirs:
@@ -306,47 +373,57 @@ class Restarts:
                 except BaseException:
                     ours.close()
                     raise
+            member.keeper.attach(ours)
         else:
-            grant.successor, ours = self._take_standby() or self._start_standby()
+            self._find_server(grant)
+
+    def _find_server(self, grant: _Grant) -> None:
+        if grant.starts:
+            grant.successor, sockets = self._take_standby() or self.start_server()
+            if self.dealt is None:
+                grant.member.keeper.attach(sockets[0])
+            else:
+                self.dealt.run(grant.process.index, grant.successor, sockets)
+        for share, member in grant.members.items():
+            if self.dealt is not None:
+                self.dealt.give(share, grant.successor, member.keeper)
             member.successor, member.overdue = grant.successor, False
             member.until = time.monotonic() + self._patience.start_s
-        member.keeper.attach(ours)
 
     def _note_grant(self, grant: _Grant) -> None:
         successor = grant.successor if grant.came is None else grant.came.worker
-        self._granted(grant.process, successor, grant.member.term)
+        for number, member in grant.members.items():
+            self._granted(grant.process, successor, number, member.term)
 
     def _hand_over(self, grant: _Grant) -> None:
-        keeper, term = grant.member.keeper, grant.member.term
-        if grant.came is not None:
-            keeper.tell({**grant.came.told, "term": term})
-        keeper.hand_over(grant.member.arguments, term)
+        for member in grant.members.values():
+            if grant.came is not None:
+                member.keeper.tell({**grant.came.told, "term": member.term})
+            member.keeper.hand_over(member.arguments, member.term)
 
     def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.
 
         Others look whether its socket is still held, and learn so that nobody comes.
         """
-        if (member := self._member_of(process)) is not None:
+        for member in self._members_of(process).values():
             member.keeper.close()
 
     def is_successor(self, process: Process) -> bool:
         """Whether it has, or had, the place of a server that was killed."""
-        member = self._member_of(process)
-        return member is not None and member.term > 0
+        return any(member.term > 0 for member in self._members_of(process).values())
 
     def ending(self, process: Replaceable) -> str:
         """How a member ended, as a phrase that follows its name."""
-        member = self._member_of(process)
-        if member is not None and member.overdue:
+        if any(member.overdue for member in self._members_of(process).values()):
             return f"did not take over within {self._patience.start_s:g} s"
         return process.ending()
 
     def history(self, process: Replaceable) -> str:
         """How often a member was replaced, as a phrase that follows its ending."""
-        member = self._members[process.kind, process.index]
         if self._is_passed_on(process):
             return "and no worker is left to go on for it"
+        member = next(iter(self._members_of(process).values()))
         times = f"{member.term} time{'s' if member.term > 1 else ''}"
         last = "" if member.term == self._job.restarts else f", the last {self._job.restarts}"
         return f"after it had been replaced {times}{last} without getting any further"
@@ -398,7 +475,7 @@ class Restarts:
                 self._standby_at = now + self._patience.standby_s  # nobody could use one so far
                 return
             try:
-                self._standby = self._start_standby()
+                self._standby = self.start_server()
             except OSError as error:
                 self._miss_standby(f"cannot be started: {error}")
 
@@ -412,7 +489,7 @@ class Restarts:
     def note_standby(self, process: Process) -> None:
         """A standby has ended that nobody asked to."""
         if self._standby is not None and self._standby[0] is process:
-            self._standby[1].close()
+            _close(self._standby[1])
             self._standby = None
             self._miss_standby(process.ending())
 
@@ -423,8 +500,8 @@ class Restarts:
             member.until = None
         if self._standby is None:
             return None
-        (process, ours), self._standby = self._standby, None
-        ours.close()
+        (process, sockets), self._standby = self._standby, None
+        _close(sockets)
         return process
 
     def close(self) -> None:
@@ -432,21 +509,32 @@ class Restarts:
         self.retire()
         for member in self._members.values():
             member.keeper.close()
+        if self.dealt is not None:
+            self.dealt.close()
 
-    def _member_of(self, process: Replaceable) -> _Member | None:
-        return self._members.get((process.kind, process.index))
+    def start_server(self) -> tuple[Process, list[socket.socket]]:
+        """Starts a process that waits for what to serve, with a socket for each share."""
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
+            ours, there = [], []
+            for _ in range(1 if self.dealt is None else self._job.dealt):
+                pair = make_pair()
+                ours.append(undo.enter_context(pair[0]))
+                there.append(theirs.enter_context(pair[1]).fileno())
+            process = self._start(there)
+            undo.pop_all()
+            return process, ours
 
-    def _start_standby(self) -> tuple[Process, socket.socket]:
-        ours, theirs = make_pair()
-        try:
-            with theirs:
-                command = self._job.standby_command(theirs.fileno())
-                return self._start(command, theirs.fileno()), ours
-        except BaseException:
-            ours.close()
-            raise
+    def standby(self) -> Process:
+        """The one that waits for a server's end; it is started if there is none.
 
-    def _take_standby(self) -> tuple[Process, socket.socket] | None:
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._standby is None or self._standby[0].has_ended:
+            self._standby, self._standby_at = self.start_server(), None
+        return self._standby[0]
+
+    def _take_standby(self) -> tuple[Process, list[socket.socket]] | None:
         """The warm one, unless it has ended; there will be another one later."""
         if self._standby is None or self._standby[0].has_ended:
             return None
@@ -464,6 +552,11 @@ class Restarts:
                 f"the standby {how}, {self._standby_deaths} times in a row: there is none from now "
                 "on; a server that is killed is replaced a little later"
             )
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from tensorwire import failpoints
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.process import Process
-from tensorwire.launch.scaling import Handler, Scaling
+from tensorwire.launch.scaling import FixedServers, Handler, Scaling
 from tensorwire.launch.spec import JobSpec, Patience
 from tensorwire.launch.supervisor import Supervisor
 from tensorwire.launch.worker_count import WorkerCount
@@ -37,7 +37,7 @@ class RunSupervisor(Supervisor):
 
     def _handlers(self) -> Mapping[str, Handler]:
         """Who does what is asked, by the part of a request."""
-        return {"workers": self._worker_count}
+        return {"workers": self._worker_count, "servers": FixedServers()}
 
     def run(self) -> int:
         """Runs the job; see `Supervisor`."""

@@ -41,6 +41,24 @@ class Handler(Protocol):
         """Takes back what is under way, if that is still possible; `tend` tells which it was."""
 
 
+class FixedServers:
+    """The handler of a job whose servers keep what they have."""
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """See `Handler`."""
+        raise ScaleError(
+            "this job was started without --shares, and its servers keep what they have; with "
+            "tensorwire run --shares N there can be 1 to N servers"
+        )
+
+    def tend(self) -> dict[str, Any] | None:
+        """See `Handler`."""
+        return {}
+
+    def cancel(self, why: str) -> None:
+        """See `Handler`."""
+
+
 class Scaling:
     """The requests of one job.
 

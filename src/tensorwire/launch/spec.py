@@ -14,7 +14,7 @@ import resource
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ _STARTUP = str(Path(__file__).with_name("startup"))
 # A launcher that may have fewer open files keeps none of its processes, unless it is asked to.
 _FILES_PER_PROCESS = 64
 _FILE_WORKER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.files.worker_process")
+# With `rebalance`, where nobody says how many: the fewer, the coarser is what can be moved.
+_SHARES_PER_SERVER = 4
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -42,6 +44,7 @@ class Patience:
         kill_s: after SIGTERM; then SIGKILL.
         standby_s: since a standby was used, until there is another one for a server that dies; the
             first one twice as long after all workers have joined: short jobs do not pay for one.
+        rebalance_s: how long servers' work is measured before it is compared.
     """
 
     start_s: float = 60.0
@@ -50,6 +53,7 @@ class Patience:
     alone_s: float = 1.0
     kill_s: float = 1.0
     standby_s: float = 3.0
+    rebalance_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class JobSpec:
     silence_s: float = 10.0
     restart_workers: bool = True
     file_workers: int = 0
+    shares: int | None = None
+    rebalance: bool = False
     server_command: tuple[str, ...] = _SERVER_COMMAND
 
     def __post_init__(self) -> None:
@@ -112,6 +118,13 @@ class JobSpec:
             )
         if not self.restart_workers and (why := self._takeover_obstacle()):
             raise ValueError(f"no worker can take over the slices of one that is killed: {why}")
+        if self.shares is not None and self.shares < self.servers:
+            raise ValueError(
+                f"shares is {self.shares} and servers is {self.servers}; each server has at least "
+                "one share"
+            )
+        if self.moves_shares and (why := self._share_obstacle()):
+            raise ValueError(f"shares of servers cannot move to other servers: {why}")
         for name in self.imports:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise ValueError(f"--import {name!r}: the name of a module is needed")
@@ -140,13 +153,25 @@ class JobSpec:
         return self.members if self.restart_workers else self.slices or self.workers
 
     @property
+    def moves_shares(self) -> bool:
+        """Whether servers are processes that can have several shares, which can move."""
+        return self.shares is not None or self.rebalance
+
+    @property
+    def dealt(self) -> int:
+        """In how many shares the parameters are dealt; one for each server if nobody said more."""
+        if self.shares is not None:
+            return self.shares
+        return self.servers * (_SHARES_PER_SERVER if self.rebalance else 1)
+
+    @property
     def is_durable(self) -> bool:
         """Whether a member that is killed is replaced: where nobody said anything, if it can be."""
-        if self.durable is None and self.restart_workers:
+        if self.durable is None and self.restart_workers and not self.moves_shares:
             files = _FILES_PER_PROCESS * (1 + self.servers + self.members)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return not self._obstacle() and hard >= files
-        return self.durable or not self.restart_workers
+        return self.durable or self.moves_shares or not self.restart_workers
 
     @property
     def collects_failures(self) -> bool:
@@ -247,14 +272,14 @@ class JobSpec:
         """The options of one server, and of each that takes its place.
 
         Args:
-            index: its place among the servers.
+            index: its place among the servers; that of its share, where shares can move.
             addresses: of those that listen already.
         """
         host = f"[{self.listen}]" if ":" in self.listen else self.listen
         arguments = ["--index", str(index), "--workers", str(self.places)]
         if not self.restart_workers:
             arguments += ["--present", str(self.workers)]
-        arguments += ["--count", str(self.servers)]
+        arguments += ["--count", str(self.dealt)]
         arguments += [f"--command={shown_command(self.command)}"]
         if self.imports or os.environ.get("TENSORWIRE_IMPORT"):
             script = Path(os.getcwd() if self.command[0] == "-m" else self.command[0])
@@ -277,9 +302,23 @@ class JobSpec:
         command = [*self.server_command, *arguments, "--address-fd", str(address_fd)]
         return command if store_fd is None else [*command, "--descriptor-store", str(store_fd)]
 
-    def standby_command(self, store_fd: int) -> list[str]:
-        """The command of a process that may become any server; the socket will tell it which."""
-        return [*self.server_command, "--standby", "--descriptor-store", str(store_fd)]
+    def standby_command(self, store_fds: Sequence[int], ready_fd: int | None = None) -> list[str]:
+        """The command of a process that may become any server; a socket will tell it which.
+
+        Args:
+            store_fds: its sockets; several where it may have several shares.
+            ready_fd: where it writes a line when it could begin at once.
+        """
+        stores = ",".join(map(str, store_fds))
+        command = [*self.server_command, "--standby", "--descriptor-store", stores]
+        return command if ready_fd is None else [*command, "--address-fd", str(ready_fd)]
+
+    def _share_obstacle(self) -> str:
+        """Why no share could move, and what to do about it."""
+        if self.durable is False:
+            return "--no-durable says that nothing outlives a process; leave it out"
+        why = self._obstacle()
+        return why and f"{why}, or leave out --shares and --rebalance"
 
     def _check_file_workers(self) -> None:
         if self.file_workers < 0:

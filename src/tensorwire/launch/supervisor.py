@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
@@ -138,19 +138,26 @@ class Supervisor:
     # --- start ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        addresses = self._addresses
         self._environment = self._job.environment()
         try:
-            for index in range(self._job.servers):
-                address = self._start_server(index, addresses)
-                if address is None:
-                    return
-                addresses.append(address)
-                self._log.add("server listens", address=address)
+            if not self._start_servers():
+                return
             self._start_workers()
             self._restarts.begin()
         except OSError as error:
             self._fail(f"a process cannot be started: {error}", 1)
+
+    def _start_servers(self) -> bool:
+        """Starts them, and waits until they listen; false if the job is to end instead."""
+        for index in range(self._job.servers):
+            if not (address := self._start_server(index, self._addresses)):
+                return False
+            self._note_address(address)
+        return True
+
+    def _note_address(self, address: str) -> None:
+        self._addresses.append(address)
+        self._log.add("server listens", address=address)
 
     def _start_workers(self) -> None:
         for rank in range(self._job.members):
@@ -173,7 +180,7 @@ class Supervisor:
             pipe, told = os.pipe(), FirstLine(LONGEST_ADDRESS)
             command = self._job.server_command_for(arguments, pipe[1], store_fd)
             process = self._launch(
-                "server", index, command, self._environment, told, pipe, inherited=store_fd
+                "server", index, command, self._environment, told, pipe, inherited=[store_fd]
             )
         self._note_member(process)
         deadline = time.monotonic() + self._patience.start_s
@@ -191,8 +198,9 @@ class Supervisor:
             self._fail(f"{_named(process)} {said}", 1, process)
         return None if self._ending else address
 
-    def _start_standby(self, command: list[str], store_fd: int) -> Process:
-        process = self._launch("standby", 0, command, self._environment, inherited=store_fd)
+    def _start_standby(self, store_fds: Sequence[int]) -> Process:
+        told = self._job.standby_command(store_fds), self._environment
+        process = self._launch("standby", 0, *told, inherited=store_fds)
         self._log.add("standby", pid=process.pid)
         return process
 
@@ -209,7 +217,7 @@ class Supervisor:
         if self._log.path:
             own[JOB_LOG] = self._log.path
         command = self._job.worker_command(rank)
-        return self._launch("worker", rank, command, own, told, pipe, inherited=store_fd)
+        return self._launch("worker", rank, command, own, told, pipe, inherited=[store_fd])
 
     def _launch(
         self,
@@ -220,7 +228,7 @@ class Supervisor:
         told: FirstLine | None = None,
         pipe: tuple[int, int] | None = None,
         *,
-        inherited: int | None = None,
+        inherited: Sequence[int | None] = (),
     ) -> Process:
         """Starts a process; it may tell us something by a pipe of its own. Worker 0 has our stdin.
 
@@ -231,7 +239,7 @@ class Supervisor:
             environment: likewise.
             told: takes what it tells.
             pipe: by which it tells it; the process owns both ends from now on.
-            inherited: a descriptor that it gets, too; it stays the caller's.
+            inherited: descriptors that it gets, too; they stay the caller's.
         """
         is_first = (kind, index) == ("worker", 0)
         stdout, stderr = self._screen.consumers(direct=is_first)
@@ -247,7 +255,7 @@ class Supervisor:
             open_files=self._open_files,
             extra=told,
             extra_pipe=pipe,
-            inherited=() if inherited is None else (inherited,),
+            inherited=[each for each in inherited if each is not None],
         )
         self._screen.name_lines(process)
         self._running.append(process)
@@ -357,15 +365,6 @@ class Supervisor:
                 process.read_all()  # what it printed before comes before
         self._screen.tell_of(name, self._reports.traceback(name))
 
-    def _culprit(self, process: Process) -> Process | None:
-        """The worker whose error came first, if this process failed after it and ended before it.
-
-        A server ends with 1 when a worker is lost, and on a busy machine sooner than that worker.
-        """
-        told = self._reports.has(process.name) or (process.kind == "server" and process.code == 1)
-        cause = self._reports.cause() if told else ""
-        return next((other for other in self._running if other.name == cause), None)
-
     def _note_end(self, process: Process) -> None:
         if process.kind == "standby":
             self._restarts.note_standby(process)
@@ -382,7 +381,7 @@ class Supervisor:
             if self._restarts.has_left(process):
                 when = " after it had left the job, when its training was complete"
             text = f"{_named(process)} {process.ending()}{when}{self._restarts.obstacle(process)}"
-            if culprit := self._culprit(process):
+            if culprit := self._reports.culprit(process, self._running):
                 process, code = culprit, 1
             if code == 1 and self._reports.has(process.name):
                 text = f"{_named(process)} raised {self._reports.kind(process.name)}"
@@ -422,10 +421,13 @@ class Supervisor:
     def _note_member(self, process: Replaceable) -> None:
         self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)
 
-    def _note_grant(self, dead: Replaceable, successor: Replaceable, term: int) -> None:
+    def _note_grant(
+        self, dead: Replaceable, successor: Replaceable, number: int, term: int
+    ) -> None:
         """On the disk before the successor knows its term."""
         evidence = self._restarts.ending(dead)
-        about = {"kind": dead.kind, "index": dead.index, "term": term, "pid": successor.pid}
+        kind = dead.kind if self._restarts.dealt is None or dead.kind == "worker" else "share"
+        about = {"kind": kind, "index": number, "term": term, "pid": successor.pid}
         self._log.add("grant", sync=True, **about, dead=dead.pid, evidence=evidence)
 
     def _replace_lost(self) -> None:

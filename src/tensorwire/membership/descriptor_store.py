@@ -135,6 +135,16 @@ class DescriptorStore:
             os.close(descriptor)
 
     @property
+    def descriptor(self) -> int:
+        """The socket, ready for reading when the launcher has said something, or is gone."""
+        return self._channel.fileno()
+
+    @property
+    def has_ended(self) -> bool:
+        """The launcher says nothing any more. To be asked when `descriptor` is ready."""
+        return not self._channel.recv(1, socket.MSG_PEEK)
+
+    @property
     def abandoned(self) -> bool:
         """The launcher is gone, and with it all that it held."""
         poll = select.poll()

@@ -10,6 +10,7 @@ from tensorwire.memory import Node, Region
 from .descriptor_store import LISTENER, DescriptorStore
 from .identity import RESTORED
 
+_OF_REGION = "id", "generation", "size_bytes", "access"
 _REGION = "region "  # in front of a region's name: the key under which it is kept
 
 
@@ -40,7 +41,8 @@ def open_node(
     node = Node(name, **options)
     descriptor = node.listener()
     try:
-        store.keep(key, {"incarnation": node.incarnation}, descriptor)
+        about = {"incarnation": node.incarnation, "address": node.address}
+        store.keep(key, about, descriptor)
     finally:
         os.close(descriptor)
     return node
@@ -72,7 +74,7 @@ class DurableMemory:
         return self._store is not None
 
     def allocate(
-        self, size_bytes: int, *, name: str, access: str = "rw", progress: int | None = None
+        self, size_bytes: int, *, name: str, access: str = "rw", **counters: int | None
     ) -> Region:
         """As `Node.allocate`; where it is durable, the region of a predecessor with that name.
 
@@ -80,7 +82,9 @@ class DurableMemory:
             size_bytes: of the region; the same as the predecessor's.
             name: of the region.
             access: of peers; not "r" where it is durable.
-            progress: where in it 64 bits lie that count what the member has achieved.
+            counters: where in it 64 bits lie that the launcher reads: `progress` counts what the
+                member has achieved, `work` the nanoseconds that it has worked for that, `size` is
+                in bytes, and `holds` is not 0 while nobody could go on in the place of the member.
 
         Raises:
             ValueError: a predecessor's region is of another size.
@@ -95,8 +99,7 @@ class DurableMemory:
         handle = region.handle()
         about: dict[str, Any] = {"id": handle.id, "generation": handle.generation}
         about |= {"size_bytes": size_bytes, "access": access}
-        if progress is not None:
-            about["progress"] = progress
+        about |= {name: offset for name, offset in counters.items() if offset is not None}
         descriptor = region.descriptor()
         try:
             self._store.keep(f"{_REGION}{name}", about, descriptor)
@@ -127,7 +130,7 @@ class DurableMemory:
             kept = store.take(key) if key.startswith(_REGION) else None
             if kept is not None:
                 name = key.removeprefix(_REGION)
-                about = {each: value for each, value in kept.about.items() if each != "progress"}
+                about = {each: kept.about[each] for each in _OF_REGION}
                 try:
                     found[name] = self._node.restore(kept.descriptor, name=name, **about)
                 finally:

@@ -34,9 +34,10 @@ class LoggedMember:
     """A server or worker as a log has it.
 
     Attributes:
-        kind: "server" or "worker".
+        kind: "server" or "worker"; "share" where servers have shares that can move.
         index: its place among its kind.
         pid: of the process that is this member now.
+        server: of a share, the number of the server that has it; None of all others.
         term: how often it was replaced.
         last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
             the "time" in seconds since 1970; None if there was none.
@@ -46,6 +47,7 @@ class LoggedMember:
     kind: str
     index: int
     pid: int
+    server: int | None = None
     term: int = 0
     last_death: dict[str, Any] | None = None
     change: str = ""
@@ -69,6 +71,8 @@ class LoggedJob:
         saved: the checkpoint that was written last, and where it belongs; "" if there is none.
         loaded: the one that job.load was called for; "" if it was not called.
         failure: why the job ended; "" if it did not, or nobody said.
+        moves: of shares from server to server: "share", "giver", "taker", "size" and "memory" in
+            bytes, "versions" by stores, "why", "time" in seconds since 1970.
         control: the socket at which the launcher hears `tensorwire scale`; "" if it hears nothing.
     """
 
@@ -86,6 +90,7 @@ class LoggedJob:
     loaded: str = ""
     failure: str = ""
     control: str = ""
+    moves: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: dict[str, Any]) -> None:
         """Does what a line says, the next one."""
@@ -94,7 +99,7 @@ class LoggedJob:
                 for name in ("job", "launcher", "command", "started", "durable"):
                     setattr(self, name, line[name])
             case "member":
-                self.members.append(LoggedMember(line["kind"], line["index"], line["pid"]))
+                self.members.append(_member(line))
             case "server listens":
                 self.addresses.append(line["address"])
             case "grant":
@@ -113,6 +118,11 @@ class LoggedJob:
                 for member in self.members:
                     if (member.kind, member.index) == ("worker", line["index"]):
                         member.change = f"left behind step {line['step']}"
+            case "moved":
+                self.moves.append(line)
+                for member in self.members:
+                    if (member.kind, member.index) == ("share", line["share"]):
+                        member.server = line["taker"]
             case "standby":
                 self.standby = line["pid"]
             case "saved":
@@ -123,6 +133,10 @@ class LoggedJob:
                 self.control = line["path"]
             case "failed":
                 self.failure = line["text"]
+
+
+def _member(line: dict[str, Any]) -> LoggedMember:
+    return LoggedMember(line["kind"], line["index"], line["pid"], line.get("server"))
 
 
 class JobLog:

@@ -31,7 +31,17 @@ MOST_THREADS = 64
 PROGRESS_AT = 0
 """Where the number of the last version that was published lies in the memory of a journal."""
 
+WORK_AT = 40
+"""Where the number of nanoseconds lies that the server has worked, on all versions together."""
+
+SIZE_AT = 48
+"""Where the size in bytes of what the server applies gradients to lies."""
+
+HOLDS_AT = 56
+"""Where 1 lies while the server has in its own memory what its successor would need; else 0."""
+
 _PUBLISHED, _BEGUN, _RELEASED, _NORMED, _NORM = 0, 1, 2, 3, 4
+_WORKED, _SIZE, _HOLDS = WORK_AT // 8, SIZE_AT // 8, HOLDS_AT // 8
 _HEAD_WORDS = 8
 _CELL_BITS = 24  # of an armed word, which also has the version; Layout has fewer cells
 
@@ -117,6 +127,7 @@ class Journal:
             first = table.cells.start
             self._tables[first] = _TableUndo(table, table_undo[start:], tables[first])
             start += _table_bytes(table, len(tables[first]))
+        self._head[_SIZE] = share.size_bytes
         self._restore()
 
     @staticmethod
@@ -173,6 +184,14 @@ class Journal:
         if last:
             self._head[_RELEASED] = version
         self._head[_PUBLISHED] = version
+
+    def hold(self, holds: bool) -> None:
+        """Notes whether this process has something that no successor would have."""
+        self._head[_HOLDS] = holds
+
+    def worked(self, spent_s: float) -> None:
+        """Counts time that was spent on a version."""
+        self._head[_WORKED] += np.uint64(max(spent_s, 0.0) * 1e9)
 
     def save_numbers(self, version: int, numbers: Numbers) -> None:
         """Copies what a step will overwrite of small things; puts it back if that was begun."""

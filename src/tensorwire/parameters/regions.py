@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tensorwire.membership import ServerMember, WorkerMember
 from tensorwire.memory import Region, mailbox_bytes
 
-from .journal import PROGRESS_AT
+from .journal import HOLDS_AT, PROGRESS_AT, SIZE_AT, WORK_AT
 from .layout import Share, Spec, padded
 from .messages import BLOCK_BYTES, RESULT_BYTES, Bytes, Commit
 from .rows import changed_starts, heads_bytes, tables_of
@@ -175,10 +175,14 @@ class ServerRegions:
         if size_bytes is None:
             size_bytes = self._sizes.get(kind, self.share.size_bytes)
         access = "none" if kind in _UNSEEN else self._access.get(kind, "rw")
-        progress = PROGRESS_AT if kind == RegionKind.JOURNAL else None
+        counters: dict[str, int | None] = {}
+        if kind == RegionKind.JOURNAL:
+            counters = {
+                "progress": PROGRESS_AT, "work": WORK_AT, "size": SIZE_AT, "holds": HOLDS_AT,
+            }  # fmt: skip
         name = self.name(kind, which)
         size_bytes = max(size_bytes, _LEAST_BYTES)
-        return member.allocate(size_bytes, name=name, access=access, progress=progress)
+        return member.allocate(size_bytes, name=name, access=access, **counters)
 
     def changed_start(self) -> int:
         """Where the server's part of a worker's CHANGED begins."""

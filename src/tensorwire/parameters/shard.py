@@ -29,6 +29,7 @@ from .messages import (
     ABSENT,
     POOLED,
     PRODUCED,
+    REDUCE,
     REDUCED,
     Bytes,
     Commit,
@@ -477,7 +478,12 @@ class Shard:
         step = Step(commits, exchange, publisher, arrivals, contribute, journal)
         if journal and (norm := journal.norm(step.head.version)) is not None:
             step.take_noted(norm)
+        reduces = commits[0].operation == REDUCE
+        if self._journal and self._tables and reduces:
+            self._journal.hold(True)  # the rows of an average are in no memory that outlives us
         self._walk(self, step)
+        if self._journal and self._tables and not reduces:
+            self._journal.hold(False)
         return step.finite, step.norm
 
     def _map(

@@ -26,6 +26,10 @@ from tensorwire.memory import Node
 from ..kernel import Kernel
 from .door import ReaderDoor, open_door
 from .server import Server, most_threads
+from .shares import Shares
+
+READY = "ready\n"
+"""What a standby writes to `--address-fd` when it could serve at once."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,24 +52,56 @@ def serve(
     """
     parser = _parser(program)
     options = parser.parse_args(arguments)
-    store: DescriptorStore | None = None
-    term = 0
-    if options.descriptor_store >= 0:
-        store = DescriptorStore.of_descriptor(options.descriptor_store)
-    if options.standby:
-        if store is None:
-            parser.error("--standby needs --descriptor-store")
-        takeover = store.wait_for_takeover()
-        if takeover is None:
-            return 0
-        options, term = parser.parse_args(takeover.arguments), takeover.term
-    failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
+    stores = [DescriptorStore.of_descriptor(each) for each in options.descriptor_store]
     # Ctrl-C is for the workers; the server leaves when they have left, or when it is told.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A server that would be replaced ends by SIGTERM as by any other signal, and tells nobody.
-    signal.signal(signal.SIGTERM, _leave if store is None else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if stores else _leave)
     if options.parent:
         _end_with(options.parent)
+    if options.standby and not stores:
+        parser.error("--standby needs --descriptor-store")
+    if options.standby:
+        return _stand_by(options, stores, parser, make_kernels)
+    return _serve_share(options, stores[0] if stores else None, 0, make_kernels)
+
+
+def _stand_by(
+    options: argparse.Namespace,
+    stores: list[DescriptorStore],
+    parser: argparse.ArgumentParser,
+    make_kernels: Callable[[argparse.Namespace], Callable[[str], Kernel]],
+) -> int:
+    """Waits until it is told which shares to serve; one with several sockets may have several.
+
+    Returns:
+        The exit code: 0 when all shares have ended in good order, or when none is wanted.
+    """
+    if options.address_fd >= 0:
+        with os.fdopen(options.address_fd, "w") as channel:
+            channel.write(READY)
+
+    def serve_next(store: DescriptorStore) -> int | None:
+        takeover = store.wait_for_takeover()
+        if takeover is None:
+            return None
+        return _serve_share(
+            parser.parse_args(takeover.arguments), store, takeover.term, make_kernels
+        )
+
+    if len(stores) == 1:
+        return serve_next(stores[0]) or 0
+    return Shares(serve_next).run(stores)
+
+
+def _serve_share(
+    options: argparse.Namespace,
+    store: DescriptorStore | None,
+    term: int,
+    make_kernels: Callable[[argparse.Namespace], Callable[[str], Kernel]],
+) -> int:
+    """Serves one share until all workers have left; the exit code."""
+    failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
     name = server_name(options.index)
     server: Server | None = None
     job_file: JobFile | None = None
@@ -116,15 +152,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
     parser.add_argument("--advertise", default=None, metavar="HOST", help="how others reach it")
     parser.add_argument("--address-fd", type=int, default=-1, help="where to write the address")
-    parser.add_argument("--descriptor-store", type=int, default=-1, help="who keeps its memory")
     parser.add_argument(
-        "--standby", action="store_true", help="wait there until a server is to be replaced"
+        "--descriptor-store",
+        type=_descriptors,
+        default=[],
+        metavar="N,N",
+        help="who keeps its memory; of a standby one for each share that it may serve",
     )
+    parser.add_argument("--standby", action="store_true", help="wait there for what to serve")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
     parser.add_argument("--command", default="", help="what the workers run, for people")
     parser.add_argument("--import-from", metavar="FOLDER", help="where modules may be, too")
     parser.add_argument("--threads", type=int, default=0, help="for arithmetic; 0: chosen")
     return parser
+
+
+def _descriptors(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def _tell_of_job(

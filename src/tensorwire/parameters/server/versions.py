@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tensorwire.errors import TensorwireError
 from tensorwire.memory import wait_all
@@ -53,6 +54,21 @@ class Making:
     def is_last(self) -> bool:
         """No version follows."""
         return self.gathered.commits[0].operation == RELEASE
+
+
+class Timed:
+    """An exchange with other servers, and how long it took to wait for these."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.spent_s = exchange, 0.0
+
+    def __call__(self, mine: NDArray[np.float64]) -> Sequence[float]:
+        """See `Exchange`."""
+        started = time.perf_counter()
+        try:
+            return self._exchange(mine)
+        finally:
+            self.spent_s += time.perf_counter() - started
 
 
 class Versions:
@@ -191,11 +207,15 @@ class Versions:
         arriving: ArrivingUnits,
     ) -> tuple[bool, float]:
         """Makes the values those of a version; readers see whether it is under way."""
-        if self._lending is None:
-            return self._shard.advance(commits, exchange, chunks, arriving)
-        self._lending.begin(version)
-        told = self._shard.advance(commits, exchange, chunks, arriving)
-        self._lending.done(version)
+        if self._lending is not None:
+            self._lending.begin(version)
+        timed = Timed(exchange)
+        started = time.perf_counter()
+        told = self._shard.advance(commits, timed, chunks, arriving)
+        if self._journal is not None:
+            self._journal.worked(time.perf_counter() - started - timed.spent_s)
+        if self._lending is not None:
+            self._lending.done(version)
         return told
 
     def _complete(self, making: Making) -> None:
