@@ -148,6 +148,12 @@ OUTSIDE = {
         for row in T.TAKING.rows
     },
     **{
+        row.name: "of jobs whose workers come and go; models/changes.py explores them, "
+        "tests/torch/test_elastic.py kills there"
+        for phase in (T.CHANGING, T.CHANGE)
+        for row in phase.rows
+    },
+    **{
         row.name: "where each worker goes at its own pace: models/own_pace.py"
         for phase in (T.EVENT, T.PAUSE, T.STANDING)
         for row in phase.all_rows()
