@@ -1,4 +1,4 @@
-"""The part of the protocol where each worker goes at its own pace; see transitions.py."""
+"""The part of the protocol where each worker goes at its own pace, and where shares move."""
 
 from __future__ import annotations
 
@@ -81,5 +81,24 @@ STANDING = Phase(
             "ends the pauses of its predecessor",
             waits="the answers of all servers",
         ),
+    ),
+)
+
+_ENDS = "there is none: the job ends with the launcher"
+
+MOVE = Phase(
+    "move",
+    "launcher",
+    "moves shares from a server to others",
+    (
+        Transition(
+            "takers.ready",
+            "the servers that get shares, and who goes on with what the one keeps that gives, have "
+            "imported everything",
+            _ENDS,
+            waits="new processes",
+        ),
+        Transition("giver.killed", "the server that gives shares away is killed", _ENDS),
+        Transition("shares.moved", "a server that runs has got its shares", _ENDS),
     ),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .phase import Phase as Phase
 from .phase import Transition as Transition
-from .phases_of_modes import EVENT, PAUSE, STANDING
+from .phases_of_modes import EVENT, MOVE, PAUSE, STANDING
 
 _AGAIN = "does it again, with the same bytes"
 _NOBODY = "there is none: the job ends with the launcher"
@@ -537,23 +537,6 @@ DEATH = Phase(
         ),
         Transition("death.counted", "it may be replaced once more", _NOBODY),
         GRANT,
-    ),
-)
-
-MOVE = Phase(
-    "move",
-    "launcher",
-    "moves shares from a server to others",
-    (
-        Transition(
-            "takers.ready",
-            "the servers that get shares, and who goes on with what the one keeps that gives, have "
-            "imported everything",
-            _NOBODY,
-            waits="new processes",
-        ),
-        Transition("giver.killed", "the server that gives shares away is killed", _NOBODY),
-        Transition("shares.moved", "a server that runs has got its shares", _NOBODY),
     ),
 )
 
