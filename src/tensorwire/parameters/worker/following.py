@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import PeerLostError, UnavailableError
-from tensorwire.failpoints import failpoint
 from tensorwire.membership import (
     CONTROL,
     CONTROL_BYTES,
@@ -150,7 +149,6 @@ class FollowedStore:
         made = replace(asked, weight=weight, present=bytes(present), blocks=())
         for link in self._links:
             link.send_rest(self._slice, {})
-        failpoint("gradients.sent")
         data = made.to_bytes()
         for link in self._links:
             if link.committed(self._slice) < made.version:
