@@ -176,14 +176,14 @@ def test_by_fsspec(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("committed", [True, False])
 def test_the_process_is_killed(folder: Path, committed: bool) -> None:
-    # Worker 0 waits, so that what was committed lies there when the process is killed.
+    # Worker 0 waits if it is early, so that what was committed lies there at the kill.
     hold = "while pathlib.Path('hold').exists(): pass"
     with running(folder, "--workers", "1", "--file-workers", "1", before=hold) as job:
         client, version = Client(job, 1), 1
         for step in range(STEPS):
             if step in (2, 3):
-                (folder / "hold").touch()
                 version = client.worker.wait(version, 60)
+                (folder / "hold").touch()
                 for name, gradient in client.gradients(step).items():
                     client.worker.write(name, gradient)
                 if committed:
