@@ -11,6 +11,7 @@
 
 static char folder[1024];
 static int rank_;
+static long steps;
 
 static int open_file(const char* format, const char* name, int flags) {
   char path[2048];
@@ -22,6 +23,10 @@ static int open_file(const char* format, const char* name, int flags) {
 }
 
 static void die(const char* what) {
+  if (errno == ENOTCONN) {  // the job is over
+    printf("%ld steps\n", steps);
+    exit(0);
+  }
   perror(what);
   exit(1);
 }
@@ -63,7 +68,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return fprintf(stderr, "usage: %s FOLDER RANK\n", argv[0]), 2;
   snprintf(folder, sizeof folder, "%s", argv[1]);
   rank_ = atoi(argv[2]);
-  long done = 1, steps = 0, version;
+  long done = 1, version;
   while ((version = wanted_version()) != 0) {
     if (version <= done) {  // of the step that was committed last
       usleep(500);

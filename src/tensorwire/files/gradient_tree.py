@@ -43,7 +43,8 @@ class GradientFolders:
         """Of these workers."""
         with self._lock:
             if time.monotonic() - self._looked > _LOOK_S:
-                self._ranks = [each.rank for each in file_workers_of(self._address)]
+                found = [each.rank for each in file_workers_of(self._address)]
+                self._ranks = found or self._ranks  # the files of a job that is over say so
                 self._looked = time.monotonic()
             return self._ranks
 
