@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tensorwire.launch.keeper import Keeper
+from tensorwire.launch.spec import JobSpec
 from tensorwire.launch.takeovers import PassedSlices as Given
 from tensorwire.membership import FAREWELL, GOODBYE, Takeovers, World, deal_places, was_never_there
 from tensorwire.membership.collective import _answer, _message
@@ -235,3 +236,11 @@ def test_random_numbers_behind_a_step_are_those_of_its_own_slice() -> None:
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(6)))
     assert script.taking.default_slice == 0
+
+
+def test_who_joins_runs_the_script(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    job = JobSpec((str(script),), 2, slices=4, restart_workers=False)
+    assert job.places == 4
+    assert job.worker_command(3) == job.worker_command(0)

@@ -264,7 +264,7 @@ class JobSpec:
 
     def worker_command(self, rank: int) -> list[str]:
         """The command of a worker: the script, or for the last ranks what takes files."""
-        if rank >= self.workers:
+        if self.file_workers and rank >= self.workers:
             return list(_FILE_WORKER_COMMAND)
         return [sys.executable, *self.command]
 
