@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 from launching import HERE, Place
 
-from tensorwire.phases_of_launcher import CHANGE
+from tensorwire.phases_of_launcher import DEATH
 from tensorwire.phases_of_modes import EVENT, PAUSE
 from tensorwire.transitions import CELL, NORMS, SUM, rows_of
 
@@ -69,8 +69,8 @@ ELSEWHERE |= {row.name: PACED for phase in (EVENT, PAUSE) for row in phase.all_r
 
 NORM_ROWS = {row.name for row in NORMS.rows}
 NAMES = [name for name in rows_of("server") if name not in ELSEWHERE]
-# Where workers come and go: tests/torch/test_elastic.py.
-LAUNCHER = [name for name in rows_of("launcher") if name not in {row.name for row in CHANGE.rows}]
+# Of what the launcher does, that here; tests/torch/test_elastic.py and test_moves.py have the rest.
+LAUNCHER = [row.name for row in DEATH.all_rows()]
 SUMS = {row.name for row in SUM.rows}
 # Sums are server 0's alone; of two servers the second one has the table. The second norm is that of
 # an average that was kept, and with it rows of the table, which do not outlive a server.

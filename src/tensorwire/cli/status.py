@@ -240,12 +240,16 @@ def _show(job: dict[str, Any], console: Console, failed: bool) -> None:
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, title="servers and their shares", title_justify="left")
     durable = any(server["restarts"] is not None for server in job["servers"])
-    about = ("server", "pid", "address", *(["restarts"] if durable else []))
+    owners = {m["index"]: m["server"] for m in job.get("members", ()) if "server" in m}
+    of = "share" if owners else "server"
+    about = (of, "pid", "address", *(["restarts"] if durable else []))
     for name in (*about, "store", "optimizer", "tensors", "bytes", "version"):
-        right = name in ("server", "pid", "restarts", "store", "tensors", "bytes", "version")
+        right = name in (of, "pid", "restarts", "store", "tensors", "bytes", "version")
         table.add_column(name, justify="right" if right else "left")
     for server in job["servers"]:
         head = [str(server[name]) for name in ("index", *about[1:])]
+        if owners:
+            head[0] += f" (server {owners[server['index']]})"
         for row in _rows(server["stores"]):
             table.add_row(*head, *row)
             head = [""] * len(about)

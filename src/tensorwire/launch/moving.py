@@ -105,7 +105,8 @@ class Moves:
         servers = sorted(set(self._dealt.owners.values()))
         shares = {number: self._dealt.shares_of(number) for number in servers}
         told = "; ".join(f"server {n}: {_listed(each)}" for n, each in shares.items())
-        text = f"{len(servers)} servers, {self._moved} shares moved ({told})"
+        count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
+        text = f"{count}, {self._moved} shares moved ({told})"
         return {"servers": {"text": text, "shares": shares, "moved": self._moved}}
 
     def cancel(self, why: str) -> None:
