@@ -1,7 +1,8 @@
-"""A hundred thousand calls of every kind and end leave nothing behind."""
+"""A hundred thousand calls of every kind and end, over four ways, leave nothing behind."""
 
 import contextlib
 import gc
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tensorwire import rpc  # noqa: E402
 from tensorwire.rpc import tensors  # noqa: E402
 from tensorwire.testing.leaks import assert_no_leak  # noqa: E402
 
-CALLS = 100_000  # over both transports
+CALLS = int(os.environ.get("CALLS", "25000"))  # of each of the four
 THREADS = 4
 LARGE = b"x" * 20_000
 OPTIONS: Any = {"threshold_bytes": 10_000}
@@ -125,33 +126,35 @@ def run(channel: Any, calls: int) -> None:
 
 
 @contextlib.contextmanager
-def connected(transport: str) -> Iterator[Any]:
+def connected(transport: str, runtime: bool) -> Iterator[Any]:
     """A channel to a server of this process."""
+    options = {**OPTIONS, "transports": (transport,), "runtime": runtime}
     with ThreadPoolExecutor(8) as pool:
-        server = rpc.server(pool, transports=(transport,), **OPTIONS)
+        server = rpc.server(pool, **options)
         server.add_generic_rpc_handlers((METHODS,))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        target = f"127.0.0.1:{port}"
-        with rpc.insecure_channel(target, transports=(transport,), **OPTIONS) as channel:
+        with rpc.insecure_channel(f"127.0.0.1:{port}", **options) as channel:
             channel.unary_unary("/t/uu")(LARGE)
             assert channel.attachment.transport == transport
+            assert (channel.runtime == transport) == runtime
             yield channel
         server.stop(0).wait()
     wait_for(lambda: tensors.held_tensors() == 0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_nothing_is_left_of_a_hundred_thousand_calls(transport: str) -> None:
-    with connected(transport) as channel:  # what a process has once, it has now
+@pytest.mark.parametrize("runtime", [False, True], ids=["grpcio", "runtime"])
+def test_nothing_is_left_of_many_calls(transport: str, runtime: bool) -> None:
+    with connected(transport, runtime) as channel:  # what a process has once, it has now
         run(channel, 1000)
     del channel  # a closed one keeps a mapping for as long as it is there
     with assert_no_leak(10.0):
-        with connected(transport) as channel:
-            run(channel, CALLS // 10)
+        with connected(transport, runtime) as channel:
+            run(channel, CALLS // 5)
             before = anonymous_bytes()
-            run(channel, CALLS // 2)
+            run(channel, CALLS)
             assert anonymous_bytes() - before < MOST_GROWTH_BYTES
         del channel

@@ -267,40 +267,6 @@ def test_calls_leave_nothing_behind(both: Ends) -> None:
     assert len(channel.attachment._idle_calls) == 1024
 
 
-def memory_kib() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("wire", ["shm"], indirect=True)
-def test_a_hundred_thousand_calls_leave_nothing_behind(both: Ends) -> None:
-    both.methods = {"/t/m": UU(echo), "/t/fail": UU(lambda request, context: 1 / 0)}
-    channel = both.serve().channel()
-    call = channel.unary_unary("/t/m")
-
-    def work(number: int) -> None:
-        for turn in range(number):
-            call(b"x" * 100, timeout=100)
-            if turn % 100 == 0:
-                call.future(BIG, timeout=100).result(LONG_S)
-                call.future(b"x").cancel()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, [2_500] * 4))
-        threads, files, memory = (
-            threading.active_count(), len(os.listdir("/proc/self/fd")), memory_kib()
-        )  # fmt: skip
-        list(pool.map(work, [22_500] * 4))
-        wait_for(lambda: both.server._service.active == 0)
-        assert threading.active_count() <= threads + 12
-        assert len(os.listdir("/proc/self/fd")) <= files + 2
-    assert memory_kib() < memory + (40 << 10)
-    assert not channel.attachment.runtime._calls
-    assert len(channel.attachment._idle_calls) == 1024
-
-
 # What cannot be
 
 

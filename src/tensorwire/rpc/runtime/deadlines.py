@@ -77,6 +77,7 @@ class Deadlines:
                     action()
                 except Exception:
                     _LOG.exception("what was to be done at a deadline failed")
+            action = None  # a thread that waits must not keep what it holds
 
 
 DEADLINES = Deadlines()
