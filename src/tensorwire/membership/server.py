@@ -408,7 +408,8 @@ class OfWorkers(Generic[Found]):
 
     Args:
         member: the server.
-        find: looks it up.
+        find: looks it up. It must not hold who has this object: memory of a store that is closed
+            is given back when nobody holds it, and a circle waits for the garbage collector.
     """
 
     def __init__(self, member: ServerMember, find: Callable[[Peer], Found]) -> None:

@@ -240,7 +240,8 @@ class Results:
 
     def __init__(self, member: ServerMember, number: int) -> None:
         self._member, self._name = member, region_name(number, RegionKind.RESULT)
-        self._mailboxes = OfWorkers[RemoteMailbox](member, self._mailbox)
+        block = result_block(member.index)
+        self._mailboxes = OfWorkers[RemoteMailbox](member, partial(_mailbox, self._name, block))
         self._over = False
         self._sending = threading.Lock()  # a result must not follow the message that all is over
 
@@ -321,9 +322,6 @@ class Results:
         self._over = True
         self._mailboxes.clear()
 
-    def _mailbox(self, worker: Peer) -> RemoteMailbox:
-        return RemoteMailbox(worker.region(self._name, 5.0)[result_block(self._member.index)])
-
     def _find(self) -> dict[int, RemoteMailbox]:
         """Looks for the regions of workers that are there; the mailboxes of all that were found."""
         for rank, peer in list(self._member.workers.items()):
@@ -331,3 +329,7 @@ class Results:
                 with contextlib.suppress(LookupError, TensorwireError):
                     self._mailboxes.find(rank)
         return self._mailboxes.all()
+
+
+def _mailbox(name: str, block: slice, worker: Peer) -> RemoteMailbox:
+    return RemoteMailbox(worker.region(name, 5.0)[block])

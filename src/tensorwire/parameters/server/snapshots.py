@@ -14,6 +14,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -111,7 +112,8 @@ class Snapshots:
         self._answered = [0] * count  # by rank, the number of the request
         self.pauses, self._pausing = Pauses(opening), [0] * count
         self.ask_pause: Callable[[int, int], None] = lambda rank, number: None
-        self._outboxes = OfWorkers[RemoteMailbox](self._member, self._find_reply)
+        found = opening.regions.name(RegionKind.REPLY), reply_block(self._member.index)
+        self._outboxes = OfWorkers[RemoteMailbox](self._member, partial(_outbox, *found))
         # Those of a predecessor go on; what it was about to make or to free is not kept.
         self._regions = {held: self._allocate(held) for _, held in self._noted()}
         self._member.forget(f"{opening.regions.name(RegionKind.SNAPSHOT)}/")
@@ -209,10 +211,6 @@ class Snapshots:
             outbox.send(asked.reply.to_bytes(), asked.number).wait(_FIND_S)
             self._answered[rank] = asked.number
 
-    def _find_reply(self, worker: Peer) -> RemoteMailbox:
-        name, block = self._opening.regions.name(RegionKind.REPLY), reply_block(self._member.index)
-        return RemoteMailbox(worker.region(name, _FIND_S)[block])
-
     def _free_asked(self, asked: Asked) -> None:
         """Idempotent, as a successor of this process does it again; so is what makes one."""
         for held in list(self._regions):
@@ -308,3 +306,7 @@ def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:
     arrays[AVERAGED] = memory.averaged.view(np.uint8)
     arrays[SCALARS] = memory.scalars.reshape(-1).view(np.uint8)
     return arrays
+
+
+def _outbox(name: str, block: slice, worker: Peer) -> RemoteMailbox:
+    return RemoteMailbox(worker.region(name, _FIND_S)[block])
