@@ -11,6 +11,7 @@ import ast
 import errno
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ _SAMPLES_AT = 64
 _PAGE = 4096
 _HEADER_ROOM = 1024  # what others write in front of the elements may be longer than ours
 _MOST_HEADER = 65536
+
+_KIND = re.compile(r"[<>=|]?[a-zA-Z?][0-9]{0,4}")
+"""Of elements in a header. numpy is given no other text: there are some that end the process."""
 
 OPEN, COMMITTED, OVER = 0, 1, 2
 """Files may be written; they were committed, and the next version is awaited; nobody reads them."""
@@ -272,6 +276,8 @@ def _check_header(data: bytes, file: GradientFile, path: str) -> int:
     try:
         told = ast.literal_eval(data[8 + wide : start].decode())
         kind, fortran, shape = told["descr"], told["fortran_order"], tuple(told["shape"])
+        if not _KIND.fullmatch(kind):
+            raise ValueError(kind)
         found = np.dtype(kind)
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError):
         raise refuse(errno.EINVAL, path, "its header makes no sense") from None

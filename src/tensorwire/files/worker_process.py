@@ -86,7 +86,7 @@ class WorkerFiles:
             for index, file in enumerate(memory.files):
                 where = f"{self._folder}/{file_name(file.name)}.npy"
                 memory.elements(index, where, said.allow_nan)
-        except OSError:
+        except BaseException:
             memory.sizes[memory.sizes == ABSENT] = 0
             raise
         memory.commit(said.samples)
