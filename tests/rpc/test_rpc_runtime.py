@@ -24,6 +24,8 @@ from tensorwire import rpc
 from tensorwire.rpc import tensors
 from tensorwire.rpc.runtime import frames, ring
 from tensorwire.rpc.runtime.context import CallContext
+from tensorwire.rpc.runtime.deadlines import Deadlines
+from tensorwire.rpc.runtime.server import ServerEnd
 
 WIRES = {"shm": RUNTIME_SHM, "tcp": RUNTIME_TCP}
 
@@ -265,6 +267,121 @@ def test_calls_leave_nothing_behind(both: Ends) -> None:
     wait_for(lambda: threading.active_count() <= threads + 12)  # of pools, callbacks, deadlines
     assert len(os.listdir("/proc/self/fd")) <= files + 2
     assert len(channel.attachment._idle_calls) == 1024
+
+
+def test_a_slot_that_is_used_again_before_its_first_call_goes_on_by_grpcio(both: Ends) -> None:
+    """A refused future gives its number back, and what becomes of it later is nobody else's."""
+    held, hold, release = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(request: bytes, context: Any) -> bytes:
+        time.sleep(0.1)  # until its callback is there
+        return request
+
+    def wait(future: Any) -> None:  # futures go on behind it
+        held.set()
+        hold.wait(LONG_S)
+
+    both.methods = {
+        "/t/slow": UU(slow),
+        "/t/us": US(lambda request, context: iter([request])),
+        "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S))),
+    }
+    channel = both.serve().channel()
+    first = channel.unary_unary("/t/slow").future(b"")
+    first.add_done_callback(wait)
+    assert held.wait(LONG_S)
+    refused = channel.unary_unary("/t/us").future(b"x")
+    wait_for(lambda: refused.number[0] in channel.attachment._idle_calls)
+    other = channel.unary_unary("/t/hang").future(b"")
+    assert other.number[0] == refused.number[0]
+    hold.set()
+    assert refused.result(LONG_S) == b"x"
+    release.set()
+    assert other.result(LONG_S) == b"\0"
+
+
+def test_a_slot_that_is_used_again_as_its_call_ends(
+    both: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives up a call that the server is ending, and makes the next one."""
+    forget, ending = ServerEnd.forget, threading.Event()
+
+    def slowly(end: ServerEnd, call: Any) -> None:
+        if call.method == "/t/end":
+            ending.set()
+            time.sleep(0.3)
+        forget(end, call)
+
+    both.methods = {"/t/way": UU(way), "/t/end": UU(echo)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    monkeypatch.setattr(ServerEnd, "forget", slowly)
+    given_up = channel.unary_unary("/t/end").future(b"")
+    assert ending.wait(LONG_S)
+    assert given_up.cancel()
+    following = channel.unary_unary("/t/way").future(b"")
+    assert following.number[0] == given_up.number[0]
+    assert following.result(LONG_S) == b"runtime"
+
+
+def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends) -> None:
+    """Whose answers were lost with the thread that had read them, they do not wait for ever."""
+    running, release = threading.Event(), threading.Event()
+
+    def hang(request: bytes, context: Any) -> bytes:
+        running.set()
+        release.wait(LONG_S)
+        return b""
+
+    def interrupted(data: bytes) -> bytes:
+        raise KeyboardInterrupt
+
+    both.methods = {"/t/way": UU(way), "/t/hang": UU(hang)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    other = channel.unary_unary("/t/hang").future(b"")
+    assert running.wait(LONG_S)
+    reader = channel.attachment.runtime.reader
+    reader.unwatch()  # so that this thread reads
+    wait_for(lambda: not reader._turn.locked())
+    with pytest.raises(KeyboardInterrupt):
+        channel.unary_unary("/t/way", response_deserializer=interrupted)(b"")
+    reader.watch()
+    assert other.code() is grpc.StatusCode.UNAVAILABLE
+    assert "interrupted" in other.details()
+    release.set()
+    wait_for(lambda: channel.unary_unary("/t/way")(b"", wait_for_ready=True) == b"runtime")
+
+
+@pytest.mark.parametrize("runtime", [False, True])
+def test_futures_of_a_channel_that_is_closed(runtime: bool) -> None:
+    release = threading.Event()
+    options = RUNTIME_SHM if runtime else {}
+    ends = Ends(
+        System("shm", options, options),
+        {"/t/way": UU(way), "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S)))},
+    )
+    channel = ends.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == (b"runtime" if runtime else b"grpcio")
+    future = channel.unary_unary("/t/hang").future(b"")
+    channel.close()
+    with pytest.raises(grpc.RpcError) as caught:
+        future.result(LONG_S)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert future.details() == "Channel closed!"
+    assert not future.cancelled()
+    release.set()
+    ends.close()
+
+
+def test_a_deadline_beyond_what_locks_wait_for() -> None:
+    """A peer may name any; those of others pass all the same."""
+    deadlines, passed = Deadlines(), threading.Event()
+    far = deadlines.add(time.monotonic() + frames.NO_DEADLINE / 1e6, passed.set)
+    time.sleep(0.05)  # the thread waits for it
+    assert far.action is not None
+    deadlines.add(time.monotonic() + 0.05, passed.set)
+    assert passed.wait(LONG_S)
 
 
 # What cannot be

@@ -173,6 +173,7 @@ class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignor
         with self._client.mutex:
             callbacks, self._callbacks = self._callbacks, None
         self.finish()
+        self._client.unkeep(self)
         if self._unattended:
             self._client.reader.unwatch()
         if callbacks:
@@ -424,15 +425,20 @@ class RuntimeClient:
             call.conclude(grpc.StatusCode.UNAVAILABLE, "the connection is over")
 
     def forget(self, call: RuntimeCall) -> None:
-        """A call has ended, or goes on by grpcio."""
-        self._calls.pop(call.number[0], None)
-        if self._kept:
-            self._kept.pop(id(call), None)
+        """A call has ended, or goes on by grpcio; its slot may be that of another one by now."""
+        known = self._calls.get(call.number[0])
+        if known is not None and known() in (call, None):
+            self._calls.pop(call.number[0], None)
 
     def keep(self, call: RuntimeCall) -> None:
         """A call goes on though its caller may forget it."""
         self._kept[id(call)] = call
         if call.finished:
+            self.unkeep(call)
+
+    def unkeep(self, call: RuntimeCall) -> None:
+        """A call has ended, after `finish`."""
+        if self._kept:
             self._kept.pop(id(call), None)
 
     def arrived(self, frame: Frame) -> None:
@@ -460,7 +466,7 @@ class RuntimeClient:
             if call is None:
                 continue
             if self._closed:
-                call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!", cancelled=True)
+                call.conclude(grpc.StatusCode.CANCELLED, "Channel closed!")
             else:
                 call.conclude(grpc.StatusCode.UNAVAILABLE, reason)
         self.reader.stop()

@@ -70,7 +70,9 @@ class Deadlines:
         while True:
             with self._changed:
                 while not self._heap or self._heap[0][0] > (now := time.monotonic()):
-                    self._changed.wait(self._heap[0][0] - now if self._heap else None)
+                    # A peer may name any deadline; no lock waits for more than TIMEOUT_MAX.
+                    left_s = self._heap[0][0] - now if self._heap else threading.TIMEOUT_MAX
+                    self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
                 action = heapq.heappop(self._heap)[2].action
             if action is not None:
                 try:

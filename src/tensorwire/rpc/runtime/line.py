@@ -102,6 +102,10 @@ class Line:
         except RingError as error:
             outbox.clear()
             self._fail(error)
+        except BaseException as error:
+            outbox.clear()
+            self._give_up(error)
+            raise
         return True
 
     def _write_later(self) -> None:
@@ -149,10 +153,18 @@ class Line:
             self.end(str(error))
         except (FrameError, RingError) as error:
             self._fail(error)
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _fail(self, error: Exception) -> None:
         _LOG.warning("a peer sent what cannot be, and is left: %s", error)
         self.end(f"the other end sent what cannot be: {error}")
+        self._node.close()
+
+    def _give_up(self, error: BaseException) -> None:
+        """This thread was interrupted, perhaps with frames of others, which are lost with it."""
+        self.end(f"a thread was interrupted that read or wrote for all: {error!r}")
         self._node.close()
 
     def end(self, reason: str) -> None:

@@ -112,8 +112,9 @@ class IncomingCall:
             if not self._token:
                 return
             self._token.pop()
+            # Who finds it ended finds its slot free: the client may use that again.
+            self._end.forget(self)
             callbacks, self._callbacks = self._callbacks, []
-        self._end.forget(self)
         if self.alarm is not None:
             self.alarm.action = None
         if frames:
@@ -300,7 +301,8 @@ class Service:
     ) -> ServerEnd:
         """The server's end of a new line; `start` lets calls come."""
         end = ServerEnd(self, attachment, caller, node, memory, other, peer)
-        self._ends.add(end)
+        with self._lock:
+            self._ends.add(end)
         if self._stopping:
             end.go_away()
         return end
@@ -308,17 +310,21 @@ class Service:
     @property
     def active(self) -> int:
         """Calls under way."""
-        return sum(end.active for end in list(self._ends))
+        return sum(end.active for end in self._all())
+
+    def _all(self) -> list[ServerEnd]:
+        with self._lock:
+            return list(self._ends)
 
     def stop(self) -> None:
         """Lets no more calls begin."""
         self._stopping = True
-        for end in list(self._ends):
+        for end in self._all():
             end.go_away()
 
     def cancel_all(self) -> None:
         """Ends all calls."""
-        for end in list(self._ends):
+        for end in self._all():
             end.cancel_all()
 
     def _find(self, details: Any) -> Any:
