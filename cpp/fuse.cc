@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 
 #include "error.h"
 
@@ -56,6 +57,19 @@ int open_device() {
                              errno));
 }
 
+// Which mount a path leads to; -1 if that cannot be found. It asks no file system, so also not us.
+int64_t mount_at(const std::string& path) {
+  int folder = ::open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return -1;
+  std::ifstream told("/proc/self/fdinfo/" + std::to_string(folder));
+  int64_t found = -1;
+  for (std::string word; told >> word;) {
+    if (word == "mnt_id:") told >> found;
+  }
+  ::close(folder);
+  return found;
+}
+
 }  // namespace
 
 std::vector<std::pair<const std::byte*, uint64_t>> part_of(const Content& content, uint64_t offset,
@@ -92,6 +106,7 @@ Mount::Mount(const std::string& path, uint32_t uid, uint32_t gid) : path_(path) 
     if (ended_ >= 0) ::close(ended_);
     throw mount_error(path, failed);
   }
+  mount_ = mount_at(path_);
 }
 
 Mount::~Mount() {
@@ -102,7 +117,11 @@ Mount::~Mount() {
 
 void Mount::end() {
   std::call_once(end_, [this] {
-    ::umount2(path_.c_str(), MNT_DETACH);  // it may have been unmounted by somebody else
+    // It may have been unmounted by somebody else, and the path then leads to another mount, which
+    // may even have its number; or another one lies over it.
+    pollfd device{device_, 0, 0};
+    bool is_mounted = ::poll(&device, 1, 0) >= 0 && (device.revents & POLLERR) == 0;
+    if (is_mounted && mount_at(path_) == mount_) ::umount2(path_.c_str(), MNT_DETACH);
     uint64_t one = 1;
     (void)!::write(ended_, &one, sizeof one);
   });

@@ -68,6 +68,7 @@ class Mount {
   void initialise(const char* data, size_t size);
 
   std::string path_;
+  int64_t mount_ = -1;  // its number
   int device_ = -1;
   int ended_ = -1;  // an eventfd that is never read
   std::once_flag end_;

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,13 @@ def _is_stale(path: Path) -> bool:
     except OSError as error:
         return error.errno == errno.ENOTCONN
     return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -165,6 +172,42 @@ def test_ends_of_mount_and_job(folder: Path) -> None:
         assert made.process.wait(30) == 0
     finally:
         job.end()
+
+
+def mounts_at(path: Path) -> int:
+    with open("/proc/self/mountinfo") as told:
+        return sum(line.split()[4] == str(path) for line in told)
+
+
+@pytest.mark.slow
+def test_a_mount_that_ends_leaves_those_of_others(folder: Path) -> None:
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01")
+    path = folder / "mnt"
+    path.mkdir()
+    run("mount", "-t", "tmpfs", "own", str(path))
+    (path / "mine").touch()
+    try:
+        with mounted(folder, job.address) as lower:
+            wait_until(lambda: mounts_at(path) == 2)
+            with mounted(folder, job.address) as upper:
+                wait_until(lambda: mounts_at(path) == 3)
+                lower.process.terminate()  # it is covered, and so stays until somebody unmounts it
+                assert lower.process.wait(30) == 0
+                assert mounts_at(path) == 3
+                assert int((path / "status/version").read_text()) > 1
+                upper.process.terminate()
+                assert upper.process.wait(30) == 0
+                assert mounts_at(path) == 2
+                run("umount", str(path))
+                third = Mounted(folder, job.address)
+                wait_until(lambda: mounts_at(path) == 2)
+                run("umount", str(path))
+                assert third.process.wait(30) == 0
+                assert mounts_at(path) == 1
+                assert os.listdir(path) == ["mine"]
+    finally:
+        job.end()
+    assert mounts_at(path) == 0
 
 
 @pytest.mark.slow
