@@ -2,6 +2,9 @@
 
 import contextlib
 import errno
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from files.file_workers import STEPS, Client, FileJob, reference, same
 
 from tensorwire.files.npy import npy_header
+from tensorwire.membership import running_file_workers
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -143,6 +147,34 @@ def test_what_is_refused_and_goes_on(folder: Path) -> None:
         found = job.model()
         with refused_with(errno.ENOTCONN):
             worker.commit(version)
+    assert same(found, reference(folder, 2))
+
+
+@pytest.mark.slow
+def test_an_answer_that_comes_too_late_is_none_to_the_next_request(folder: Path) -> None:
+    with running(folder, "--workers", "1", "--file-workers", "1") as job:
+        client = Client(job, 1)
+        worker = client.worker
+        version = worker.wait(1, 60)
+        process = next(each.pid for each in running_file_workers())
+        os.kill(process, signal.SIGSTOP)
+        wake = threading.Timer(0.5, os.kill, (process, signal.SIGCONT))
+        try:
+            assert worker._channel is not None
+            worker._channel.settimeout(0.2)
+            with refused_with(errno.ETIMEDOUT):
+                worker.commit(version - 1)
+            wake.start()
+            with refused_with(errno.EINVAL):
+                worker.commit_text("rubbish")
+            with refused_with(errno.EINVAL):
+                worker.commit_text("absent " + 30_000 * "é")
+        finally:
+            wake.cancel()
+            os.kill(process, signal.SIGCONT)
+        train(job, client, 0, 1)
+        client.close()
+        found = job.model()
     assert same(found, reference(folder, 2))
 
 

@@ -153,7 +153,8 @@ class FileWorker:
 
         Raises:
             OSError: ENODATA, EFBIG, EINVAL or EDOM for what is wrong with a file, ESTALE for
-                another version, EBUSY where this one was committed, ENOTCONN if the job is over.
+                another version, EBUSY where this one was committed, ENOTCONN if the job is over,
+                ETIMEDOUT if nobody answers; it may then have been committed all the same.
         """
         self.commit_text(str(CommitText(version, samples, tuple(absent), allow_nan)))
 
@@ -226,10 +227,16 @@ class FileWorker:
     def _ask(self, request: dict[str, Any]) -> list[int]:
         assert self._channel is not None
         try:
-            self._channel.send(json.dumps(request).encode())
+            self._channel.send(json.dumps(request, ensure_ascii=False).encode())
             data, descriptors, _, _ = socket.recv_fds(self._channel, _MOST_ANSWER, 1)
         except ConnectionError:
             raise self._gone() from None
+        except BaseException as error:  # an answer that comes later is none to the next request
+            self.close()
+            if isinstance(error, TimeoutError):
+                told = f"the process that takes them has not answered in {_ANSWER_S:g} s"
+                raise refuse(errno.ETIMEDOUT, self._folder, told) from None
+            raise
         if not data:
             raise self._gone()
         answer = json.loads(data)
