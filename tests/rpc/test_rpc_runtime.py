@@ -324,6 +324,31 @@ def test_a_slot_that_is_used_again_as_its_call_ends(
     assert following.result(LONG_S) == b"runtime"
 
 
+def test_a_call_in_the_place_of_one_that_was_given_up(both: Ends) -> None:
+    """A client may send a CANCEL behind the next call of that slot, or a CALL behind it."""
+    release = threading.Event()
+
+    def hang(request: bytes, context: Any) -> bytes:
+        release.wait(LONG_S)
+        return b""
+
+    both.methods = {"/t/way": UU(way), "/t/hang": UU(hang)}
+    channel = both.serve().channel()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    end = next(iter(both.server._service._ends))
+    line = channel.attachment.runtime.line
+    for generation in (7, 8, 6):
+        call = frames.call_frames((0, generation), b"/t/hang", frames.NO_DEADLINE, (), b"")
+        line.send(call)
+    line.send((frames.short_frame(frames.CANCEL, (0, 7)),))
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    assert end._calls[0].number == (0, 8)
+    line.send((frames.short_frame(frames.CANCEL, (0, 8)),))
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+    assert 0 not in end._calls
+    release.set()
+
+
 def test_an_interrupt_among_the_frames_of_others_ends_their_calls(both: Ends) -> None:
     """Whose answers were lost with the thread that had read them, they do not wait for ever."""
     running, release = threading.Event(), threading.Event()

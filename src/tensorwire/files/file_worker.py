@@ -231,9 +231,9 @@ class FileWorker:
             data, descriptors, _, _ = socket.recv_fds(self._channel, _MOST_ANSWER, 1)
         except ConnectionError:
             raise self._gone() from None
-        except BaseException as error:  # an answer that comes later is none to the next request
+        except BaseException as late:  # an answer that comes later is none to the next request
             self.close()
-            if isinstance(error, TimeoutError):
+            if isinstance(late, TimeoutError):
                 told = f"the process that takes them has not answered in {_ANSWER_S:g} s"
                 raise refuse(errno.ETIMEDOUT, self._folder, told) from None
             raise

@@ -196,8 +196,13 @@ class ServerEnd:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
         slot = frame.number[0]
         if frame.kind == CALL:
-            if slot >= CALLS or slot in self._calls:
+            before = self._calls.get(slot)
+            if slot >= CALLS or (before is not None and before.number == frame.number):
                 raise FrameError(f"a call with the number {frame.number}")
+            if before is not None:  # one of the two was given up; its CANCEL is on its way, or was
+                if before.number[1] > frame.number[1]:
+                    return
+                before.finish((), reading=True)
             body = parse_call(frame.body)
             call = self._calls[slot] = IncomingCall(self, frame.number, body)
             self._piece(call, body.piece, frame.flags)
