@@ -89,6 +89,23 @@ def test_workers_that_disagree_are_named(tmp_path: Path) -> None:
     assert "without shm, and worker 0" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--elastic --slices 4", "started with --elastic or --no-restart-workers"),
+        ("--no-restart-workers", "started with --elastic or --no-restart-workers"),
+        ("--shares 2", "started with --shares or --rebalance"),
+        ("--rebalance", "started with --shares or --rebalance"),
+    ],
+)
+def test_where_members_come_and_go_no_script_may_decline(
+    tmp_path: Path, options: str, why: str
+) -> None:
+    code, _, said = run(tmp_path, "False", *options.split())
+    assert code == 1, said
+    assert f"{why}, which needs that a process can be replaced" in said
+
+
 def test_what_cannot_be_durable_is_an_error(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "True", "--no-durable")
     assert code == 1

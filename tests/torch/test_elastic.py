@@ -123,6 +123,35 @@ def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
         check(job, tmp_path)
 
 
+KEEPS_ON = """
+def given():
+    try:
+        yield from loader
+    except SystemExit:
+        for does in (
+            lambda: job.sum([1.0]), lambda: job.save("late"), lambda: list(loader), opt.step,
+            lambda: tw.edit(model).__enter__(),
+        ):
+            try:
+                does()
+            except RuntimeError as error:
+                print("refused", "this worker has left the job" in str(error), flush=True)
+for epoch in"""
+
+
+def test_a_script_that_keeps_on_where_it_was_to_leave(tmp_path: Path) -> None:
+    """Named for a bug: what it computed was added to what others did, and the results differed."""
+    script = SCRIPT.replace("for epoch in", KEEPS_ON, 1).replace("(loader)", "(given())")
+    with running(tmp_path / "job", script=script) as job:
+        job.wait_for("epoch 0 digest")
+        assert job.scale(2)["went"] == [2]
+        text = check(job, tmp_path)
+    assert text.count("refused True") == 5, text
+    assert "worker 2 leaves behind step" in text
+    assert "; it exited with code 1" in text
+    assert not (tmp_path / "job" / "late").exists()
+
+
 def test_a_job_that_ends_meanwhile(tmp_path: Path) -> None:
     """Nobody waits for a worker that joins too late."""
     with running(tmp_path / "job", pause_s=0.0, epochs=2) as job:

@@ -296,7 +296,7 @@ def test_only_a_durable_job(tmp_path: Path) -> None:
         ("--workers 2 --no-durable", "leave it out"),
         ("--workers 2 --transports tcp", "add shm, or let workers be restarted"),
         ("--workers 2 --restarts 0", "1 or more are needed, or let workers be restarted"),
-        ("--workers 1", "start several, or let it be restarted"),
+        ("--workers 1", "start several, or say --elastic with --slices L"),
     ):
         _, said = run(tmp_path / options, "", "", options=options, code=2)
         assert "no worker can take over the slices" in said

@@ -1,6 +1,7 @@
 """What a launcher hears at its door, and what who has asked is told."""
 
 import json
+import math
 import select
 import socket
 import threading
@@ -29,10 +30,12 @@ class Fake:
         self.why = self.cancelled = ""
         self.asked: Mapping[str, Any] = {}
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        self.asked = asked
+    def check(self, asked: Mapping[str, Any]) -> None:
         if asked.get("count", 1) < 1:
             raise ScaleError("at least 1 is needed")
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.asked = asked
         say("it has begun")
 
     def tend(self) -> dict[str, Any] | None:
@@ -107,6 +110,25 @@ def test_one_part_and_two(launcher: Launcher) -> None:
 def test_what_is_refused(launcher: Launcher, message: dict[str, Any], why: str) -> None:
     with pytest.raises(ScaleError, match=why):
         launcher.ask(message)
+
+
+def test_nothing_is_begun_where_one_part_cannot_be(launcher: Launcher) -> None:
+    launcher.handlers["workers"].outcome = {"workers": {"text": "three workers"}}
+    with pytest.raises(ScaleError, match="at least 1"):
+        launcher.ask({"workers": {"count": 3}, "servers": {"count": 0}})
+    assert not launcher.handlers["workers"].asked
+
+
+def test_what_was_done_before_an_error_is_told(launcher: Launcher) -> None:
+    launcher.handlers["workers"].outcome = {"workers": {"text": "three workers"}}
+    launcher.handlers["servers"].why = "no server starts"
+    with pytest.raises(ScaleError, match=r"no server starts \(done before: three workers\)"):
+        launcher.ask({"workers": {"count": 3}, "servers": {"count": 2}})
+
+
+def test_who_would_wait_for_ever(launcher: Launcher) -> None:
+    launcher.handlers["workers"].outcome = {"workers": {"text": "one"}}
+    assert launcher.ask({"workers": {"count": 1}}, math.inf) == {"workers": {"text": "one"}}
 
 
 def test_a_job_that_ends(launcher: Launcher) -> None:

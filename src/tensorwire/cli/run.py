@@ -98,7 +98,7 @@ class _Run(Command):
 )
 @click.option(
     "--restart-workers/--no-restart-workers",
-    default=True,
+    default=None,
     help="With --no-restart-workers a worker that is killed is not started again: those "
     "that live compute its slices too, from the same samples and random numbers, and the "
     "result has the same bits. Several may die, down to one. The script makes its steps from "
@@ -153,7 +153,7 @@ def run(
     durable: bool | None,
     restarts: int,
     silence_s: float,
-    restart_workers: bool,
+    restart_workers: bool | None,
     elastic: bool,
     file_workers: int,
     shares: int | None,
@@ -190,6 +190,10 @@ def run(
     killed it). Ctrl-C ends the job in order, a second one at once. Nothing is left running.
     """  # noqa: D301 (\b is what click reads)
     command = ("-m", script, *arguments) if module else (script, *arguments)
+    if elastic and restart_workers:
+        raise click.UsageError(
+            "--elastic implies --no-restart-workers: leave --restart-workers out"
+        )
     names = None
     if transports is not None:
         names = tuple(name.strip() for name in transports.split(","))
@@ -206,7 +210,7 @@ def run(
             durable,
             restarts,
             silence_s,
-            restart_workers and not elastic,
+            not elastic if restart_workers is None else restart_workers,
             file_workers,
             shares,
             rebalance,

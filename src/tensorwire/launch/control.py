@@ -28,6 +28,7 @@ from tensorwire.membership import PEER_CREDENTIALS, runtime_folder
 _MOST_CLIENTS = 64
 _LONGEST = 1 << 16
 _PURPOSE = b"tensorwire: ask the launcher of a job"
+_LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
 _ANSWER_S = 10.0  # of a launcher that is asked to take something back
 
 
@@ -223,7 +224,7 @@ def ask_launcher(
         UnavailableError: the launcher does not listen, or has ended.
         TimeoutError: it was not done in time, and is taken back.
     """
-    deadline, late, interrupted = time.monotonic() + timeout_s, False, False
+    deadline, late, interrupted = time.monotonic() + min(timeout_s, _LONGEST_WAIT_S), False, False
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         try:
             channel.settimeout(min(timeout_s, _ANSWER_S))

@@ -73,7 +73,7 @@ class Moves:
 
     # --- what is asked --------------------------------------------------------------------------
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def check(self, asked: Mapping[str, Any]) -> None:
         """See `Handler`."""
         count, most = asked.get("count"), len(self._dealt.owners)
         if type(count) is not int or not 1 <= count <= most:
@@ -81,6 +81,11 @@ class Moves:
                 f"the job can have 1 to {most} servers, as it was started with {most} shares "
                 f"(--shares), not {count!r}"
             )
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """See `Handler`."""
+        self.check(asked)
+        count, most = int(asked["count"]), len(self._dealt.owners)
         present = sorted(set(self._dealt.owners.values()))
         free = (number for number in range(most) if number not in present)
         servers = [*present[:count], *(next(free) for _ in range(count - len(present)))]
@@ -106,7 +111,8 @@ class Moves:
         shares = {number: self._dealt.shares_of(number) for number in servers}
         told = "; ".join(f"server {n}: {_listed(each)}" for n, each in shares.items())
         count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
-        text = f"{count}, {self._moved} shares moved ({told})"
+        moved = f"{self._moved} share{'' if self._moved == 1 else 's'} moved"
+        text = f"{count}, {moved} ({told})"
         return {"servers": {"text": text, "shares": shares, "moved": self._moved}}
 
     def cancel(self, why: str) -> None:

@@ -19,6 +19,13 @@ _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
 class Handler(Protocol):
     """Carries out one part of a request; at most one is under way."""
 
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Looks whether it can be done, as far as that is known now; nothing changes.
+
+        Raises:
+            ScaleError: it cannot be done.
+        """
+
     def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Checks it, and begins.
 
@@ -44,12 +51,16 @@ class Handler(Protocol):
 class FixedServers:
     """The handler of a job whose servers keep what they have."""
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def check(self, asked: Mapping[str, Any]) -> None:
         """See `Handler`."""
         raise ScaleError(
             "this job was started without --shares, and its servers keep what they have; with "
             "tensorwire run --shares N there can be 1 to N servers"
         )
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """See `Handler`."""
+        self.check(asked)
 
     def tend(self) -> dict[str, Any] | None:
         """See `Handler`."""
@@ -134,13 +145,22 @@ class Scaling:
         elif not all(isinstance(part, dict) for part in asked.values()):
             why = "the launcher does not understand this: is the command of its version?"
         else:
-            why = self._reason_against()
+            why = self._reason_against() or self._reason_of_parts(asked)
         if why:
             self._leave(client)
             client.refuse(why)
             return
         self._client, self._outcome = client, {}
         self._waiting = list(asked.items())
+
+    def _reason_of_parts(self, asked: Mapping[str, Mapping[str, Any]]) -> str:
+        """Why one part cannot be done, before another one is begun; "" if all can be."""
+        try:
+            for name, part in asked.items():
+                self._handlers[name].check(part)
+        except ScaleError as error:
+            return str(error)
+        return ""
 
     def _go_on(self) -> None:
         """Parts that are done give way to the next; ends where nothing is left."""
@@ -166,7 +186,8 @@ class Scaling:
         client, self._client = self._client, None
         self._present, self._waiting = None, []
         self._leave(client)
-        client.refuse(why)
+        done = "; ".join(str(each.get("text", name)) for name, each in self._outcome.items())
+        client.refuse(f"{why} (done before: {done})" if done else why)
 
     def _leave(self, client: Client) -> None:
         if self._door is not None:

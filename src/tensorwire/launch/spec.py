@@ -18,7 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorwire.membership import JOB_LOG, find_cluster_start, shown_command, without_ranks
+from tensorwire.membership import (
+    JOB_LOG,
+    MAX_WORKERS,
+    SHARES_MOVE,
+    find_cluster_start,
+    shown_command,
+    without_ranks,
+)
 from tensorwire.memory.node import TRANSPORTS
 from tensorwire.tracebacks import wants_full
 
@@ -29,6 +36,8 @@ _FILES_PER_PROCESS = 64
 _FILE_WORKER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.files.worker_process")
 # With `rebalance`, where nobody says how many: the fewer, the coarser is what can be moved.
 _SHARES_PER_SERVER = 4
+# Each costs every worker and server a connection, and every step an answer.
+_MOST_SHARES = 256
 _SERVER_COMMAND = (sys.executable, "-P", "-m", "tensorwire.torch.server")
 
 
@@ -87,6 +96,9 @@ class JobSpec:
         if self.servers < 1:
             raise ValueError(f"servers is {self.servers}; at least 1 is needed")
         elastic = not self.restart_workers
+        for name, count in (("workers", self.members), ("slices", self.slices or 1)):
+            if count > MAX_WORKERS:
+                raise ValueError(f"{name} is {count}; there can be {MAX_WORKERS} at most")
         if elastic and self.slices is not None and self.slices < self.workers:
             raise ValueError(
                 f"slices is {self.slices}, and there are {self.workers} workers: each computes one "
@@ -122,6 +134,11 @@ class JobSpec:
             raise ValueError(
                 f"shares is {self.shares} and servers is {self.servers}; each server has at least "
                 "one share"
+            )
+        if self.moves_shares and self.dealt > _MOST_SHARES:
+            raise ValueError(
+                f"there would be {self.dealt} shares, and {_MOST_SHARES} are the most: as many are "
+                "enough as servers are wanted, or a few for each"
             )
         if self.moves_shares and (why := self._share_obstacle()):
             raise ValueError(f"shares of servers cannot move to other servers: {why}")
@@ -189,6 +206,9 @@ class JobSpec:
         for name in ("DURABLE", "TAKEOVER", "PRESENT", "DESCRIPTOR_STORE", "TERM", "JOINS"):
             environment.pop(f"TENSORWIRE_{name}", None)
         environment.pop(JOB_LOG, None)
+        environment.pop(SHARES_MOVE, None)
+        if self.moves_shares:
+            environment[SHARES_MOVE] = "1"
         if self.is_durable:
             asked = self.durable or not self.restart_workers
             environment["TENSORWIRE_DURABLE"] = "1" if asked else "default"
@@ -344,7 +364,7 @@ class JobSpec:
         if self.durable is False:
             return "--no-durable says that nothing outlives a process; leave it out"
         if self.places == 1:
-            return "there is one; start several, or let it be restarted"
+            return "there is one, with one slice; start several, or say --elastic with --slices L"
         why = self._obstacle()
         return why and f"{why}, or let workers be restarted"
 

@@ -82,7 +82,7 @@ class WorkerCount:
 
     # ---- the request
 
-    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def check(self, asked: Mapping[str, Any]) -> None:
         """See `Handler`."""
         count, drain = asked.get("count"), asked.get("drain", [])
         if type(count) is not int or not isinstance(drain, list):
@@ -101,14 +101,22 @@ class WorkerCount:
             raise ScaleError(f"no worker {unknown[0]} could leave: there are {there}")
         if len(drain) > max(len(present) - count, 0):
             raise ScaleError(
-                f"{len(drain)} workers are to leave, and {count} to be there of {len(present)}"
+                f"--drain names {len(drain)} of the {len(present)} workers, and --workers {count} "
+                f"leaves no room for that many to go: at most {max(len(present) - count, 0)}"
             )
+        self._check(present, count > len(present))
+
+    def begin(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """See `Handler`."""
+        self.check(asked)
+        takeovers, places = self._restarts.takeovers, self._job.places
+        assert takeovers is not None
+        count, drain, present = asked["count"], asked.get("drain", []), takeovers.present()
         self._clear()
         self._tell, self._before = say, len(present)
         stay = [rank for rank in present if rank not in drain]
         self._drain = sorted([*drain, *stay[count:]])
         free = [place for place in range(places) if place not in present]
-        self._check(present, bool(free[: count - len(present)]) and count > len(present))
         self._state = "starting"
         for rank in free[: max(count - len(present), 0)]:
             if self._state == "starting":

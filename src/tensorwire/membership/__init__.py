@@ -4,7 +4,15 @@ from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer, FollowingCollective
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
 from .durable_memory import DurableMemory, open_node
-from .engines import Start, explicit_start, find_cluster_start, find_start, torch_job, without_ranks
+from .engines import (
+    MAX_WORKERS,
+    Start,
+    explicit_start,
+    find_cluster_start,
+    find_start,
+    torch_job,
+    without_ranks,
+)
 from .entry import PEER_CREDENTIALS, SUPERVISOR, enter_job
 from .history import History, NoteKind
 from .identity import (
@@ -38,7 +46,7 @@ from .server import OfWorkers, ServerMember
 from .status import StatusRegion, read_status, reader_name
 from .takeovers import PlannedChange, Takeovers, deal_places
 from .worker import WorkerMember
-from .world import RANK, SLICES, World
+from .world import RANK, SHARES_MOVE, SLICES, World
 
 __all__ = [
     "CONTROL",
@@ -48,8 +56,10 @@ __all__ = [
     "JOB_LOG",
     "LISTENER",
     "LOOPBACK",
+    "MAX_WORKERS",
     "PEER_CREDENTIALS",
     "RANK",
+    "SHARES_MOVE",
     "SLICES",
     "SUPERVISOR",
     "Collective",

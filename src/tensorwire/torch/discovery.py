@@ -18,6 +18,7 @@ from tensorwire import tracebacks
 from tensorwire.errors import UnavailableError
 from tensorwire.membership import (
     RANK,
+    SHARES_MOVE,
     SLICES,
     SUPERVISOR,
     World,
@@ -87,7 +88,8 @@ def as_durable(place: World, durable: bool | None) -> World:
         durable: as it was given.
 
     Raises:
-        ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be.
+        ValueError: it is to be durable and cannot be; as all of `tensorwire serve` are to be, and
+            those whose workers or servers may come and go.
     """
     why = "" if durable is not False else "tw.init(durable=False)"
     names = [name.strip() for name in os.environ.get("TENSORWIRE_TRANSPORTS", "shm").split(",")]
@@ -105,12 +107,22 @@ def as_durable(place: World, durable: bool | None) -> World:
         raise ValueError(
             f"workers of 'tensorwire serve' are replaced when they die, and cannot be here: {why}"
         )
+    if place.durable and why and (needs := _what_needs_it(place)):
+        raise ValueError(f"{needs}, which needs that a process can be replaced when it dies: {why}")
     if not (place.durable and why):
         return replace(place, asked=place.durable and (durable is True or place.asked))
     if place.rank == 0 and (place.asked or durable is False):
         text = f"no process of this job that is killed is replaced: {why}"
         print(f"tensorwire: {text}", file=sys.stderr, flush=True)
-    return replace(place, durable=False, takeover=False)
+    return replace(place, durable=False)
+
+
+def _what_needs_it(place: World) -> str:
+    """What cannot be had without memory that outlives processes, as a sentence; "" if nothing."""
+    if place.takeover:
+        return "this job was started with --elastic or --no-restart-workers"
+    moves = os.environ.get(SHARES_MOVE) == "1"
+    return "this job was started with --shares or --rebalance" if moves else ""
 
 
 def _start_servers(meeting: Meeting) -> tuple[str, ...]:

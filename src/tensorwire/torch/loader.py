@@ -257,6 +257,7 @@ class Loader:
             return seed_of(session.seed, epoch, step, index, 1 + session.stage)
 
         trains = torch.is_grad_enabled()
+        session.check_present("a new pass of a loader")
         session.check_due("a new pass of a loader")
         if session.taking is None or not trains:
             batches = [batch(*each) for each in self._mine()]

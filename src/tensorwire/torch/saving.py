@@ -106,6 +106,7 @@ class Saving:
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
         session, where = self._session, os.path.abspath(path)
+        session.check_present("job.save()")
         self.counts[where] = self.counts.get(where, 0) + 1
         if self.counts[where] % every:
             return None

@@ -190,6 +190,11 @@ class Session:
         if self.taking is not None:
             self.taking.check(what)
 
+    def check_present(self, what: str) -> None:
+        """Raises RuntimeError if this worker has left the job by a change; see `Taking`."""
+        if self.taking is not None:
+            self.taking.check_present(what)
+
     def left_due(self) -> RuntimeError | None:
         """The error of a script that ends while a batch is due, which is printed; None: it is not.
 
@@ -345,6 +350,7 @@ class Session:
     def _ask(self, ask: Callable[[Given], Answer], given: Given) -> Answer:
         if self.rejoin is not None:
             self.rejoin.find_load()
+        self.check_present("sum(), mean(), barrier() or another call of all workers")
         self.check_due("sum(), mean(), barrier() or another call of all workers")
         try:
             return self._answered(ask(given))
@@ -365,6 +371,7 @@ class Session:
 
     def meet(self) -> None:
         """A call begins that all workers make; until its end nobody steps."""
+        self.check_present("edit() or another call of all workers")
         if not self.mode.is_sync:  # else steps keep them together
             self.barrier()
 

@@ -45,7 +45,12 @@ class Taking:
 
     @property
     def slice_index(self) -> int:
-        """The slice that is being computed."""
+        """The slice that is being computed.
+
+        Raises:
+            RuntimeError: see `check_present`.
+        """
+        self.check_present("a gradient is computed")
         return self._takeovers.slices[0] if self.present is None else self.present
 
     @property
@@ -72,6 +77,7 @@ class Taking:
             RuntimeError: its batch was not given, or another optimizer has stepped with it.
         """
         before, other = self._stepped
+        self.check_present("step()")
         if batches and other is not None and before == batches and other is not replica:
             self.refuse("several optimizers make steps with one batch")
             if self.due:
@@ -98,6 +104,16 @@ class Taking:
                 torch.set_rng_state(self._random)
             self._random = None
 
+    def check_present(self, what: str) -> None:
+        """Raises RuntimeError if this worker has left by a change, and others have its slices."""
+        if self._takeovers.is_gone:
+            raise RuntimeError(
+                f"{what}, and this worker has left the job (tensorwire scale): its loader has "
+                "raised SystemExit, and others compute its slices. Let that end the process, and "
+                "neither train, save nor wait for other workers in what runs on the way out "
+                "(finally, except BaseException)"
+            )
+
     def check(self, what: str) -> None:
         """Raises RuntimeError while a batch is due."""
         if self.due:
@@ -115,6 +131,7 @@ class Taking:
         Raises:
             RuntimeError: see `check`.
         """
+        self.check_present("the next epoch")
         self.check("the next epoch")
         if against:
             self.refuse(against)
