@@ -4,7 +4,9 @@ import contextlib
 import gc
 import os
 import random
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,7 @@ from test_rpc_conformance import wait_for  # noqa: E402
 
 from tensorwire import rpc  # noqa: E402
 from tensorwire.rpc import tensors  # noqa: E402
-from tensorwire.testing.leaks import assert_no_leak  # noqa: E402
+from tensorwire.testing.leaks import Footprint  # noqa: E402
 
 CALLS = int(os.environ.get("CALLS", "25000"))  # of each of the four
 THREADS = 4
@@ -143,6 +145,13 @@ def connected(transport: str, runtime: bool) -> Iterator[Any]:
     wait_for(lambda: tensors.held_tensors() == 0)
 
 
+def grown(before: Footprint) -> list[str]:
+    """What is held more than before. Threads of grpcio's own pools come and go as it likes."""
+    gc.collect()
+    own = re.compile(r"threads: .*\((event_engine|grpc_|resolver|timer)")
+    return [line for line in Footprint.now().growth(before) if not own.match(line)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -151,10 +160,15 @@ def test_nothing_is_left_of_many_calls(transport: str, runtime: bool) -> None:
     with connected(transport, runtime) as channel:  # what a process has once, it has now
         run(channel, 1000)
     del channel  # a closed one keeps a mapping for as long as it is there
-    with assert_no_leak(10.0):
-        with connected(transport, runtime) as channel:
-            run(channel, CALLS // 5)
-            before = anonymous_bytes()
-            run(channel, CALLS)
-            assert anonymous_bytes() - before < MOST_GROWTH_BYTES
-        del channel
+    gc.collect()
+    before = Footprint.now()
+    with connected(transport, runtime) as channel:
+        run(channel, CALLS // 5)
+        memory = anonymous_bytes()
+        run(channel, CALLS)
+        assert anonymous_bytes() - memory < MOST_GROWTH_BYTES
+    del channel
+    deadline = time.monotonic() + 10
+    while left := grown(before):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

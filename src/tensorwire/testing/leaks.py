@@ -27,7 +27,7 @@ class Footprint:
         mappings: mapped memfds and shared memory files, by inode and length.
         threads: running threads, by number and name.
         children: child processes, also those that have ended and were not waited for.
-        shared_files: entries of /dev/shm, of any process.
+        shared_files: files in /dev/shm, of any process; folders there are no shared memory.
     """
 
     descriptors: Counter[str] = field(default_factory=Counter)
@@ -136,7 +136,7 @@ def _command(pid: str) -> str:
 
 
 def _shared_files() -> Counter[str]:
-    return Counter(_entries("/dev/shm"))
+    return Counter(name for name in _entries("/dev/shm") if not os.path.isdir(f"/dev/shm/{name}"))
 
 
 def _entries(folder: str) -> list[str]:
