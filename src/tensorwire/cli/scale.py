@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import click
@@ -12,6 +13,8 @@ from tensorwire.command import Command
 from tensorwire.errors import TimeoutError
 from tensorwire.launch import ScaleError, ask_launcher
 from tensorwire.membership import LoggedJob, RunningServer, logged_jobs, running_servers
+
+_REPLACED_S = 10.0  # in which servers that were killed have been replaced
 
 
 @click.command(cls=Command, short_help="Change the number of workers or servers of a running job.")
@@ -93,7 +96,9 @@ def scale(
         click.echo(text, err=True)
 
     try:
-        outcome = ask_launcher(job.control, _secret_of(job), asked, timeout_s, show)
+        outcome = ask_launcher(
+            job.control, _secret_of(job, min(timeout_s, _REPLACED_S)), asked, timeout_s, show
+        )
     except (ScaleError, TimeoutError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -122,10 +127,13 @@ def _find(address: str | None, jobs: list[LoggedJob]) -> LoggedJob:
     return found[0]
 
 
-def _secret_of(job: LoggedJob) -> bytes:
-    servers = [each for each in running_servers() if each.address in job.addresses]
-    if not servers:
-        raise click.ClickException("the servers of the job do not run at present; try again")
+def _secret_of(job: LoggedJob, wait_s: float) -> bytes:
+    """What one of its servers tells; servers that were killed are replaced in a moment."""
+    deadline = time.monotonic() + wait_s
+    while not (servers := [each for each in running_servers() if each.address in job.addresses]):
+        if time.monotonic() > deadline:
+            raise click.ClickException("the servers of the job do not run at present; try again")
+        time.sleep(0.05)
     return _secret(servers[0])
 
 
