@@ -22,6 +22,7 @@ from test_rpc_conformance import BIG, LONG_S, SS, US, UU, echo, echo_all, wait_f
 
 from tensorwire import rpc
 from tensorwire.rpc import tensors
+from tensorwire.rpc.attachment import LAST_GENERATION
 from tensorwire.rpc.runtime import frames, ring
 from tensorwire.rpc.runtime.context import CallContext
 from tensorwire.rpc.runtime.deadlines import Deadlines
@@ -298,6 +299,25 @@ def test_a_slot_that_is_used_again_before_its_first_call_goes_on_by_grpcio(both:
     assert refused.result(LONG_S) == b"x"
     release.set()
     assert other.result(LONG_S) == b"\0"
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_slot_is_given_up_after_its_last_number(both: Ends, carried: bool) -> None:
+    """A number that does not fit into its 4 bytes is never taken, whatever the call goes by."""
+    both.methods = {"/t/way": UU(way)}
+    channel = both.serve().channel()
+    call = channel.unary_unary("/t/way")
+    other = {} if carried else {"compression": grpc.Compression.NoCompression}
+    assert call(b"") == b"runtime"
+    attachment = channel.attachment
+    attachment._generations[7:9] = [LAST_GENERATION - 2, LAST_GENERATION - 1]
+    attachment._idle_calls.clear()
+    attachment._idle_calls.extend([7, 8])
+    name = b"runtime" if carried else b"grpcio"
+    assert [call(b"", **other) for _ in range(3)] == [name] * 3  # of slots 8, 7 and 7
+    assert list(attachment._idle_calls) == []
+    assert [call(b"", **other), call(b"")] == [b"grpcio"] * 2
+    assert call.future(b"").result(LONG_S) == b"grpcio"
 
 
 def test_a_slot_that_is_used_again_as_its_call_ends(

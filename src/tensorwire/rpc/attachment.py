@@ -29,6 +29,8 @@ ARRAYS_THRESHOLD = 1 << 16
 
 CALLS = 1024
 """Calls of an attachment at a time that may have payload beside them."""
+LAST_GENERATION = (1 << 32) - 1
+"""The highest of a call's number: it travels in 4 bytes."""
 
 _GRACE_S = 2.0
 _BOARD_BYTES = 8 * (1 + SLOTS + CALLS)
@@ -155,7 +157,7 @@ class RpcAttachment:
     # The client numbers its calls: what one raises for another has to name it.
 
     def begin_call(self) -> tuple[int, int] | None:
-        """Takes a number for a call; None: as many are under way as there are numbers."""
+        """Takes a number for a call; None: as many are under way as there are numbers left."""
         try:
             slot = self._idle_calls.pop()  # atomic, as is the append that gives it back
         except IndexError:
@@ -177,7 +179,9 @@ class RpcAttachment:
             self.leases_there.retire(leases, call)
         elif leases:
             self._late.append((time.monotonic() + _GRACE_S, leases, call))
-        self._idle_calls.append(call[0])
+        # Generations only rise, as the words of the board do: a slot is worn out by its last one.
+        if call[1] < LAST_GENERATION:
+            self._idle_calls.append(call[0])
 
     def confirm(self, call: tuple[int, int]) -> None:
         """The server tells the client that the call is one of this attachment."""

@@ -19,7 +19,7 @@ from typing import Any
 from tensorwire.errors import TensorwireError, UnavailableError
 from tensorwire.memory import Node, Region
 
-from .attachment import CALLS, Limits, RpcAttachment, make_board
+from .attachment import CALLS, LAST_GENERATION, Limits, RpcAttachment, make_board
 from .envelope import VERSION
 from .janitor import JANITOR
 from .runtime.client import RuntimeClient
@@ -408,7 +408,7 @@ class AttachmentKeeper:
 
 def check_mark(registry: Registry, mark: tuple[bytes, int, int] | None) -> RpcAttachment | None:
     """The attachment that a call names, if it is one of this server and its number can be one."""
-    if mark is None or mark[1] >= CALLS or mark[2] >= 1 << 32:
+    if mark is None or mark[1] >= CALLS or mark[2] > LAST_GENERATION:
         return None
     return registry.find(mark[0])
 
