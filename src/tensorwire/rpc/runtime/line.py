@@ -159,21 +159,31 @@ class Line:
 
     def _fail(self, error: Exception) -> None:
         _LOG.warning("a peer sent what cannot be, and is left: %s", error)
-        self.end(f"the other end sent what cannot be: {error}")
-        self._node.close()
+        self._end_with_node(f"the other end sent what cannot be: {error}")
 
     def _give_up(self, error: BaseException) -> None:
         """This thread was interrupted, perhaps with frames of others, which are lost with it."""
-        self.end(f"a thread was interrupted that read or wrote for all: {error!r}")
-        self._node.close()
+        self._end_with_node(f"a thread was interrupted that read or wrote for all: {error!r}")
+
+    def _end_with_node(self, reason: str) -> None:
+        """Ends it, and closes the node, which is all that the two ends share."""
+        is_first = self._is_first_to_end()
+        # Before anybody is told, who would otherwise still send calls and payload by this node.
+        try:
+            self._node.close()
+        finally:
+            if is_first:
+                self._end.over(reason)
 
     def end(self, reason: str) -> None:
         """Tells this end that nothing arrives any more; calling it again does nothing."""
+        if self._is_first_to_end():
+            self._end.over(reason)
+
+    def _is_first_to_end(self) -> bool:
         with self._ending:
-            if self._over:
-                return
-            self._over = True
-        self._end.over(reason)
+            before, self._over = self._over, True
+        return not before
 
 
 class Waiter:
