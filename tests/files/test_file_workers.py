@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from files.file_workers import STEPS, Client, FileJob, reference, same
 
+from tensorwire.files import FileWorker
 from tensorwire.files.npy import npy_header
 from tensorwire.membership import running_file_workers
 
@@ -137,7 +138,7 @@ def test_what_is_refused_and_goes_on(folder: Path) -> None:
                 worker.commit_text(text)
         with pytest.raises(ValueError, match="shape"):
             worker.write("weight", right["weight"].T)
-        with pytest.raises(LookupError):
+        with pytest.raises(LookupError, match="no tensor 'nobody' gets gradients"):
             worker.write("nobody", right["weight"])
         worker.commit(version)
         with refused_with(errno.EBUSY, errno.ESTALE):
@@ -195,11 +196,31 @@ def test_by_fsspec(folder: Path) -> None:
                     np.save(file, gradient)
             with refused_with(errno.ESTALE):
                 fs.pipe_file("grads/1/commit", b"version 1")
+            if step == 0:
+                for path in ("params/weight.npy", "grads/1/version", "grads/1/other", "grads/2/x"):
+                    with refused_with(errno.EROFS):
+                        fs.open(path, "wb")
             fs.pipe_file("grads/1/commit", f"version {version}\nsamples 1".encode())
-        for path in ("params/weight.npy", "grads/1/version", "grads/1/other", "grads/2/x"):
-            with refused_with(errno.EROFS, errno.ENOTCONN):
-                fs.open(path, "wb")
         fs.close()
+        client.close()
+        found = job.model()
+    assert same(found, reference(folder, 2))
+
+
+@pytest.mark.slow
+def test_more_programs_than_a_worker_lets_in(folder: Path) -> None:
+    with running(folder, "--workers", "1", "--file-workers", "1") as job:
+        client = Client(job, 1)
+        with contextlib.ExitStack() as stack:
+            others = [stack.enter_context(job.worker(1)) for _ in range(63)]
+            for _ in range(70):  # nor is anything left of those that were refused
+                with refused_with(errno.EBUSY):
+                    FileWorker(job.address(), 1)
+            others[0].close()
+            stack.enter_context(job.worker(1))
+            with refused_with(errno.EBUSY):
+                FileWorker(job.address(), 1)
+        train(job, client)
         client.close()
         found = job.model()
     assert same(found, reference(folder, 2))

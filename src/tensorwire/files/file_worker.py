@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class FileWorker:
 
     Raises:
         OSError: ENOENT if the job has no such worker, or no optimizer yet; ENOTCONN if the process
-            is gone that takes the gradients.
+            is gone that takes the gradients; EBUSY if 64 programs are connected to it.
     """
 
     def __init__(self, address: str, rank: int) -> None:
@@ -59,12 +58,7 @@ class FileWorker:
     def __enter__(self) -> FileWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -146,6 +146,8 @@ class GradientMemory:
 
     def index(self, name: str) -> int:
         """That of a tensor's file; LookupError if it gets no gradients."""
+        if name not in self._index:
+            raise LookupError(f"no tensor {name!r} gets gradients")
         return self._index[name]
 
     def room(self, index: int) -> Bytes:

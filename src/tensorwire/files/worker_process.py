@@ -42,6 +42,7 @@ from .reader import JobReader
 
 _MOST_BYTES = 128 << 10  # of a request
 _MOST_WRITERS = 64
+_MOST_REFUSED = 64  # of those beyond, that are told so when they ask; others are hung up on
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 2e-4, 5e-3
 
 
@@ -136,6 +137,7 @@ class Writers:
         self._rank = member.place.rank
         self.files: WorkerFiles | None = None
         self._selector = selectors.DefaultSelector()
+        self._refused: set[socket.socket] = set()
         folder = runtime_folder()
         name = f"file-worker-{os.getpid()}-{secrets.token_hex(4)}.socket"
         self._path = folder / name
@@ -166,9 +168,12 @@ class Writers:
 
     def _accept(self) -> None:
         channel, _ = self._listener.accept()
-        if len(self._selector.get_map()) > _MOST_WRITERS:
-            channel.close()
-            return
+        writers = len(self._selector.get_map()) - 1 - len(self._refused)
+        if writers >= _MOST_WRITERS:
+            if len(self._refused) >= _MOST_REFUSED:
+                channel.close()
+                return
+            self._refused.add(channel)
         channel.setblocking(False)
         self._selector.register(channel, selectors.EVENT_READ)
 
@@ -180,6 +185,12 @@ class Writers:
                 raise ConnectionError
             answer: dict[str, object] = {"errno": 0, "text": ""}
             try:
+                if channel in self._refused:
+                    raise refuse(
+                        errno.EBUSY,
+                        f"grads/{self._rank}",
+                        f"{_MOST_WRITERS} programs are connected to this worker, which is the most",
+                    )
                 descriptors = self._do(json.loads(data))
             except OSError as error:
                 answer = {"errno": error.errno, "text": error.strerror, "path": error.filename}
@@ -187,8 +198,15 @@ class Writers:
                 answer = {"errno": errno.EINVAL, "text": "that is no request"}
             socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
         except OSError:
-            self._selector.unregister(channel)
-            channel.close()
+            self._hang_up(channel)
+        else:
+            if channel in self._refused:
+                self._hang_up(channel)
+
+    def _hang_up(self, channel: socket.socket) -> None:
+        self._selector.unregister(channel)
+        self._refused.discard(channel)
+        channel.close()
 
     def _do(self, request: dict[str, object]) -> list[int]:
         """What is asked for; the descriptors that are the answer."""
