@@ -83,6 +83,12 @@ def test_ends_that_stay_with_grpcio(side: str, options: dict[str, Any], reason: 
     said = reason if side == "channel" else "the server does not offer the runtime"
     assert channel.runtime.startswith("grpcio: ")
     assert said in channel.runtime
+    told = ends.server.runtime
+    if side == "server":
+        assert told.startswith("grpcio: ")
+        assert reason in told
+    else:
+        assert told == "offered"
     ends.close()
 
 
@@ -456,9 +462,8 @@ TO_SERVER = {
 }
 
 
-@pytest.mark.parametrize("what", TO_SERVER)
-def test_a_client_that_sends_what_cannot_be(both: Ends, what: str) -> None:
-    """Its attachment is closed; the others notice nothing."""
+def hold_a_call(both: Ends) -> tuple[Any, Any, Any, threading.Event]:
+    """Two channels by the runtime, a call of the second that hangs, and what lets it end."""
     release = threading.Event()
     both.methods = {
         "/t/way": UU(way),
@@ -467,7 +472,13 @@ def test_a_client_that_sends_what_cannot_be(both: Ends, what: str) -> None:
     both.serve()
     good, bad = both.channel(), both.channel()
     assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
-    running = bad.unary_unary("/t/hang").future(b"")
+    return good, bad, bad.unary_unary("/t/hang").future(b""), release
+
+
+@pytest.mark.parametrize("what", TO_SERVER)
+def test_a_client_that_sends_what_cannot_be(both: Ends, what: str) -> None:
+    """Its attachment is closed; the others notice nothing."""
+    good, bad, running, release = hold_a_call(both)
     attachment = bad.attachment
     attachment.runtime.line.send((TO_SERVER[what],))
     assert running.code() is grpc.StatusCode.UNAVAILABLE
@@ -521,15 +532,7 @@ def test_a_server_that_sends_what_cannot_be(
 
 @pytest.mark.parametrize("word", [0, 8])
 def test_counters_that_lie(both: Ends, word: int) -> None:
-    release = threading.Event()
-    both.methods = {
-        "/t/way": UU(way),
-        "/t/hang": UU(lambda request, context: bytes(release.wait(LONG_S))),
-    }
-    both.serve()
-    good, bad = both.channel(), both.channel()
-    assert good.unary_unary("/t/way")(b"") == bad.unary_unary("/t/way")(b"") == b"runtime"
-    running = bad.unary_unary("/t/hang").future(b"")
+    good, bad, running, release = hold_a_call(both)
     other = bad.attachment.peer.region(ring.RING)
     other.word(word).set(1 << 40)
     sent = bad.unary_unary("/t/way").future(b"")  # so that the server has something to send

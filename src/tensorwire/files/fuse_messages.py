@@ -58,7 +58,7 @@ MODE, UID, GID = 1 << 0, 1 << 1, 1 << 2
 
 
 def attributes(inode: int, size: int, modified: float, mode: int, uid: int, gid: int) -> bytes:
-    """Of a file or folder."""
+    """The attributes of a file or folder, as answers have them."""
     seconds = int(modified)
     nanoseconds = int((modified - seconds) * 1e9)
     return _ATTRIBUTES.pack(

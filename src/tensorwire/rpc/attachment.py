@@ -69,7 +69,7 @@ def make_board(node: Node) -> Region:
 
 
 class RpcAttachment:
-    """One end of it. Any thread may use it.
+    """One end of an attachment. Any thread may use it.
 
     Attributes:
         id, limits, peer: as given.

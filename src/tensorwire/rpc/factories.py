@@ -118,18 +118,22 @@ def server(
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)
     terms = Terms(limits, as_transports(transports), listen, as_transports(plaintext_transports))
     handlers = tuple(handlers or ())
-    carried = offer(runtime, options, compression).limits
+    carried = offer(runtime, options, compression)
     service = None
-    if carried is not None:
+    if carried.limits is not None:
         service = Service(
-            thread_pool, handlers, tuple(interceptors or ()), maximum_concurrent_rpcs, carried
+            thread_pool,
+            handlers,
+            tuple(interceptors or ()),
+            maximum_concurrent_rpcs,
+            carried.limits,
         )
     registry = Registry(terms, max_attachments, service)
     outermost = (Interceptor(registry), *(interceptors or ()))
     inner = grpc.server(
         thread_pool, handlers, outermost, options, maximum_concurrent_rpcs, compression, xds
     )
-    return RpcServer(inner, registry, service)
+    return RpcServer(inner, registry, service, carried.reason)
 
 
 def as_limits(

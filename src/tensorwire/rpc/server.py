@@ -241,15 +241,19 @@ class RpcServer(grpc.Server):
         inner: of grpcio, with an Interceptor of the registry as its first one.
         registry: the attachments.
         service: carries out calls that do not come by grpcio; None: there are none.
+        reason: why there are none.
 
     Attributes:
         inner: of grpcio.
     """
 
-    def __init__(self, inner: grpc.Server, registry: Registry, service: Service | None) -> None:
+    def __init__(
+        self, inner: grpc.Server, registry: Registry, service: Service | None, reason: str
+    ) -> None:
         self.inner = inner
         self._registry = registry
         self._service = service
+        self._reason = reason
         self._closed = threading.Event()
         self._started = False
         self._stopping = False
@@ -259,6 +263,11 @@ class RpcServer(grpc.Server):
     def attachments(self) -> list[RpcAttachment]:
         """The clients that payload is exchanged with."""
         return self._registry.attachments
+
+    @property
+    def runtime(self) -> str:
+        """How unary calls may come: "offered" for the runtime, or "grpcio: " and the reason."""
+        return f"grpcio: {self._reason}" if self._service is None else "offered"
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         handlers = tuple(generic_rpc_handlers)

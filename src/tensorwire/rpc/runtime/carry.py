@@ -98,11 +98,7 @@ class CarriedMethod:
         call = RuntimeCall(client, number, deadline, deserialize, ended, again)
         data: Any = None
         try:
-            if traced is None:
-                data = outgoing.serialize(self._serializer)
-            else:
-                serialize = partial(_serialize, self._serializer)
-                data = traced.serialize(serialize, outgoing, protocol="runtime")
+            data = observed.serialize(traced, outgoing, self._serializer)
         except Exception:
             _LOG.exception("a request could not be serialized")
         except BaseException:
@@ -118,10 +114,6 @@ class CarriedMethod:
             call.leave_unattended()
         client.begin(call, self._name, entries, data)
         return call
-
-
-def _serialize(serializer: Any, outgoing: SentMessage) -> bytes:
-    return outgoing.serialize(serializer)
 
 
 def _left(deadline: float) -> float:

@@ -80,7 +80,7 @@ class Served(Protocol):
 
 
 class CallContext(grpc.ServicerContext):  # type: ignore[misc]
-    """Of one call. Any thread may use it.
+    """The context that the servicer of one call is given. Any thread may use it.
 
     Args:
         caller: who calls.

@@ -15,7 +15,7 @@ _KEPT = 1000
 
 
 class Deadline:
-    """One, until it has passed or is taken back.
+    """A deadline, until it has passed or is taken back.
 
     Attributes:
         action: done then; None when that is taken back.
@@ -28,7 +28,7 @@ class Deadline:
 
 
 class Deadlines:
-    """All of a process. Any thread may use it; the thread starts with the first one."""
+    """All deadlines of a process. Any thread may use it; the thread starts with the first one."""
 
     def __init__(self) -> None:
         self._begin()

@@ -35,7 +35,7 @@ class LineEnd(Protocol):
 
 
 class Line:
-    """One end of it. Any thread may send.
+    """One end of a line of frames between two processes. Any thread may send.
 
     Args:
         node: of this end; closed if the other end sends what cannot be.
@@ -187,7 +187,7 @@ class Line:
 
 
 class Waiter:
-    """Something that threads wait for, and that what arrives brings about.
+    """Something that threads wait for, such as the end of a call; an arriving frame ends it.
 
     Attributes:
         finished: it has come about.
@@ -199,7 +199,7 @@ class Waiter:
         self.latches: list[threading.Lock] = []
 
     def finish(self) -> None:
-        """It has come about."""
+        """Wakes all who wait for it, because it has come about."""
         self.finished = True
         for latch in list(self.latches):
             _open(latch)

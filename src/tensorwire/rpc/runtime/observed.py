@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from ..outgoing import SentMessage
 
 OBSERVER: Any = None
 """Given a side, an arity and a method, what counts its calls; see `rpctrace.patches`."""
@@ -11,3 +14,14 @@ OBSERVER: Any = None
 def watched(side: str, method: str) -> Any:
     """What counts the calls of a method at one side, None if nobody does."""
     return None if OBSERVER is None else OBSERVER(side, "unary_unary", method)
+
+
+def serialize(traced: Any, message: SentMessage, serializer: Any) -> Any:
+    """The bytes of a message that leaves; counted, if `watched` says by what."""
+    if traced is None:
+        return message.serialize(serializer)
+    return traced.serialize(partial(_serialize, serializer), message, protocol="runtime")
+
+
+def _serialize(serializer: Any, message: SentMessage) -> bytes:
+    return message.serialize(serializer)

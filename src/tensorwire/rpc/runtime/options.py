@@ -25,7 +25,7 @@ _OF_CONNECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """Of messages, in bytes as they travel; -1 for none."""
+    """The longest message that an end sends and takes, in bytes as it travels; -1 for no limit."""
 
     send_bytes: int = -1
     receive_bytes: int = _DEFAULT_RECEIVE_BYTES

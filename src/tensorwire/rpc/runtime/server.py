@@ -429,11 +429,7 @@ def _carry_out(
     link = CallLink(end.attachment, call.number, remaining, call.is_active)
     outgoing = SentMessage(response, link, last=True)
     try:
-        if traced is None:
-            data = outgoing.serialize(handler.response_serializer)
-        else:
-            serialize = partial(_serialize, handler.response_serializer)
-            data = traced.serialize(serialize, outgoing, protocol="runtime")
+        data = observed.serialize(traced, outgoing, handler.response_serializer)
     except Exception:
         _LOG.exception("a response could not be serialized")
         data = None
@@ -446,10 +442,6 @@ def _carry_out(
         return False
     _finish(call, context, _Code.OK, "", data)
     return True
-
-
-def _serialize(serializer: Any, outgoing: SentMessage) -> bytes:
-    return outgoing.serialize(serializer)
 
 
 def _request(
