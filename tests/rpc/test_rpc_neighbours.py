@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,32 @@ def test_payload_leaves_encryption_where_it_may(
         for _ in range(2):
             assert channel.unary_unary("/t/m")(BIG) == BIG
         assert channel.payload.startswith(payload)
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_encrypted_calls_stay_with_grpcio(
+    certificate: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """Whatever the environment says, and if a client of a secure port asks for the runtime."""
+    from tensorwire.rpc.negotiation import Terms
+    from tensorwire.rpc.runtime.options import MessageLimits, Offer
+
+    monkeypatch.setenv("TENSORWIRE_RPC", "runtime")
+    server = rpc.server(ThreadPoolExecutor(4), threshold_bytes=1000)
+    assert server.runtime == "offered"
+    server.add_generic_rpc_handlers((Methods({"/t/m": UU(echo)}),))
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([certificate]))
+    server.start()
+    trusted = grpc.ssl_channel_credentials(certificate[1])
+    with rpc.secure_channel(f"localhost:{port}", trusted, threshold_bytes=1000) as channel:
+        if asks:
+            terms: Terms = channel._keeper._terms
+            channel._keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
+        assert channel.unary_unary("/t/m")(BIG) == BIG
+        assert channel.payload == "shm"
+        assert channel.attachment.runtime is None
+        assert channel.runtime.startswith("grpcio: ")
     server.stop(0).wait()
 
 

@@ -170,6 +170,33 @@ def test_limits_of_messages(wire: str) -> None:
     assert outcomes[:3] == outcomes[3:]
 
 
+@pytest.mark.parametrize(
+    ("trailing", "details", "code", "said"),
+    [
+        ((("Upper", "x"),), "", grpc.StatusCode.INTERNAL, "not valid, or too long"),
+        ((("a", "x" * 17_000),), "", grpc.StatusCode.INTERNAL, "not valid, or too long"),
+        ((), "x" * 17_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "are too long"),
+    ],
+)
+def test_an_end_that_cannot_be_sent(
+    both: Ends, trailing: Any, details: str, code: grpc.StatusCode, said: str
+) -> None:
+    """The client is told what is wrong with what the servicer said."""
+
+    def method(request: bytes, context: Any) -> bytes:
+        context.set_trailing_metadata(trailing)
+        context.set_details(details)
+        return b"x"
+
+    both.methods = {"/t/m": UU(method), "/t/way": UU(way)}
+    channel = both.serve().channel()
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/t/m")(b"")
+    assert caught.value.code() is code
+    assert said in caught.value.details()
+    assert channel.unary_unary("/t/way")(b"") == b"runtime"
+
+
 def test_a_callback_may_wait_for_other_calls(both: Ends) -> None:
     both.methods = {"/t/m": UU(echo)}
     call = both.serve().channel().unary_unary("/t/m")
