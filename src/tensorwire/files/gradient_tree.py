@@ -151,12 +151,14 @@ class _CommitWriting(FileWriting):
         del self._text[size:]
 
     def sync(self) -> None:
+        written = self.text
         try:
-            text = self._text.decode()
+            text = written.decode()
         except UnicodeDecodeError:
             raise refuse(errno.EINVAL, self._path, "it is no text in UTF-8") from None
         self._worker.commit_text(text)
-        self._text.clear()
+        if self.text == written:  # what was written meanwhile is for the next commit
+            self._text.clear()
 
 
 def gradients_folder(path: str, folders: GradientFolders) -> Folder:

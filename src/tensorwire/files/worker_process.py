@@ -160,8 +160,10 @@ class Writers:
             found = key.fileobj
             assert isinstance(found, socket.socket)
             if found is self._listener:
-                with contextlib.suppress(OSError):
+                try:
                     self._accept()
+                except OSError:  # it has gone again, or this process may open no more files
+                    time.sleep(timeout_s)
             else:
                 self._answer(found)
         return bool(ready)
