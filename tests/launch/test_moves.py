@@ -135,6 +135,10 @@ def test_servers_come_and_go(place: Place, whole: str) -> None:
             assert move["versions"]["0"] >= 2
             assert move["why"].startswith("tensorwire scale --servers ")
         assert owners == dict.fromkeys(range(SHARES), 0)
+        now = running.status()  # shares that move are no deaths
+        members = [each for each in now["members"] if each["kind"] == "share"]
+        assert [(each["restarts"], each["last_death"]) for each in members] == [(0, None)] * SHARES
+        assert [each["restarts"] for each in now["servers"]] == [0] * SHARES
         shown = running.command("status").stdout
         assert "shares that moved" in shown
         assert "share 0 (server 0)" in shown
@@ -211,10 +215,9 @@ def test_servers_are_killed_while_shares_move(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["giver.killed"])
-def test_a_worker_is_killed_while_shares_move(place: Place, row: str) -> None:
+def test_a_worker_is_killed_while_shares_move(place: Place) -> None:
     """Here nobody starts it again: the job ends and says so, and nothing is left."""
-    with job(place, fail=stop_at(row), restart_workers=True) as running:
+    with job(place, fail=stop_at("giver.killed"), restart_workers=True) as running:
         running.reach(2)
         asking = subprocess.Popen(
             [sys.executable, "-m", "tensorwire", "scale", "--servers", "2"],
@@ -228,7 +231,9 @@ def test_a_worker_is_killed_while_shares_move(place: Place, row: str) -> None:
         os.kill(running.launcher, signal.SIGCONT)
         said, _ = asking.communicate(timeout=WAIT_S)
         assert running._launched.end() != 0
-        assert asking.returncode is not None, said
+        # The move may have been over before the end of the job was noticed.
+        assert ("2 servers" if asking.returncode == 0 else "the job") in said
+        assert eventually(lambda: not place.processes())
 
 
 @pytest.mark.slow

@@ -116,6 +116,9 @@ def _look(
         return {**job, "error": str(error)}
     job |= _told_of(first["address"], logs)
     job["workers"] = [_seen(worker, known is not None) for worker in first["workers"]]
+    died = {m["index"]: m["restarts"] for m in job.get("members", ()) if "server" in m}
+    for each in servers:  # a share counts its moves, too
+        each["restarts"] = died.get(each["index"], each["restarts"])
     job["servers"] = sorted(
         (
             {k: each[k] for k in ("index", "address", "pid", "stores", "restarts")}
@@ -140,7 +143,12 @@ def _told(log: LoggedJob) -> dict[str, Any]:
     members = []
     for each in log.members:
         about = asdict(each)
-        member = {"kind": each.kind, "index": each.index, "pid": each.pid, "restarts": each.term}
+        member = {
+            "kind": each.kind,
+            "index": each.index,
+            "pid": each.pid,
+            "restarts": each.restarts,
+        }
         if each.server is not None:
             member["server"] = each.server
         if log.running:

@@ -71,6 +71,11 @@ class Moves:
         """Nothing moves."""
         return not self._plan and self._giver is None
 
+    @property
+    def has_ended_giver(self) -> bool:
+        """Whether the server that gives shares away was ended for that; else it may have died."""
+        return self._giver is not None and self._killed
+
     # --- what is asked --------------------------------------------------------------------------
 
     def check(self, asked: Mapping[str, Any]) -> None:

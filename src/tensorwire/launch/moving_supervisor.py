@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tensorwire.launch.balance import Balance, Reading
 from tensorwire.launch.keeper import Keeper, KeeperError
@@ -150,6 +151,15 @@ class MovingSupervisor(RunSupervisor):
         return Reading(*map(sum, counted))
 
     # --- processes that end ---------------------------------------------------------------------
+
+    def _note_grant(
+        self, dead: Replaceable, successor: Replaceable, number: int, term: int, **more: Any
+    ) -> None:
+        if dead.kind == "server":
+            more["kind"] = "share"
+        if self._moves_from(dead) and self._moving.has_ended_giver:
+            more["moves"] = True  # nobody has died
+        super()._note_grant(dead, successor, number, term, **more)
 
     def _note_end(self, process: Process) -> None:
         self._ready.pop(process.pid, None)

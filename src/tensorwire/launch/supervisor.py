@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tensorwire.errors import UnavailableError
 from tensorwire.launch.guard import Guard
@@ -422,12 +423,11 @@ class Supervisor:
         self._log.add("member", kind=process.kind, index=process.index, pid=process.pid)
 
     def _note_grant(
-        self, dead: Replaceable, successor: Replaceable, number: int, term: int
+        self, dead: Replaceable, successor: Replaceable, number: int, term: int, **more: Any
     ) -> None:
         """On the disk before the successor knows its term."""
         evidence = self._restarts.ending(dead)
-        kind = dead.kind if self._restarts.dealt is None or dead.kind == "worker" else "share"
-        about = {"kind": kind, "index": number, "term": term, "pid": successor.pid}
+        about = {"kind": dead.kind, "index": number, "term": term, "pid": successor.pid, **more}
         self._log.add("grant", sync=True, **about, dead=dead.pid, evidence=evidence)
 
     def _replace_lost(self) -> None:

@@ -38,7 +38,8 @@ class LoggedMember:
         index: its place among its kind.
         pid: of the process that is this member now.
         server: of a share, the number of the server that has it; None of all others.
-        term: how often it was replaced.
+        term: how many processes before this one had its place.
+        restarts: how often it was replaced because a process had died.
         last_death: the process before: its "pid", the "evidence" as a phrase that follows its name,
             the "time" in seconds since 1970; None if there was none.
         change: how it came or went while the job ran, as "joined behind step 12"; "" if it did not.
@@ -49,6 +50,7 @@ class LoggedMember:
     pid: int
     server: int | None = None
     term: int = 0
+    restarts: int = 0
     last_death: dict[str, Any] | None = None
     change: str = ""
 
@@ -105,9 +107,11 @@ class LoggedJob:
             case "grant":
                 for member in self.members:
                     if (member.kind, member.index) == (line["kind"], line["index"]):
-                        death = {"pid": line["dead"], "evidence": line["evidence"]}
-                        member.last_death = {**death, "time": line["time"]}
                         member.pid, member.term = line["pid"], line["term"]
+                        if not line.get("moves"):  # else a server was ended to give shares away
+                            death = {"pid": line["dead"], "evidence": line["evidence"]}
+                            member.last_death = {**death, "time": line["time"]}
+                            member.restarts += 1
                 if self.standby == line["pid"]:
                     self.standby = None
             case "joined":
