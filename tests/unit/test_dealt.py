@@ -56,6 +56,10 @@ def test_a_server_without_bytes_is_none_to_compare_with() -> None:
     assert suggest({0: 0, 1: 0, 2: 1}, {0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 2: 0}) is None
 
 
+def test_nothing_moves_where_no_work_was_measured() -> None:
+    assert suggest(HALVES, dict.fromkeys(range(8), 0), EIGHT) is None
+
+
 def test_moves_come_to_an_end() -> None:
     """A server that is four times as slow, with its shares one behind the other or at once."""
     for at_once in (False, True):

@@ -97,7 +97,7 @@ def suggest(
     times = {n: max(worked[share] for share in shares[n]) for n in servers}
     totals = {n: sum(sizes[share] for share in shares[n]) for n in servers}
     giver = max(servers, key=lambda n: times[n])
-    if len(servers) < 2 or len(shares[giver]) < 2 or not totals[giver]:
+    if len(servers) < 2 or len(shares[giver]) < 2 or not totals[giver] or not times[giver]:
         return None
     best: tuple[float, int, int] | None = None
     for share in shares[giver]:
