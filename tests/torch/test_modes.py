@@ -443,7 +443,7 @@ def test_modes_that_cannot_be(arguments: dict[str, Any], says: str) -> None:
 def test_slices_are_not_taken_over_at_own_pace() -> None:
     """Nobody would apply what is committed for a worker that was killed."""
     place = World(0, 2, ("127.0.0.1:1",), 2, durable=True, asked=True, takeover=True)
-    with pytest.raises(ValueError, match="under --no-restart-workers"):
+    with pytest.raises(ValueError, match="under --elastic or --no-restart-workers"):
         place_in(place, checked_mode("async", None), None, 1)
     with pytest.raises(ValueError, match=r"needs that a process can be replaced.*durable=False"):
         place_in(place, checked_mode("async", None), False, 1)

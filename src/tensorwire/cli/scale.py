@@ -70,7 +70,7 @@ def scale(
     Two servers, which share what all have:
         tensorwire scale --servers 2
 
-    
+    \b
     Without worker 0, of three:
         tensorwire scale --workers 2 --drain 0
     """  # noqa: D301 (\b is what click reads)

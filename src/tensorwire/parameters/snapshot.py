@@ -45,7 +45,7 @@ def busy(text: str) -> BusyError:
     """The error where as many snapshots are held as there may be, and the text tells by whom."""
     return BusyError(
         f"{text}. Each is held until its checkpoint is written: wait for one, or save to the same "
-        "path, which waits by itself"
+        "path, which waits by itself; one worker alone calls job.save: if job.rank == 0"
     )
 
 

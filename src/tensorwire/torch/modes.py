@@ -25,8 +25,8 @@ def place_in(place: World, mode: Mode, durable: bool | None, pipeline: int) -> W
     placed = as_durable(place, durable)
     if not mode.is_sync and placed.takeover:
         raise ValueError(
-            f"tw.init({mode}) under --no-restart-workers: slices of a worker that is killed are "
-            'taken over where all step together; use mode="sync", or let workers be restarted'
+            f"tw.init({mode}) under --elastic or --no-restart-workers: slices become other "
+            'workers\' where all step together; use mode="sync", or leave these options out'
         )
     return placed
 
