@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_killed_in_modes
 
 # Between clip_grad_norm_() and step() the averaged rows of a table are in a server's own memory.
 SCRIPT = """
@@ -104,3 +105,106 @@ def test_tables_do_not_move_while_a_server_alone_has_their_average(tmp_path: Pat
     assert said.count("goes from server") == 2
     assert (other / "saved").read_bytes() == (one / "saved").read_bytes()
     assert json.loads((other / "report.json").read_text())["server_takeovers_s"]
+
+
+def moved(folder: Path, script: str, *options: str) -> str:
+    """What a job has printed whose workers touch `begun`, and go on to their end with `moved`."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "script.py").write_text(script)
+    job = run(folder, "run", "--shares", "4", *options, str(folder / "script.py"), str(folder))
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "begun").exists():
+            assert job.poll() is None, job.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for count in (3, 1):
+            answer, _ = run(folder, "scale", "--servers", str(count)).communicate(timeout=60)
+            assert re.search(rf"^{count} servers?, \d shares? moved", answer, re.MULTILINE), answer
+        (folder / "moved").touch()
+        said, _ = job.communicate(timeout=100)
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode == 0, said
+    assert said.count("goes from server") == 3
+    return said
+
+
+WAIT = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+
+def wait(step, last):  # steps are slow until the shares have moved, and the last of these waits
+    if step == 3:
+        (folder / "begun").touch()
+    until = time.monotonic() + 0.3
+    while 3 <= step <= last and not (folder / "moved").exists():
+        if step < last and time.monotonic() > until:
+            break
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_moves_where_each_worker_trains_at_its_own_pace(tmp_path: Path) -> None:
+    """Parameters are counters: each sample counts once in each of the two epochs."""
+    script = test_killed_in_modes.SCRIPT
+    for old, new in (
+        ("import sys, random", WAIT + "import random"),
+        ('mode = {"mode": "bounded", "staleness": int(sys.argv[2])} if sys.argv[2] else '
+         '{"mode": "async"}', ""),
+        ("**mode", "mode='bounded', staleness=2"),
+        ("random.random() * 0.004)", "random.random() * 0.1)\n        wait(seen['steps'], 20)"),
+        ("job.save(sys.argv[1],", "job.save(folder / 'file',"),
+    ):  # fmt: skip
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    said = moved(tmp_path, script, "--workers", "2", "--servers", "2")
+    results = [eval(text) for text in re.findall(r"result (\{.*\})", said)]
+    assert [(each["samples"], each["steps"]) for each in results] == [([2.0], [48.0])] * 2
+
+
+SPLIT = (
+    WAIT
+    + """
+import torch, tensorwire.torch as tw
+from torch.distributed.pipelining import SplitPoint
+from torch import nn
+
+job = tw.init(pipeline=2, seed=3)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(400, 600), nn.ReLU(), nn.Linear(600, 300))
+x = torch.rand(64, 400, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(x, x[:, :300])
+split = tw.split(
+    model, {"2": SplitPoint.BEGINNING}, example=[x[:2]], loss=nn.functional.mse_loss, microbatches=4
+)
+opt = torch.optim.SGD(split.parameters(), lr=0.1, momentum=0.9)
+opt = tw.DistributedOptimizer(opt, split, max_norm=1.0)
+job.keep(model=split, optimizer=opt)
+step = 0
+for epoch in job.epochs(4):
+    for inputs, targets in job.loader(data, 8, shuffle=True):
+        split.step(inputs, target=targets)
+        opt.step()
+        opt.zero_grad()
+        step += 1
+        wait(step, 24)
+if job.rank == 0:
+    job.save(folder / "saved")
+"""
+)
+
+
+@pytest.mark.slow
+def test_moves_while_a_split_model_trains(tmp_path: Path) -> None:
+    one, other = tmp_path / "undisturbed", tmp_path / "moved"
+    one.mkdir(mode=0o700)
+    (one / "script.py").write_text(SPLIT)
+    (one / "moved").touch()
+    job = run(one, "run", "--workers", "2", str(one / "script.py"), str(one))
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, said
+    moved(other, SPLIT, "--workers", "2", "--servers", "2")
+    assert (other / "saved").read_bytes() == (one / "saved").read_bytes()
