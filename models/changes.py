@@ -16,9 +16,13 @@ without a death the change has taken place. Each change of CHANGES must be found
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from exploring import Explored, Violation, put, report
 
 PLACES, LAST = range(3), 4
 
@@ -67,16 +71,7 @@ class State(NamedTuple):
     over: bool = False  # nobody is left who could take something over
 
 
-class Violation(Exception):
-    """The protocol has lost or doubled something."""
-
-
-def put(items: tuple, at: int, item: object) -> tuple:  # type: ignore[type-arg]
-    """A tuple with another item."""
-    return (*items[:at], item, *items[at + 1 :])
-
-
-class Change:
+class Change(Explored[State]):
     """The job and the change that is asked for, with at most one change of the protocol."""
 
     def __init__(self, living: tuple[int, ...], change: str = "") -> None:
@@ -244,24 +239,7 @@ class Change:
             behind = None if behind is None else ()
         return self._tell(s, to, "lost", now, behind)
 
-    # ---- exploring
-
-    def explore(self) -> int:
-        """The number of states; Violation says what is wrong in one of them."""
-        start = self.start()
-        seen, left = {start}, [start]
-        while left:
-            state = left.pop()
-            found = list(self.after(state))
-            if not found:
-                self._check_end(state)
-            for each in (*found, *self.kills(state)):
-                if each not in seen:
-                    seen.add(each)
-                    left.append(each)
-        return len(seen)
-
-    def _check_end(self, s: State) -> None:
+    def check_end(self, s: State) -> None:
         if s.over:
             return
         stay = [each for each in s.workers if each.alive and each.there]
@@ -287,16 +265,7 @@ def find(change: str) -> str:
 
 def main() -> int:
     """Explores the job, then its changes; 1 if one of these was not found."""
-    started = time.perf_counter()
-    for name, living in SCENARIOS.items():
-        states = Change(living).explore()
-        print(f"{name}: {states} states, {time.perf_counter() - started:.1f} s", flush=True)
-    missed = 0
-    for change, what in CHANGES.items():
-        found = find(change)
-        print(f"{'found' if found else 'NOT found'}: {what}: {found}", flush=True)
-        missed += not found
-    return min(missed, 1)
+    return report({name: Change(living) for name, living in SCENARIOS.items()}, CHANGES, find)
 
 
 if __name__ == "__main__":

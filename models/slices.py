@@ -14,9 +14,13 @@ commit speaks. Each change of CHANGES must be found.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from exploring import Explored, Violation, put, report
 
 WORKERS, SERVERS, LAST, KILLS = range(3), range(2), 3, 2
 
@@ -65,16 +69,7 @@ class State(NamedTuple):
     passed: tuple[bool, ...] = (False,) * 3
 
 
-class Violation(Exception):
-    """The protocol has lost or mixed something."""
-
-
-def put(items: tuple, at: int, item: object) -> tuple:  # type: ignore[type-arg]
-    """A tuple with another item."""
-    return (*items[:at], item, *items[at + 1 :])
-
-
-class Slices:
+class Slices(Explored[State]):
     """The job, with at most one change."""
 
     def __init__(self, change: str = "") -> None:
@@ -207,25 +202,7 @@ class Slices:
             me = me._replace(version=me.version + 1, told=0, made_of=(*me.made_of, of))
             yield s._replace(servers=put(s.servers, at, me))
 
-    # ---- exploring
-
-    def explore(self) -> int:
-        """The number of states; Violation says what is wrong in one of them."""
-        start = self.start()
-        seen, left = {start}, [start]
-        while left:
-            state = left.pop()
-            found = list(self.after(state))
-            if not found:
-                self._check_end(state)
-            for each in (*found, *self.kills(state)):
-                if each not in seen:
-                    seen.add(each)
-                    left.append(each)
-        return len(seen)
-
-    @staticmethod
-    def _check_end(s: State) -> None:
+    def check_end(self, s: State) -> None:
         if any(each.version < LAST for each in s.workers if each.alive):
             raise Violation("a worker waits for ever")
         if any(each.version < LAST for each in s.servers):
@@ -243,14 +220,7 @@ def find(change: str) -> str:
 
 def main() -> int:
     """Explores the job, then its changes; 1 if one of these was not found."""
-    started = time.perf_counter()
-    print(f"{Slices().explore()} states, {time.perf_counter() - started:.1f} s", flush=True)
-    missed = 0
-    for change, what in CHANGES.items():
-        found = find(change)
-        print(f"{'found' if found else 'NOT found'}: {what}: {found}", flush=True)
-        missed += not found
-    return min(missed, 1)
+    return report({"two deaths": Slices()}, CHANGES, find)
 
 
 if __name__ == "__main__":
