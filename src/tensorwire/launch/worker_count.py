@@ -258,7 +258,8 @@ class WorkerCount:
 
     def _let_go(self) -> None:
         """Those that join go on, when the donor has noted where."""
-        donor = self._restarts.keeper(self._donor or 0)
+        assert self._donor is not None  # there is one where workers join
+        donor = self._restarts.keeper(self._donor)
         history, obstacle = donor.held(_HISTORY), ""
         if self._has_switched(donor):
             obstacle = str(donor.said["switched"].get("obstacle", ""))
