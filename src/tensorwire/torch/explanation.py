@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from . import job as jobs
-from .allocator.gradient_slots import NOT_YET, SPARSE, Outcome
+from .allocator.gradient_slots import COPIED, NOT_YET, SPARSE, Outcome
+from .devices import is_on_host
 from .optimizer import DistributedOptimizer, replica_of
-from .replica.reducer import GradientState
+from .replica.gradient_state import Found, GradientState
 from .replica.replica import Replica
 
 STEPS = 2
@@ -191,14 +192,27 @@ def explain_optimizer(optimizer: Any) -> Explanation:
                     outcome.reason if arrived else NOT_YET,
                 )
             )  # fmt: skip
-        why = "it is being edited" if found.held else "another optimizer has it"
-        parameters.append(
-            ExplainRow(
-                found.name, "parameter", shape, dtype, True, parameter.nbytes, offset,
-                found.inside, "read in place", 0, 0, "" if found.inside else why,
-            )
-        )  # fmt: skip
+        parameters.append(_parameter_row(found))
     return Explanation(_name_of(core), tuple(gradients + parameters), core.reducer.planning_s)
+
+
+def _parameter_row(found: Found) -> ExplainRow:
+    parameter = found.parameter
+    why = "it is being edited" if found.held else "another optimizer has it"
+    row = ExplainRow(
+        found.name, "parameter", tuple(parameter.shape),
+        str(parameter.dtype).removeprefix("torch."), True, parameter.nbytes, found.offset,
+        found.inside, "read in place", 0, 0, "" if found.inside else why,
+    )  # fmt: skip
+    if is_on_host(parameter) or not found.inside:
+        return row
+    route = f"copied to {parameter.device}"
+    if found.slow:
+        route += " by way of the driver's buffer"
+    return dataclasses.replace(
+        row, in_place=False, route=route, copies=1, bytes_copied=parameter.nbytes,
+        reason=found.slow or COPIED,
+    )  # fmt: skip
 
 
 def _name_of(core: Replica) -> str:
@@ -228,6 +242,11 @@ def _route(gradient: GradientState, outcome: Outcome) -> str:
         return "none"
     if outcome.reason == SPARSE:
         return "rows sent"
+    if not is_on_host(gradient.parameter):
+        device = gradient.parameter.device
+        if gradient.was_in_place:
+            return f"copied from {device} into its server's memory"
+        return f"copied from {device}, then sent"
     if not outcome.in_place:
         return "copied by the worker" if gradient.bytes_copied else "sent"
     if not gradient.shared:

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from .position import LoaderPass
+from .random_numbers import seed_all
 from .session import Session
 from .taking import BatchTurns, Taking
 
@@ -298,7 +299,7 @@ class Loader:
                 if (each := next(given, None)) is None:
                     break
                 batch, seed, data = each
-                torch.default_generator.manual_seed(seed)
+                seed_all(seed)
                 session.batch_comes(this, len(batch))
                 if of is not None:
                     of.given += 1
@@ -345,7 +346,7 @@ class Loader:
                     given = iter(self._loader)
                 planned.popleft()
                 data = next(given)
-                torch.default_generator.manual_seed(seed(*each))
+                seed_all(seed(*each))
                 session.batch_comes(this, len(range(*self._steps[each[0]][each[1]])))
                 taking.give(each[1])
                 of.given = turns.given

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from tensorwire.membership import Takeovers
+
+from .random_numbers import RandomState, random_state, set_random_state
 
 
 class Taking:
@@ -39,7 +39,7 @@ class Taking:
         self.present: int | None = None
         self._given_at = 0  # after so many commits
         # Torch's random numbers behind the slices of the worker for which this one acts.
-        self._random: torch.Tensor | None = None
+        self._random: RandomState | None = None
         self._reason = self._joining = ""
         self._stepped: tuple[int, object] = -1, None  # with which batch, and what
 
@@ -96,12 +96,12 @@ class Taking:
     def committed(self, due: Sequence[int], weight: float) -> None:
         """A slice of so many samples was committed; `due` are left of the step."""
         if due and self.slice_index == self._takeovers.acting_slices[-1]:
-            self._random = torch.get_rng_state()
+            self._random = random_state()
         self.due, self.weight, self.commits = tuple(due), weight, self.commits + 1
         if not due:
             self.present = None
             if self._random is not None:  # what the script draws now it draws where nobody died
-                torch.set_rng_state(self._random)
+                set_random_state(self._random)
             self._random = None
 
     def check_present(self, what: str) -> None:

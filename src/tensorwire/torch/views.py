@@ -30,10 +30,12 @@ def in_form(
 def flat_bytes(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Bytes:
     """The bytes of a tensor in the order in which `like` has its elements in memory.
 
-    Copied only if the tensor's own order is another one.
+    Copied only if the tensor's own order is another one, or if it is on a device: then the caller
+    waits for that.
     """
     like = tensor if like is None else like
-    if tensor.stride() != like.stride() or tensor.dtype != like.dtype:
+    is_other = tensor.stride() != like.stride() or tensor.dtype != like.dtype
+    if is_other or tensor.device.type != "cpu":
         other = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         tensor = other.copy_(tensor)
     count = tensor.numel()
@@ -79,11 +81,11 @@ def rows_of(gradient: torch.Tensor, like: torch.Tensor) -> tuple[Rows, Bytes, in
     copied = 0
     if gradient.layout == torch.strided:
         # Something else than the table's own module has added to it.
-        rows, values = torch.arange(len(gradient)), gradient.detach()
+        rows, values = torch.arange(len(gradient)), gradient.detach().cpu()
     else:
-        single = gradient.detach().coalesce()
+        single = gradient.detach().coalesce().cpu()
         rows, values = single._indices()[0], single._values()
-        if not gradient.is_coalesced():
+        if not gradient.is_coalesced() or gradient.device.type != "cpu":
             copied = rows.nbytes + values.nbytes
     contiguous = values.to(like.dtype).contiguous()
     if contiguous.data_ptr() != values.data_ptr():

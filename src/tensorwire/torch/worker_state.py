@@ -13,6 +13,7 @@ import torch.distributed
 
 from . import checkpoint
 from .carried import Carried
+from .random_numbers import RandomState, random_state, set_random_state
 from .replica.replica import Replica
 from .session import Session
 
@@ -50,7 +51,7 @@ class WorkerState:
             replica.held.forget()
         return {
             **session.saved(),
-            "torch": torch.get_rng_state().numpy().tobytes(),  # a tensor takes longer to pickle
+            "torch": tuple(random_state()),
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "replicas": [_saved(replica) for replica in self._replicas],
@@ -81,7 +82,7 @@ class WorkerState:
         self._check_kept()
         self._saves.clear()
         self._saves.update(state["saves"])
-        torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+        set_random_state(RandomState(*state["torch"]))
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         text = f"worker {session.rank}, in a new process, goes on in epoch {session.epoch + 1}"

@@ -60,6 +60,8 @@ class Store(Protocol):
         notes_bytes: memory of servers for copies and notes for a successor; 0 before a version.
         asynchronous: pushes go on while the caller computes; where memory is shared, the caller
             copies itself.
+        memory: where the values of each version arrive, for others than the CPU to read; the caller
+            does not write there. It changes only after this worker's commits.
     """
 
     layout: Layout
@@ -69,6 +71,7 @@ class Store(Protocol):
     compares: bool
     notes_bytes: int
     asynchronous: bool
+    memory: Bytes
 
     @property
     def bytes_pushed(self) -> int:
@@ -82,6 +85,9 @@ class Store(Protocol):
 
         What the caller writes there is seen by nobody else, and found by `take_back`.
         """
+
+    def place(self, tensor: int) -> slice:
+        """Where a tensor that this worker has lies in `memory`."""
 
     def differs(self, tensor: int, data: Any) -> bool:
         """Bytes are not those of the tensor in the present version."""

@@ -45,7 +45,7 @@ class LocalStore:
         view, private = local_memory(size)
         self._seen = seen = ScriptView(self.layout, self.own, view, private)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
-        self.compares = seen.compares
+        self.compares, self.memory, self.place = seen.compares, seen.memory, seen.place
         self._memory = [
             Contribution(_zeros(size), _zeros(size), _zeros(size), _zeros(heads)) for _ in slices
         ]

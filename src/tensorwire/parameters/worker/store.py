@@ -95,6 +95,7 @@ class RemoteStore:
         self._gradients: dict[int, dict[int, Gradient]] = {}
         seen = source.open(self._answers, regions)
         self.value, self.differs, self.take_back = seen.value, seen.differs, seen.take_back
+        self.memory, self.place = seen.memory, seen.place
         self.reason, self.compares, self._seen = self._answers.reason, seen.compares, seen
         durable = {"durable": self._history is not None}
         # Nobody takes the place of a worker that is taken over from: its commits are not noted.

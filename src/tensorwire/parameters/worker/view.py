@@ -20,7 +20,7 @@ class ScriptView:
     """See `Store.value`, `Store.differs` and `Store.take_back`.
 
     Attributes:
-        compares: as in `Store`.
+        memory, place, compares: as in `Store`.
 
     Args:
         layout: of all tensors.
@@ -38,6 +38,7 @@ class ScriptView:
         private: PrivateMapping,
         own: Selection | None = None,
     ) -> None:
+        self.memory, self.place = shared, selection.place
         self._selection, self._shared, self._mapping = selection, shared, private
         self._private, self.compares = private.array(), private.compares
         own = own or selection

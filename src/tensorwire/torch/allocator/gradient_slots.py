@@ -25,6 +25,7 @@ from .library import Allocator, load
 NOT_YET = "no gradient has arrived yet"
 NO_PLACE = "it gets no gradient"
 SPARSE = "it is sparse: its rows are sent"
+COPIED = "it is on a device, and its server reads the host's memory"
 LEARNING = "its allocation is learned from the step before"
 
 SLOT = -1

@@ -196,7 +196,7 @@ class Split:
             RuntimeError: other processes have parts of it, and no DistributedOptimizer trains it.
         """
         if core := self._trainer():
-            return core.model_state()
+            return core.state.model_state(core.buffers.indices)
         if self.machines.size > 1:
             raise RuntimeError(
                 "other processes have parts of this model, and no DistributedOptimizer trains it; "

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorwire.memory import same_bytes
 from tensorwire.parameters import ITEM_BYTES, Bytes, Store, TensorSpec
 
 from ..model_index import ModelIndex
 from ..session import Session
 from ..views import flat_bytes, tensor_at
+from .device_buffers import packed
 
 _KINDS = {"broadcast": "broadcast", "average": "average", "local": "constant"}
 
@@ -65,7 +67,10 @@ class Buffers:
         self._before: list[torch.Tensor] = []
         self._own: dict[int, list[torch.Tensor]] = {}
         # Contiguous copies: the next forward may change a buffer while it is still on its way.
+        self._packed = packed(self.tensors)
         self._leaving = [torch.empty(each.shape, dtype=each.dtype) for each in self.tensors]
+        if self._packed is not None:
+            self._leaving = self._packed.leaving
         self._leaving_bytes = [flat_bytes(tensor) for tensor in self._leaving]
         self._arrived: list[torch.Tensor] = []  # where the store has them
 
@@ -106,7 +111,9 @@ class Buffers:
 
     def values(self) -> Iterator[tuple[int, Bytes]]:
         """Copies of `mine`, elements in the order of their indices; until the next call."""
-        if self._owners:
+        if self._packed is not None:
+            self._packed.pull(self.tensors)
+        elif self._owners:
             with torch.no_grad():
                 torch._foreach_copy_(self._leaving, self.tensors)
         for (_, _, name), data in zip(self._owners, self._leaving_bytes, strict=True):
@@ -132,7 +139,10 @@ class Buffers:
                 for index, like in zip(self.here, self._leaving, strict=True):
                     flat = torch.frombuffer(store.value(index), dtype=like.dtype)
                     self._arrived.append(flat.view(like.shape))
-            self._set(tensors, self._arrived)
+            if self._packed is not None:
+                self._set(tensors, self._packed.push(self._arrived))
+            else:
+                self._set(tensors, self._arrived)
         if len(self._session.my_slices) > 1 or self._session.taking is not None:
             self._before = [tensor.detach().clone() for tensor in self.tensors]
 
@@ -150,7 +160,11 @@ class Buffers:
             found = list(zip(names, self.tensors, strict=True))
             if self.kind != "local" and self._arrived:
                 pairs = zip(found, self._arrived, strict=True)
-                found = [each for each, there in pairs if not torch.equal(each[1], there)]
+                found = [
+                    each
+                    for each, there in pairs
+                    if not same_bytes(flat_bytes(each[1].detach().contiguous()), flat_bytes(there))
+                ]
         return [(name, flat_bytes(tensor.detach())) for name, tensor in found]
 
     def put(self, store: Store, own: Mapping[str, bytes]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from tensorwire.errors import UnavailableError
 from tensorwire.parameters import ITEM_BYTES, TensorSpec
 
+from ..devices import KINDS
 from ..views import memory_format_of
 
 
@@ -110,8 +111,11 @@ def declare_whole(
     for name, like, kind, group in agreed:
         tensors.append(_declare(name, like, kind, group))
         parameters.append(own.get(name, like))
-        if name in own:
-            _check_device(name, own[name])
+        if name in own and own[name].device.type != "cpu":
+            raise UnavailableError(
+                f"parameter {name!r} is on {own[name].device}; a model that is split over "
+                "processes can only be on the CPU so far"
+            )
     return Declaration(tensors, parameters)
 
 
@@ -138,10 +142,10 @@ def _check_known(names: dict[int, str], parameter: torch.Tensor, group: int) -> 
 
 
 def _check_device(name: str, parameter: torch.Tensor) -> None:
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in KINDS:
         raise UnavailableError(
-            f"parameter {name!r} is on {parameter.device}; only parameters on the CPU can be "
-            "distributed so far"
+            f"parameter {name!r} is on {parameter.device}; only parameters on the CPU and on CUDA "
+            "devices can be distributed"
         )
 
 

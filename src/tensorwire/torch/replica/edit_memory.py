@@ -11,6 +11,7 @@ from torch import nn
 
 from tensorwire.parameters import Bytes, Store
 
+from ..devices import is_on_host
 from ..views import tensor_at
 
 # Kept for so many steps after an edit: who edits in every step needs no new pages each time.
@@ -18,7 +19,7 @@ _KEPT_STEPS = 8
 
 
 class EditMemory:
-    """The memory of one optimizer's edits.
+    """The memory of one optimizer's edits; on a device it is new each time.
 
     It holds nothing before the first edit, and nothing some steps after one.
     """
@@ -37,7 +38,10 @@ class EditMemory:
         self._unused = 0
         offset = -raw.ctypes.data % 64
         memory = raw[offset : offset + store.own.size_bytes]
-        copies = [tensor_at(memory[store.own.place(i)], p) for i, p in parameters.items()]
+        copies = [
+            tensor_at(memory[store.own.place(i)], p) if is_on_host(p) else torch.empty_like(p.data)
+            for i, p in parameters.items()
+        ]
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_(copies, [each.detach() for each in parameters.values()])

@@ -12,7 +12,9 @@ import torch
 
 from tensorwire.memory import checksum
 
+from ..devices import is_on_host
 from ..views import flat_bytes
+from .device_gradients import device_sum
 
 TURNS = 32
 """So many steps see every byte, at most."""
@@ -48,8 +50,15 @@ class GradientChecks:
         return self._all if step == 0 else self._turns[(step - 1) % len(self._turns)]
 
 
-def sum_of(gradient: torch.Tensor, like: torch.Tensor, part: slice | None) -> int | None:
-    """The checksum of bytes of a gradient; None if none are looked at, or they are not in order."""
+def sum_of(
+    gradient: torch.Tensor, like: torch.Tensor, part: slice | None
+) -> int | torch.Tensor | None:
+    """The checksum of bytes of a gradient; None if none are looked at, or they are not in order.
+
+    On a device it is a tensor there, for which nobody has waited.
+    """
     if part is None or gradient.layout != torch.strided or gradient.stride() != like.stride():
         return None
+    if not is_on_host(gradient):
+        return device_sum(gradient.detach(), part)
     return checksum(flat_bytes(gradient.detach())[part])

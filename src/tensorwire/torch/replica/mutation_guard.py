@@ -17,6 +17,7 @@ from torch import nn
 from tensorwire.parameters import Store
 
 from ..views import in_form
+from .device_parameters import DeviceParameters
 
 
 class MutationGuard:
@@ -28,6 +29,7 @@ class MutationGuard:
         planned: the optimizer's parameters, which are frozen or not for good.
         held: the parameters whose memory is the store's, by index; may lose some later.
         store: has them.
+        on_device: those of them that are on a device; None: none is.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class MutationGuard:
         planned: Sequence[nn.Parameter],
         held: Mapping[int, nn.Parameter],
         store: Store,
+        on_device: DeviceParameters | None = None,
     ) -> None:
         self._model = model
         self._names = names
         self._planned = [(parameter, parameter.requires_grad) for parameter in planned]
         self._held = held
         self._store = store
+        self._on_device = on_device
         self._owners = self._find_owners()
         self._seen: dict[int, tuple[Any, ...]] = {}
         if store.compares:
@@ -58,8 +62,13 @@ class MutationGuard:
         """All is as it should be now."""
         self._seen = {i: _look_at(p) for i, p in self._held.items()}
 
-    def check(self) -> None:
-        """Raises RuntimeError if something was changed since, with what to do instead."""
+    def check(self, wait: bool = True) -> None:
+        """Raises RuntimeError if something was changed since, with what to do instead.
+
+        Without `wait`, parameters on a device are compared meanwhile, and `finish` tells.
+        """
+        if self._on_device is not None:
+            self._on_device.begin_check()
         for parameters, name, parameter in self._owners:
             if parameters.get(name) is not parameter:
                 self._check_owners()
@@ -71,6 +80,13 @@ class MutationGuard:
                 f"parameter {self._name(changed)} was {what} after DistributedOptimizer was made; "
                 "change requires_grad inside 'with tw.edit(model):', on all workers"
             )
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Raises RuntimeError as `check`, once values on a device are compared."""
+        if self._on_device is not None and (found := self._on_device.finish_check()):
+            raise self._changed(found[0])
 
     def _check_values(self) -> None:
         """What was written in place is undone, so that the caller may go on after the error."""
@@ -81,11 +97,20 @@ class MutationGuard:
         for i in changed:
             parameter, (_, address, size, stride, *_) = self._held[i], self._seen[i]
             if parameter.data_ptr() == address:
-                value = self._store.value(i)
-                parameter.data = in_form(value, parameter.dtype, size, stride)
+                if self._on_device is not None and i in self._on_device:
+                    self._on_device.refresh()
+                    parameter.data = self._on_device.tensor(i)
+                else:
+                    value = self._store.value(i)
+                    parameter.data = in_form(value, parameter.dtype, size, stride)
                 self._seen[i] = _look_at(parameter)
-        raise RuntimeError(
-            f"parameter {self._name(self._held[(changed or written)[0]])} was changed outside "
+        if self._on_device is not None:
+            self._on_device.forget_check()
+        raise self._changed((changed or written)[0])
+
+    def _changed(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {self._name(self._held[index])} was changed outside "
             "step(), in place or by way of .data; other workers would not see it. Change "
             "parameters inside 'with tw.edit(model):', on all workers. To evaluate with other "
             "values (an average of weights), put them in and back inside one such block, or load "

@@ -139,7 +139,7 @@ class OptimizerState:
         self._frozen = {p: entry for p, entry in entries.items() if id(p) not in ids}
         averages = self._numbered(ema) if self._arithmetic.ema and ema else {}
         self._frozen_averages = {
-            i: average.to(self._parameters[i].dtype, copy=True)
+            i: average.to(self._parameters[i].device, self._parameters[i].dtype, copy=True)
             for i, average in averages.items()
             if i not in self._trained
         }
@@ -158,6 +158,16 @@ class OptimizerState:
                 "checkpoint: job.load"
             )
         self._averaged = self._count_averaged() if self._frozen_averages else 0
+
+    def model_state(self, buffers: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """The `state_dict()` of a shared model, all of it; no other worker takes part.
+
+        Args:
+            buffers: the indices of its buffers in the store, by name.
+        """
+        assert isinstance(self._ownership, Pipelined)
+        version = self.snapshot or PresentVersion(self._store)
+        return self._ownership.model_state(version, self._store.layout, buffers)
 
     def check_complete(self, arithmetic: Arithmetic, saved: Mapping[str, Any]) -> None:
         """Raises ValueError, in all workers, if `load` would after a move to another store."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from tensorwire.membership import NoteKind
 from tensorwire.memory import same_bytes
@@ -31,6 +29,7 @@ from tensorwire.parameters import (
 )
 
 from ..allocator.gradient_slots import (
+    COPIED,
     NO_PLACE,
     NOT_YET,
     SLOT,
@@ -39,79 +38,14 @@ from ..allocator.gradient_slots import (
     Outcome,
     try_slots,
 )
+from ..devices import device_of, is_on_host
 from ..session import Session
 from ..views import address_of, flat_bytes, rows_of, tensor_at
+from .device_gradients import DeviceGradients
 from .gradient_checks import GradientChecks, sum_of
+from .gradient_state import GradientState, Left
 from .mutation_guard import MutationGuard
 from .sample_count import SampleCount
-
-
-class _Left(NamedTuple):
-    """A gradient that has left, or lies where it is read: it must stay as it was."""
-
-    gradient: torch.Tensor
-    version: int
-    address: int
-    checksum: int | None  # of the bytes that are looked at
-
-
-@dataclass(slots=True, eq=False)
-class GradientState:
-    """What became of one parameter's gradient.
-
-    Attributes:
-        index: of the parameter in the store.
-        parameter: the parameter.
-        name: of the parameter, quoted for messages.
-        dtype: the parameter's when the store was opened.
-        is_table: the gradient is sparse by rows.
-        shared: the gradient's place is a server's memory.
-        left: the gradient, since it has left; None before, and after it was withdrawn.
-        block: where it was produced: in SLOT, in a block of the pool, or None if it is sent.
-        was_in_place: the last one that left lay where it was to be produced.
-        bytes_copied: of the last one, by this process; None if none has left.
-        size_bytes: of the last one, where it is sparse.
-    """
-
-    index: int
-    parameter: nn.Parameter
-    name: str
-    is_table: bool
-    dtype: torch.dtype = field(init=False)
-    shared: bool = False
-    left: _Left | None = None
-    block: int | None = None
-    was_in_place: bool = True
-    bytes_copied: int | None = None
-    size_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        self.dtype = self.parameter.dtype
-
-    def forget(self) -> bool:
-        """The gradient does not count; tells whether it did."""
-        did = self.left is not None
-        self.left, self.block = None, None
-        return did
-
-
-class Found(NamedTuple):
-    """Where a parameter and its last gradient were found; what `explain` tells.
-
-    Attributes:
-        name, parameter: as in the model.
-        offset: in the store.
-        gradient: what became of the gradient; None if there is none.
-        inside: the parameter lies in the store's memory.
-        held: it belongs there; else another optimizer has it.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    offset: int
-    gradient: GradientState | None
-    inside: bool
-    held: bool
 
 
 class Reducer:
@@ -172,6 +106,10 @@ class Reducer:
         self._all_pushed = (sent * PUSHED).tobytes()
         self._all_produced = (sent * PRODUCED).tobytes()
         self._views = self._find_views()
+        self._copies = placement == "copy"
+        self._places: dict[int, Sequence[Place | str]] = {}
+        self._on_device: dict[int, DeviceGradients] = {}  # by slice
+        self._device = device_of(state.parameter for state in states)
         self._slots: GradientSlots | str = "what another process has left there counts"
         self._later: Callable[[], GradientSlots | str] | None = None
         self._later = partial(self._find_slots, parameters, placement)
@@ -196,6 +134,12 @@ class Reducer:
             for slot in map(store.slot, self._session.my_slices)
         ]
 
+    def _places_of(self, slice_index: int) -> Sequence[Place | str]:
+        """The store makes them once."""
+        if slice_index not in self._places:
+            self._places[slice_index] = self._store.places(slice_index)
+        return self._places[slice_index]
+
     def _find_slots(
         self, parameters: Sequence[torch.Tensor], placement: str
     ) -> GradientSlots | str:
@@ -205,10 +149,13 @@ class Reducer:
         if len(self._session.my_slices) > 1:
             # A gradient that stays where it is would be there when the next slice is computed.
             return "this worker computes several slices of a step"
-        places = self._store.places(self._session.my_slices[0])
+        places = self._places_of(self._session.my_slices[0])
         wanted: list[Place | str] = [NO_PLACE] * len(parameters)
         for state in self.states:
-            wanted[state.index] = place = SPARSE if state.is_table else places[state.index]
+            place = SPARSE if state.is_table else places[state.index]
+            if not is_on_host(state.parameter):
+                place = SPARSE if state.is_table else COPIED
+            wanted[state.index] = place
             state.shared = isinstance(place, Place) and place.shared
         if not any(isinstance(each, Place) for each in wanted):
             return next((str(wanted[state.index]) for state in self.states), NO_PLACE)
@@ -256,15 +203,57 @@ class Reducer:
             self._push_rows(state, gradient)
         elif where is not None:
             self._statistics.bytes_produced += gradient.nbytes
+        elif not is_on_host(gradient):
+            self._leave_device(state, gradient)
         elif not self._views:
             data = flat_bytes(gradient.detach(), state.parameter)
             copied = 0 if data.ctypes.data == gradient.data_ptr() else data.nbytes
             if data.nbytes:
                 copied += self._store.push(self.slice_index, state.index, data)
             self.count_copied(state, copied)
-        state.was_in_place = where is not None or self._is_in_place(state, gradient)
-        looked = sum_of(gradient, state.parameter, self._looked_at.get(state.index))
-        state.left = _Left(gradient, gradient._version, address_of(gradient), looked)
+        at_server = where is not None or state.block is not None
+        state.was_in_place = at_server or self._is_in_place(state, gradient)
+        looked = self._look_at(state, gradient)
+        state.left = Left(gradient, gradient._version, address_of(gradient), looked)
+
+    def _look_at(self, state: GradientState, gradient: torch.Tensor) -> int | torch.Tensor | None:
+        return sum_of(gradient, state.parameter, self._looked_at.get(state.index))
+
+    def _leave_device(self, state: GradientState, gradient: torch.Tensor) -> None:
+        """A gradient on a device is copied while backward goes on; see `_arrive`."""
+        there = self._device_gradients()
+        there.leave(state.index, gradient)
+        state.block = SLOT if there.is_shared(state.index) else None
+        self.count_copied(state, gradient.nbytes)
+
+    def _device_gradients(self) -> DeviceGradients:
+        """Of the slice that is being computed."""
+        index = self.slice_index
+        if (found := self._on_device.get(index)) is None:
+            assert self._device is not None
+            dense = {
+                state.index: state.parameter
+                for state in self.states
+                if not is_on_host(state.parameter) and not state.is_table
+            }
+            # Another worker's slice, or a choice: what is copied is pushed besides.
+            here = not self._copies and self._session.taking is None
+            places = self._places_of(index) if here else [NO_PLACE] * len(self._all_pushed)
+            found = self._on_device[index] = DeviceGradients(self._device, dense, places)
+        return found
+
+    def _arrive(self) -> None:
+        """Waits for what has left the device, and pushes what is not where servers read it.
+
+        Raises:
+            RuntimeError: a gradient was changed after it had left.
+        """
+        for slice_index, there in self._on_device.items():
+            for index, memory, shared in there.arrive():
+                if not shared:
+                    self._store.push(slice_index, index, memory)
+            if (changed := there.changed()) is not None:
+                raise self._changed(next(s for s in self.states if s.index == changed))
 
     def _push_rows(self, state: GradientState, gradient: torch.Tensor) -> None:
         rows, values, copied = rows_of(gradient, state.parameter)
@@ -325,6 +314,7 @@ class Reducer:
             else:
                 self.check_unchanged(state)
         self._copy()
+        self._arrive()
 
     def _copy(self) -> None:
         """Alone, gradients need not leave early: all go into the slot with one call."""
@@ -355,6 +345,7 @@ class Reducer:
         for state in self.states:
             if state.left is not None:
                 self.check_unchanged(state)
+        self._arrive()
 
     def check_unchanged(self, state: GradientState) -> None:
         """Raises RuntimeError if a gradient, which has left, was changed since."""
@@ -366,18 +357,24 @@ class Reducer:
             or address_of(gradient) != left.address
             or self._looks_different(state, left)
         ):
-            raise RuntimeError(
-                f"the gradient of {state.name} was changed after it had left for the "
-                "servers. To clip use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for "
-                "loss scaling tw.GradScaler; to read or edit averaged gradients call "
-                "opt.synchronize() first"
-            )
+            raise self._changed(state)
 
-    def _looks_different(self, state: GradientState, left: _Left) -> bool:
+    @staticmethod
+    def _changed(state: GradientState) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {state.name} was changed after it had left for the servers. To clip "
+            "use DistributedOptimizer(max_norm=…) or tw.clip_grad_norm_, for loss scaling "
+            "tw.GradScaler; to read or edit averaged gradients call opt.synchronize() first"
+        )
+
+    def _looks_different(self, state: GradientState, left: Left) -> bool:
         """Compares bytes: what goes through `.grad.data` leaves no other trace."""
         if left.checksum is None:
             return False
-        now = sum_of(left.gradient, state.parameter, self._looked_at.get(state.index))
+        now = self._look_at(state, left.gradient)
+        if isinstance(now, torch.Tensor) and isinstance(left.checksum, torch.Tensor):
+            self._device_gradients().compare(state.index, left.checksum, now)
+            return False  # `_arrive` tells
         return now != left.checksum
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -429,6 +426,7 @@ class Reducer:
             left = None if state.left is None else state.left.gradient
             if state.parameter.grad is not left or (state.is_table and left is not None):
                 return None
+        self._arrive()
         return self.present()
 
     def put_back(self, present: bytes, blocks: Sequence[int]) -> None:
@@ -483,6 +481,8 @@ class Reducer:
         """Nothing of what left since the last step counts."""
         if any(state.left is not None for state in self.states):
             self._store.settle()
+        for each in self._on_device.values():
+            each.withdraw()
         self.forget()
         self._begin()
         self.reduced = False  # whoever skips steps without a norm has dropped the gradients
@@ -588,5 +588,8 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for each in self._on_device.values():
+            each.close()
+        self._on_device.clear()
         if isinstance(self._slots, GradientSlots):
             self._slots.close()

@@ -29,7 +29,6 @@ from tensorwire.parameters import (
     Bytes,
     Commit,
     Part,
-    PresentVersion,
     Spec,
     Store,
 )
@@ -41,12 +40,14 @@ from ..views import flat_bytes, tensor_at
 from .arithmetic import Arithmetic
 from .buffers import Buffers
 from .closed import JOB_CLOSED
+from .device_parameters import device_parameters
 from .edit_memory import EditMemory
+from .gradient_state import Found, GradientState
 from .held import Held
 from .mutation_guard import MutationGuard
 from .optimizer_state import OptimizerState
 from .ownership import Pipelined, Replicated
-from .reducer import Found, GradientState, Reducer
+from .reducer import Reducer
 from .residency import Residency, give_back_freed
 from .same_batches import SameBatches
 from .same_hyper import SameHyper
@@ -169,8 +170,9 @@ class Replica:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         held = {i: self.parameters[i] for i in here}
         self._own = [p for group in self.optimizer.param_groups for p in group["params"]]
-        guard = MutationGuard(self.model, names, self._own, held, self.store)
-        self._residency = Residency(self.store, held, names, guard)
+        there = device_parameters(self.store, held)
+        guard = MutationGuard(self.model, names, self._own, held, self.store, there)
+        self._residency = Residency(self.store, held, names, guard, there)
         sent = np.zeros(len(tensors), np.uint8)
         sent[speaks if part else slice(None)] = 1
         states = [
@@ -203,7 +205,7 @@ class Replica:
                 "others that this one leaves out; close() that one first (job.optimizers has it)"
             )
         if index is not None:
-            self._residency.parameters.pop(index, None)
+            self._residency.release(index)
 
     def shares(self, model: Any) -> bool:
         """Tells whether a model is the one of this optimizer, or has parameters of it."""
@@ -237,6 +239,7 @@ class Replica:
         """Moves private parameters into a new store."""
         reducer, old = self.reducer, self.store
         reducer.close()
+        self._residency.close()
         self._open(plan)
         self.reducer.accumulating, self.reducer.samples = reducer.accumulating, reducer.samples
         self._publish()
@@ -358,7 +361,7 @@ class Replica:
         (scale, check_finite), self.scaling = self.scaling, (None, False)
         reducer, statistics, started = self.reducer, self.session.statistics, time.perf_counter()
         reducer.begin_step(started)
-        self._residency.guard.check()
+        self._residency.guard.check(wait=False)
         self.arithmetic.check_state()
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
@@ -383,6 +386,7 @@ class Replica:
         else:
             self._scaled = 1.0 if scale is None else scale
             present = self._take()
+        self._residency.finish_check()
         self._same_hyper.check(reducer.turn, self.arithmetic)
         repeated = self.store.is_committed(slice_index)
         if not repeated:
@@ -396,6 +400,7 @@ class Replica:
             return
         result = self.store.wait()
         self.last_norm = result.norm
+        self._residency.refresh()
         self.buffers.take(self.store)
         if self.arithmetic.by_worker and (result.finite or not check_finite):
             if self.session.rank == 0:
@@ -556,12 +561,6 @@ class Replica:
         if not self.closed and not self._editing:
             self._residency.guard.check()
 
-    def model_state(self) -> dict[str, torch.Tensor]:
-        """The `state_dict()` of a shared model, all of it; no other worker takes part."""
-        assert isinstance(self.ownership, Pipelined)
-        version = self.state.snapshot or PresentVersion(self.store)
-        return self.ownership.model_state(version, self.store.layout, self.buffers.indices)
-
     def tensors(self) -> Iterator[Found]:
         """Where the tensors of this process are now, by the addresses at which they arrived."""
         states = {state.index: state for state in self.reducer.states}
@@ -570,7 +569,7 @@ class Replica:
                 continue  # another process has it
             yield Found(
                 self._names[id(parameter)], parameter, self.store.layout.places[i].start,
-                states.get(i), self._residency.is_inside(i), i in self._residency.parameters,
+                states.get(i), *self._residency.find(i),
             )  # fmt: skip
 
     @property
@@ -598,3 +597,4 @@ class Replica:
         self.state.leave()
         if private:
             self._residency.make_private()
+        self._residency.close()

@@ -13,6 +13,7 @@ from torch import nn
 from tensorwire.parameters import Store
 
 from ..views import tensor_at
+from .device_parameters import DeviceParameters
 from .edit_memory import EditMemory
 from .mutation_guard import MutationGuard
 
@@ -20,7 +21,7 @@ from .mutation_guard import MutationGuard
 _PART_BYTES = 64 << 20
 
 Formats = Mapping[int, tuple[Any, ...]]
-"""The dtype, shape and strides of parameters, by their index."""
+"""The dtype, shape, strides and device of parameters, by their index."""
 
 
 class Residency:
@@ -31,10 +32,11 @@ class Residency:
         parameters: by their index in the store.
         names: of the parameters by their id.
         guard: of these parameters.
+        on_device: of those that are on a device; None: none is.
 
     Attributes:
         parameters: as given; may lose some to another optimizer.
-        guard: as given.
+        guard, on_device: as given.
     """
 
     def __init__(
@@ -43,17 +45,39 @@ class Residency:
         parameters: dict[int, nn.Parameter],
         names: Mapping[int, str],
         guard: MutationGuard,
+        on_device: DeviceParameters | None,
     ) -> None:
         self.parameters = parameters
         self.guard = guard
+        self.on_device = on_device
         self._store = store
         self._names = names
 
     def adopt(self, part: range | None = None) -> None:
         """Lets the parameters be the store's memory: those of a part of the store, or all."""
         for index, parameter in self.parameters.items():
-            if part is None or index in part:
+            if (part is None or index in part) and not self._is_on_device(index):
                 parameter.data = tensor_at(self._store.value(index), parameter)
+        if self.on_device is not None:
+            self.on_device.adopt(part)
+
+    def _is_on_device(self, index: int) -> bool:
+        return self.on_device is not None and index in self.on_device
+
+    def finish_check(self) -> None:
+        """A commit is about to change the store: what was compared with it is known.
+
+        Raises:
+            RuntimeError: as `MutationGuard.finish`.
+        """
+        self.guard.finish()
+        if self.on_device is not None:
+            self.on_device.settle()
+
+    def refresh(self) -> None:
+        """The store has another version, which is copied where its memory is not seen."""
+        if self.on_device is not None:
+            self.on_device.refresh()
 
     def parts(self) -> list[range]:
         """All tensors of the store, in parts of some size; the same in all workers."""
@@ -66,15 +90,33 @@ class Residency:
             size += tensor.size_bytes
         return [*parts, range(first, len(tensors))]
 
+    def release(self, index: int) -> None:
+        """A parameter that does not change here is another optimizer's now."""
+        self.parameters.pop(index, None)
+        if self.on_device is not None:
+            self.on_device.release(index)
+
+    def close(self) -> None:
+        """The store is about to go; parameters stay where they are."""
+        if self.on_device is not None:
+            self.on_device.close()
+
     def make_private(self) -> None:
         """Lets the parameters be copies in this process's own memory."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
-    def is_inside(self, index: int) -> bool:
-        """The parameter lies in the store's memory now."""
+    def find(self, index: int) -> tuple[bool, bool, str]:
+        """Where a parameter is: `inside`, `held` and `slow` of `Found`."""
+        slow = self.on_device.locks.why_not if self.on_device is not None else ""
+        return self._is_inside(index), index in self.parameters, slow
+
+    def _is_inside(self, index: int) -> bool:
+        """The parameter lies in the store's memory now, or in its copy on a device."""
         if index not in self.parameters:
             return False
+        if self.on_device is not None and index in self.on_device:
+            return bool(self.parameters[index].data_ptr() == self.on_device.address(index))
         value = self._store.value(index)
         return not value.nbytes or self.parameters[index].data_ptr() == value.ctypes.data
 
@@ -101,11 +143,11 @@ class Residency:
             self.guard.remember()
 
     def check_formats(self, before: Formats) -> None:
-        """Raises RuntimeError if dtype, shape or memory format of a parameter was changed."""
+        """Raises RuntimeError if dtype, shape, memory format or device of one was changed."""
         for index, parameter in self.parameters.items():
             if _format_of(parameter) != before[index]:
                 raise RuntimeError(
-                    f"dtype, shape or memory format of parameter "
+                    f"dtype, shape, memory format or device of parameter "
                     f"{self._names[id(parameter)]!r} was changed in edit(); change it before "
                     "DistributedOptimizer. The parameters are as before"
                 )
@@ -113,8 +155,8 @@ class Residency:
     def take_format(self, before: Formats) -> None:
         """The parameters have these formats again, and any values."""
         for index, parameter in self.parameters.items():
-            dtype, shape, stride = before[index]
-            parameter.data = torch.empty_strided(shape, stride, dtype=dtype)
+            dtype, shape, stride, device = before[index]
+            parameter.data = torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def give_back_freed() -> None:
@@ -127,4 +169,4 @@ def give_back_freed() -> None:
 
 
 def _format_of(parameter: torch.Tensor) -> tuple[Any, ...]:
-    return parameter.dtype, tuple(parameter.shape), parameter.stride()
+    return parameter.dtype, tuple(parameter.shape), parameter.stride(), parameter.device

@@ -10,6 +10,7 @@ import torch
 from tensorwire.parameters import Store
 
 from ..loader import seed_of
+from ..random_numbers import kept_random_state, seed_all
 from ..views import tensor_at
 from .arithmetic import Arithmetic
 
@@ -53,10 +54,11 @@ class WorkerSteps:
         try:
             for i, parameter in ((i, self._parameters[i]) for i in self._trained):
                 average = data[self._store.own.place(i)]
-                parameter.grad = tensor_at(average, parameter) if present[i] else None
-            with torch.random.fork_rng(devices=[]):
+                value = tensor_at(average, parameter).to(parameter.device) if present[i] else None
+                parameter.grad = value
+            with kept_random_state():
                 drawn = int(torch.randint(1 << 62, ()))  # another one in every step of a loader
-                torch.manual_seed(seed_of(drawn, self._store.version))
+                seed_all(seed_of(drawn, self._store.version))
                 self._arithmetic.step()
             for i, old in before.items():
                 _take_order(self._parameters[i], old)
@@ -75,5 +77,5 @@ def _take_order(parameter: torch.Tensor, old: torch.Tensor) -> None:
             f"{old.dtype} one of {tuple(now.shape)} and {now.dtype}; other workers cannot follow"
         )
     if now.stride() != old.stride():
-        kept = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype)
+        kept = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
         parameter.data = kept.copy_(now)

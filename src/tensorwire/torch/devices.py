@@ -1,0 +1,197 @@
+"""Tensors in the memory of a device, and copies between it and the host's memory.
+
+Servers keep parameters in the host's memory. What is on a device is copied there and back by the
+device's copy engines, in a stream of its own, from and to memory whose pages are locked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorwire.errors import UnavailableError
+from tensorwire.parameters import Bytes
+
+KINDS = ("cpu", "cuda")
+"""Where parameters can be."""
+
+# Tests of what is done for devices, where there is none: tensors of the CPU are treated alike.
+_STAGES_CPU = os.environ.get("TENSORWIRE_STAGE_CPU") == "1"
+
+_PAGE_BYTES = 4096
+_PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_…, in CUDA's driver API
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """The CPU computes with a tensor where it lies, so that no copy is needed."""
+    return tensor.device.type == "meta" or (tensor.device.type == "cpu" and not _STAGES_CPU)
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The one device on which those tensors are that are not on the host; None: all are there.
+
+    Raises:
+        UnavailableError: there are several.
+    """
+    found = {tensor.device for tensor in tensors if not is_on_host(tensor)}
+    if len(found) > 1:
+        listed = ", ".join(sorted(map(str, found)))
+        raise UnavailableError(
+            f"parameters of one model are on {listed}; they can be on one device (and on the CPU "
+            "besides): start a worker for each device"
+        )
+    return found.pop() if found else None
+
+
+def host_tensor(memory: Bytes) -> torch.Tensor:
+    """A tensor over bytes that the caller keeps alive, and does not write if they are read-only."""
+    if not memory.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    there = (ctypes.c_ubyte * memory.nbytes).from_address(memory.ctypes.data)
+    return torch.frombuffer(there, dtype=torch.uint8)
+
+
+class _Part:
+    """Bytes of a device tensor, for `torch.as_tensor`, which then makes a storage of its own."""
+
+    def __init__(self, whole: torch.Tensor, start: int, stop: int) -> None:
+        self._whole = whole  # whose memory lives as long as this
+        self.__cuda_array_interface__ = {
+            "shape": (stop - start,),
+            "typestr": "|u1",
+            "data": (whole.data_ptr() + start, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def part_of(whole: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """Bytes [start, stop) of `whole`, of uint8, in the form of `like`; its storage has no others.
+
+    The memory is that of `whole`, and lives as long as either.
+    """
+    if start == stop:
+        return torch.empty_strided(
+            like.size(), like.stride(), dtype=like.dtype, device=whole.device
+        )
+    if whole.device.type == "cpu":
+        part = torch.frombuffer(whole.numpy()[start:stop], dtype=torch.uint8)
+    else:
+        part = torch.as_tensor(_Part(whole, start, stop), device=whole.device)
+    return part.view(like.dtype).as_strided(like.size(), like.stride())
+
+
+class CopyStream:
+    """A stream in which a device copies to the host beside what it computes. One thread at a time.
+
+    Args:
+        device: whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        options = {} if device.type == "cpu" else {"device": device}
+        self._stream = self._module.Stream(**options)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Starts to copy `source`, as the current stream leaves it, to the host's memory.
+
+        Its memory is not given to others before that is done.
+
+        Returns:
+            An event; `synchronize()` of it returns when `target` is there.
+        """
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        if source.device.type != "cpu":
+            source.record_stream(self._stream)
+        return self.mark(self._stream)
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event behind what a stream, or the current one, has been given to do so far."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device) if stream is None else stream)
+        return event
+
+
+class PageLocks:
+    """Memory of the host whose pages are locked, so that a device's copy engine reaches it.
+
+    Copies from and to other memory go by way of a buffer of the driver, at a fraction of the speed,
+    and the caller waits for them.
+
+    Args:
+        device: that copies.
+
+    Attributes:
+        why_not: why memory could not be locked; "" if all was.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._locked: list[tuple[int, list[Bytes]]] = []  # the memory stays until it is let go
+        self.why_not = ""
+        self._driver: Any = None
+        if device.type == "cuda":
+            self._driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
+        # Else the driver would take other memory at these addresses for locked.
+        self._unlock = weakref.finalize(self, _unlock, self._driver, self._locked)
+        self._unlock.atexit = False
+
+    def lock(self, memories: Iterable[Bytes]) -> None:
+        """Locks the pages of some memory; those that are close to each other together."""
+        spans: list[tuple[int, int, list[Bytes]]] = []
+        for memory in sorted(memories, key=lambda each: each.ctypes.data):
+            if not memory.nbytes:
+                continue
+            start = memory.ctypes.data // _PAGE_BYTES * _PAGE_BYTES
+            stop = -(-(memory.ctypes.data + memory.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
+            if spans and start <= spans[-1][1]:
+                first, last, held = spans.pop()
+                spans.append((first, max(last, stop), [*held, memory]))
+            else:
+                spans.append((start, stop, [memory]))
+        for start, stop, held in spans if self._driver is not None else ():
+            self._lock(start, stop, held)
+
+    def _lock(self, start: int, stop: int, held: list[Bytes]) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().query()  # this thread has the device's context
+            for flags in (_PORTABLE, _PORTABLE | _READ_ONLY):
+                error = self._driver.cuMemHostRegister_v2(
+                    ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_uint(flags)
+                )
+                if error == 0:
+                    self._locked.append((start, held))
+                    return
+        text = ctypes.c_char_p()
+        self._driver.cuGetErrorString(error, ctypes.byref(text))
+        said = (text.value or b"").decode()
+        self.why_not = f"the driver does not lock its pages: {said or error}"
+
+    def release(self) -> None:
+        """Unlocks them, before the memory goes; nothing may be under way."""
+        _unlock(self._driver, self._locked)
+
+
+def _unlock(driver: Any, locked: list[tuple[int, list[Bytes]]]) -> None:
+    for start, _ in locked:
+        driver.cuMemHostUnregister(ctypes.c_void_p(start))
+    locked.clear()
+
+
+def locked_memory(size_bytes: int, locks: PageLocks) -> Bytes:
+    """Memory of this process whose pages are locked."""
+    memory = np.zeros(size_bytes + 2 * _PAGE_BYTES, np.uint8)
+    offset = -memory.ctypes.data % _PAGE_BYTES
+    part = memory[offset : offset + size_bytes]
+    locks.lock([part])
+    return part

@@ -1,0 +1,67 @@
+"""Torch's random numbers in this process: those of the CPU, and of devices that are in use.
+
+Only the default generators, which the script uses where it names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class RandomState(NamedTuple):
+    """Where the default generators are.
+
+    Attributes:
+        cpu: state of the CPU's.
+        cuda: state of each CUDA device's; empty where none is in use.
+    """
+
+    cpu: bytes
+    cuda: tuple[bytes, ...]
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators of the CPU and of devices that are in use."""
+    torch.default_generator.manual_seed(seed)
+    if _uses_cuda():
+        torch.cuda.manual_seed_all(seed)
+
+
+def random_state() -> RandomState:
+    """Where they are now; for `pickle`, at once."""
+    cuda = torch.cuda.get_rng_state_all() if _uses_cuda() else []
+    return RandomState(_bytes(torch.get_rng_state()), tuple(_bytes(each) for each in cuda))
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts them there again."""
+    torch.set_rng_state(_tensor(state.cpu))
+    if state.cuda:
+        torch.cuda.set_rng_state_all([_tensor(each) for each in state.cuda])
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Behind it they are where they were before."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    data: bytes = state.numpy().tobytes()
+    return data
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

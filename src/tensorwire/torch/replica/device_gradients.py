@@ -1,0 +1,144 @@
+"""Gradients on a device: each is copied to the host beside backward, as soon as it is there.
+
+It is copied straight into the memory that its server reads, where that is mapped here, or into
+registered memory from which it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import Bytes, Place
+
+from ..devices import CopyStream, PageLocks, host_tensor, locked_memory
+
+
+class _Target(NamedTuple):
+    """Memory of the host for one gradient, and the same as a tensor in the parameter's form."""
+
+    memory: Bytes
+    tensor: torch.Tensor
+    shared: bool
+
+
+class Copied(NamedTuple):
+    """A gradient that is on the host.
+
+    Attributes:
+        tensor: its index in the store.
+        memory: where it is.
+        shared: there its server reads it, and it need not be sent.
+    """
+
+    tensor: int
+    memory: Bytes
+    shared: bool
+
+
+class DeviceGradients:
+    """Those of one optimizer and slice. One thread at a time, but backward may be another.
+
+    Args:
+        device: of the parameters.
+        parameters: those on the device that have dense gradients, by index.
+        places: for each tensor of the store where its gradient is best, or why there is no place.
+
+    Attributes:
+        locks: of the memory to which gradients are copied.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        parameters: Mapping[int, nn.Parameter],
+        places: Sequence[Place | str],
+    ) -> None:
+        self.locks = PageLocks(device)
+        self._stream = CopyStream(device)
+        self._targets: dict[int, _Target] = {}
+        self._under_way: dict[int, Any] = {}  # events, by index, in the order of the copies
+        self._compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        given = {i: p for i in parameters if isinstance(p := places[i], Place)}
+        own = {i: parameters[i].nbytes for i in parameters if i not in given}
+        memory = locked_memory(sum(-(-each // 64) * 64 for each in own.values()), self.locks)
+        self.locks.lock([place.memory for place in given.values()])
+        start = 0
+        for index, parameter in parameters.items():
+            if index in given:
+                self._add(index, parameter, given[index].memory, given[index].shared)
+            else:
+                self._add(index, parameter, memory[start : start + own[index]], False)
+                start += -(-own[index] // 64) * 64
+
+    def _add(self, index: int, parameter: nn.Parameter, memory: Bytes, shared: bool) -> None:
+        flat = host_tensor(memory).view(parameter.dtype)
+        tensor = flat.as_strided(parameter.size(), parameter.stride())
+        self._targets[index] = _Target(memory, tensor, shared)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._targets
+
+    def is_shared(self, index: int) -> bool:
+        """A gradient is copied to where its server reads it."""
+        return self._targets[index].shared
+
+    def leave(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient is complete in the current stream: it is copied when the device gets there."""
+        target = self._targets[index]
+        if target.memory.nbytes:
+            self._under_way.pop(index, None)
+            self._under_way[index] = self._stream.to_host(target.tensor, gradient.detach())
+
+    def arrive(self) -> Iterator[Copied]:
+        """Waits for each gradient that has left, in the order of their copies."""
+        while self._under_way:
+            index = next(iter(self._under_way))
+            self._under_way.pop(index).synchronize()
+            target = self._targets[index]
+            yield Copied(index, target.memory, target.shared)
+
+    def withdraw(self) -> None:
+        """What has left does not count; the memory may be used again."""
+        for event in self._under_way.values():
+            event.synchronize()
+        self._under_way.clear()
+        self._compared.clear()
+
+    # ---- changes behind autograd's back
+
+    def compare(self, index: int, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Two sums of a gradient, on the device, which should be equal; looked at by `changed`."""
+        self._compared.append((index, before, now))
+
+    def changed(self) -> int | None:
+        """The first gradient whose sums differ; waits for the device."""
+        compared, self._compared = self._compared, []
+        if not compared:
+            return None
+        befores, nows = (torch.stack([each[i] for each in compared]) for i in (1, 2))
+        differ = (befores != nows).tolist()
+        return next((c[0] for c, changed in zip(compared, differ, strict=True) if changed), None)
+
+    def close(self) -> None:
+        """The memory is about to go."""
+        self.withdraw()
+        self.locks.release()
+        self._targets.clear()
+
+
+def device_sum(gradient: torch.Tensor, part: slice) -> torch.Tensor:
+    """A sum over bytes of a gradient that its device computes: another one, if they change.
+
+    Args:
+        gradient: dense; its elements fill one piece of memory.
+        part: of its bytes.
+    """
+    flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    data = flat.view(torch.uint8)[part]
+    words = data[: data.numel() // 4 * 4].view(torch.int32)
+    # Every second one twice, so that most of what only changes places is found too.
+    return words.sum() + words[::2].sum() + data[words.numel() * 4 :].sum()

@@ -1,0 +1,208 @@
+"""Parameters on a device whose values a store has in the host's memory.
+
+Each version is copied to the device behind `step()`, with one copy per stretch of the store. What a
+script writes to a parameter stays on the device and is overwritten by the next version; it is found
+by its version counter, or, where that tells nothing (`.data`), by comparing bytes in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tensorwire.parameters import Store
+
+from ..devices import CopyStream, PageLocks, device_of, host_tensor, is_on_host, part_of
+
+_GAP_BYTES = 4096  # what lies between two parameters, and is copied with them
+_PIECE_BYTES = 1 << 20
+_TURNS = 32  # so many steps compare every byte
+
+
+class _Stretch(NamedTuple):
+    """Parameters that lie close to each other in the store.
+
+    Attributes:
+        host: their bytes there, where new versions arrive.
+        device: the same bytes on the device.
+        offsets: where each of them is in both, by its index.
+    """
+
+    host: torch.Tensor
+    device: torch.Tensor
+    offsets: dict[int, int]
+
+
+class DeviceParameters:
+    """Those parameters of one optimizer that are on a device. One thread at a time.
+
+    Args:
+        store: has their values.
+        parameters: by their index in the store.
+        device: where they are.
+
+    Attributes:
+        device: as given.
+        locks: the memory of the store that is locked.
+        bytes_copied: to the device, since the start.
+    """
+
+    def __init__(
+        self, store: Store, parameters: Mapping[int, nn.Parameter], device: torch.device
+    ) -> None:
+        self.device = device
+        self._store, self._parameters = store, dict(parameters)
+        self.locks = PageLocks(device)
+        self.locks.lock([store.memory])
+        self.bytes_copied = 0
+        self._stretches: list[_Stretch] = []
+        self._stretch_of: dict[int, _Stretch] = {}
+        self._stream = CopyStream(device)
+        self._arrived: Any = None  # an event behind the last copy to the device
+        self._turn = 0
+        self._compared: list[tuple[_Stretch, int, int, torch.Tensor]] = []
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._parameters
+
+    def release(self, index: int) -> None:
+        """A parameter is not this optimizer's any more."""
+        self._parameters.pop(index, None)
+
+    def adopt(self, part: range | None) -> None:
+        """Lets parameters be this memory with the store's present values; of a part, or all."""
+        new = [i for i in self._parameters if part is None or i in part]
+        self._make_stretches([i for i in new if i not in self._stretch_of])
+        for index in new:
+            parameter = self._parameters[index]
+            if parameter.data_ptr() != self.address(index) or not parameter.numel():
+                parameter.data = self.tensor(index)
+        self._copy(self._stretches if part is None else self._stretches_of(new))
+
+    def _make_stretches(self, indices: Sequence[int]) -> None:
+        places = sorted((self._store.place(i).start, i) for i in indices)
+        groups: list[list[int]] = []
+        end = -_GAP_BYTES - 1
+        for start, index in places:
+            if start > end + _GAP_BYTES:
+                groups.append([])
+            groups[-1].append(index)
+            end = self._store.place(index).stop
+        for group in groups:
+            start, stop = self._store.place(group[0]).start, self._store.place(group[-1]).stop
+            host = host_tensor(self._store.memory[start:stop])
+            device = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
+            offsets = {i: self._store.place(i).start - start for i in group}
+            stretch = _Stretch(host, device, offsets)
+            self._stretches.append(stretch)
+            self._stretch_of.update(dict.fromkeys(group, stretch))
+
+    def _stretches_of(self, indices: Sequence[int]) -> list[_Stretch]:
+        found = {id(self._stretch_of[i]): self._stretch_of[i] for i in indices}
+        return list(found.values())
+
+    def refresh(self) -> None:
+        """The store has another version: its values are copied, ahead of what the device does next.
+
+        Parameters have to lie in this memory.
+        """
+        self._copy(self._stretches)
+
+    def _copy(self, stretches: Sequence[_Stretch]) -> None:
+        for each in stretches:
+            each.device.copy_(each.host, non_blocking=True)
+            self.bytes_copied += each.host.nbytes
+        self._arrived = self._stream.mark()
+
+    def settle(self) -> None:
+        """Returns when the store's memory may change: everything was copied from it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def address(self, index: int) -> int:
+        """Returns the address of a parameter that was adopted; 0: it was not."""
+        stretch = self._stretch_of.get(index)
+        return 0 if stretch is None else stretch.device.data_ptr() + stretch.offsets[index]
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A parameter's values in this memory."""
+        stretch, place = self._stretch_of[index], self._store.place(index)
+        start = stretch.offsets[index]
+        stop = start + place.stop - place.start
+        return part_of(stretch.device, start, stop, self._parameters[index])
+
+    # ---- what a script has written
+
+    def begin_check(self) -> None:
+        """Starts to compare a part of the values with the store's: those of the version in place.
+
+        Another part each time, so that `_TURNS` of them are all.
+        """
+        pieces = [
+            (each, start, min(start + _PIECE_BYTES, each.host.nbytes))
+            for each in self._stretches
+            for start in range(0, each.host.nbytes, _PIECE_BYTES)
+        ]
+        turn, self._turn = self._turn, (self._turn + 1) % _TURNS
+        for stretch, start, stop in pieces[turn::_TURNS]:
+            there = stretch.host[start:stop].to(self.device, non_blocking=True)
+            differs = _differ(there, stretch.device[start:stop])
+            self._compared.append((stretch, start, stop, differs))
+        if self._compared:
+            self._arrived = self._stream.mark()
+
+    def finish_check(self) -> list[int]:
+        """The parameters that were found to differ, which then have the store's values again."""
+        compared, self._compared = self._compared, []
+        if not compared or not bool(torch.stack([each[3] for each in compared]).any()):
+            return []
+        found = []
+        for stretch, start, stop, differs in compared:
+            if not bool(differs):
+                continue
+            for index, offset in stretch.offsets.items():
+                place = self._store.place(index)
+                end = offset + place.stop - place.start
+                if index in self._parameters and offset < stop and start < end:
+                    there = stretch.host[offset:end].to(self.device)
+                    if bool(_differ(there, stretch.device[offset:end])):
+                        found.append(index)
+        self.refresh()
+        return found
+
+    def forget_check(self) -> None:
+        """What was begun does not count: values are about to change."""
+        self._compared.clear()
+
+    def close(self) -> None:
+        """The store is about to go; parameters may stay where they are."""
+        self.settle()
+        self.forget_check()
+        self.locks.release()
+        self._stretches.clear()
+        self._stretch_of.clear()
+
+
+def device_parameters(
+    store: Store, parameters: Mapping[int, nn.Parameter]
+) -> DeviceParameters | None:
+    """Those parameters that are on a device; None: all are on the host.
+
+    Raises:
+        UnavailableError: they are on several devices.
+    """
+    device = device_of(parameters.values())
+    if device is None:
+        return None
+    there = {i: p for i, p in parameters.items() if not is_on_host(p)}
+    return DeviceParameters(store, there, device)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device of both, true where two pieces of memory have other bytes."""
+    count = one.numel() // 8 * 8
+    whole = one[:count].view(torch.int64) != other[:count].view(torch.int64)
+    return whole.any() | (one[count:] != other[count:]).any()

@@ -1,0 +1,80 @@
+"""What is known of each parameter's gradient between backward and the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Left(NamedTuple):
+    """A gradient that has left, or lies where it is read: it must stay as it was."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int
+    checksum: int | torch.Tensor | None  # of the bytes that are looked at
+
+
+@dataclass(slots=True, eq=False)
+class GradientState:
+    """What became of one parameter's gradient.
+
+    Attributes:
+        index: of the parameter in the store.
+        parameter: the parameter.
+        name: of the parameter, quoted for messages.
+        dtype: the parameter's when the store was opened.
+        is_table: the gradient is sparse by rows.
+        shared: the gradient's place is a server's memory.
+        left: the gradient, since it has left; None before, and after it was withdrawn.
+        block: where it was produced: in SLOT, in a block of the pool, or None if it is sent.
+        was_in_place: the last one that left lay where it was to be produced, or, from a device, it
+            was copied to where its server reads it.
+        bytes_copied: of the last one, by this process; None if none has left.
+        size_bytes: of the last one, where it is sparse.
+    """
+
+    index: int
+    parameter: nn.Parameter
+    name: str
+    is_table: bool
+    dtype: torch.dtype = field(init=False)
+    shared: bool = False
+    left: Left | None = None
+    block: int | None = None
+    was_in_place: bool = True
+    bytes_copied: int | None = None
+    size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parameter.dtype
+
+    def forget(self) -> bool:
+        """The gradient does not count; tells whether it did."""
+        did = self.left is not None
+        self.left, self.block = None, None
+        return did
+
+
+class Found(NamedTuple):
+    """Where a parameter and its last gradient were found; what `explain` tells.
+
+    Attributes:
+        name, parameter: as in the model.
+        offset: in the store.
+        gradient: what became of the gradient; None if there is none.
+        inside: the parameter lies in the store's memory, or in its copy on a device.
+        held: it belongs there; else another optimizer has it.
+        slow: why copies to a device are slow; "" if they are not.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    offset: int
+    gradient: GradientState | None
+    inside: bool
+    held: bool
+    slow: str

@@ -1,0 +1,360 @@
+"""Models on a device whose servers are on the host.
+
+Each test runs with tensors of the CPU that are treated like those of a device, and on a CUDA device
+where there is one. The former have the bits of ordinary training, as the same kernels compute them.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from team import Team
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import tensorwire.torch as tw
+from tensorwire.errors import UnavailableError
+from tensorwire.torch import devices
+
+DEVICES = ["staged", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+both = pytest.mark.parametrize("kind", DEVICES)
+
+
+@contextmanager
+def device(kind: str) -> Iterator[torch.device]:
+    """Inside, tensors of the CPU are treated as if they were on a device, for "staged"."""
+    before = devices._STAGES_CPU
+    devices._STAGES_CPU = kind == "staged"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if kind == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield torch.device("cuda" if kind == "cuda" else "cpu")
+    finally:
+        devices._STAGES_CPU = before
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(8 * 3 * 3, 32), nn.Tanh(), nn.Linear(32, 10),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+
+
+def samples(count: int = 48) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 1, 16, 16, generator=generator)
+    return torch.utils.data.TensorDataset(images, torch.randint(10, (count,), generator=generator))
+
+
+def digest(model: nn.Module) -> str:
+    total = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        total.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def train(
+    job: Any,
+    kind: str,
+    optimizer: str = "adamw",
+    way: str = "",
+    **options: Any,
+) -> tuple[str, float]:
+    """Trains for two epochs in some way; returns a digest of the model and the last loss."""
+    with device(kind) as where:
+        model = small_model().to(where)
+        make = {
+            "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        }[optimizer]
+        opt: Any = tw.DistributedOptimizer(make(model.parameters()), model, **options)
+        scaler = tw.GradScaler(where.type, init_scale=1024.0) if "scaler" in way else None
+        loss = torch.zeros(())
+        for _ in job.epochs(2):
+            for number, (images, labels) in enumerate(job.loader(samples(), 8, shuffle=True)):
+                opt.zero_grad()
+                outputs = model(images.to(where))
+                loss = cross_entropy(outputs, labels.to(where))
+                if scaler is None:
+                    loss.backward()
+                else:
+                    scaler.scale(loss).backward()
+                if "clip" in way:
+                    tw.clip_grad_norm_(model.parameters(), 0.5)
+                if "edit gradients" in way:
+                    opt.synchronize()
+                    for parameter in model.parameters():
+                        parameter.grad.mul_(0.5)
+                if scaler is None:
+                    opt.step()
+                else:
+                    scaler.step(opt)
+                    scaler.update()
+                if "edit" in way.split(", ") and number == 1:
+                    with tw.edit(model), torch.no_grad():
+                        model[6].weight.mul_(0.9)
+        found = digest(model)
+        opt.close()
+        assert digest(model) == found, "closing changes nothing"
+        return found, float(loss.detach())
+
+
+WAYS = {
+    "plain": {},
+    "sgd, copied": {"optimizer": "sgd", "placement": "copy"},
+    "clipped": {"way": "clip"},
+    "norm": {"max_norm": 0.5},
+    "scaler": {"way": "scaler"},
+    "gradients edited": {"way": "edit gradients"},
+    "edited": {"way": "edit"},
+    "by worker 0": {"apply": "worker"},
+    "average": {"ema": 0.9},
+    "buffers averaged": {"buffers": "average"},
+    "buffers local": {"buffers": "local", "optimizer": "sgd"},
+}
+
+
+@both
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_to_train_has_its_bits_for_all_servers_and_paths(
+    name: str, kind: str, team: Team, transports: list[str] | None
+) -> None:
+    options = WAYS[name]
+    one = team.run(_train_with, kind, options, servers=1, transports=transports)
+    if name != "buffers local":
+        assert one[0][0] == one[1][0], "both workers have one model"
+    two = team.run(_train_with, kind, options, servers=2, transports=transports)
+    assert [each[0] for each in two] == [each[0] for each in one]
+    if kind == "staged":
+        assert [each[0] for each in team.run(_train_with, "host", options, servers=1)] == [
+            each[0] for each in one
+        ]
+
+
+def _train_with(job: Any, kind: str, options: dict[str, Any]) -> tuple[str, float]:
+    return train(job, kind, **options)
+
+
+def change(job: Any, kind: str, how: str) -> str:
+    """What the next step says when a script has changed something behind the optimizer's back."""
+    with device(kind) as where:
+        model = nn.Linear(300, 200).to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+        def step(before: Any = lambda: None) -> None:
+            opt.zero_grad()
+            model(torch.ones(2, 300, device=where)).sum().backward()
+            before()
+            opt.step()
+
+        step()
+        kept = [each.detach().clone() for each in model.parameters()]
+        try:
+            if how == "parameter in place":
+                with torch.no_grad():
+                    model.bias.add_(1)
+                step()
+            elif how == "parameter by data":
+                for _ in range(64):  # within 32 steps
+                    model.bias.data.add_(1)
+                    step()
+            elif how == "gradient in place":
+                step(lambda: model.weight.grad.mul_(2))
+            else:
+                for _ in range(64):
+                    step(lambda: model.weight.grad.data.mul_(2))
+        except RuntimeError as error:
+            if how == "parameter in place":
+                assert all(map(torch.equal, kept, model.parameters())), "the change is undone"
+            opt.zero_grad()
+            step()
+            return str(error)
+    return ""
+
+
+@both
+@pytest.mark.parametrize(
+    "how", ["parameter in place", "parameter by data", "gradient in place", "gradient by data"]
+)
+def test_a_change_behind_the_back_of_the_optimizer_is_found(
+    how: str, kind: str, team: Team
+) -> None:
+    (said,) = team.run(change, kind, how, workers=1)
+    what, name = how.split()[0], "bias" if how.startswith("p") else "weight"
+    assert said.startswith(f"{'the gradient of' if what == 'gradient' else 'parameter'} '{name}'")
+    assert "was changed" in said
+
+
+def look(job: Any, kind: str) -> Any:
+    with device(kind) as where:
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for images, labels in job.loader(samples(), 8):
+            opt.zero_grad()
+            cross_entropy(model(images.to(where)), labels.to(where)).backward()
+            opt.step()
+        return tw.explain_optimizer(opt)
+
+
+@both
+def test_explain_tells_the_copies(kind: str, team: Team, transports: list[str] | None) -> None:
+    found = team.run(look, kind, transports=transports)[0]
+    name = "cuda:0" if kind == "cuda" else "cpu"
+    route = f"copied from {name} into its server's memory"
+    if transports:
+        route = f"copied from {name}, then sent"
+    for row in found.gradients:
+        assert (row.route, row.copies, row.bytes_copied) == (route, 1, row.bytes)
+        assert "on a device" in row.reason
+    for row in found.rows[len(found.gradients) :]:
+        assert row.route == f"copied to {name}", "and not by way of the driver's buffer"
+        assert row.bytes_copied == row.bytes
+        assert not row.in_place
+
+
+class Mixed(nn.Module):
+    """A table with sparse gradients on the host or the device, and layers on the device."""
+
+    def __init__(self, where: torch.device, table: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(100, 8, sparse=True).to(table)
+        self.head = nn.Linear(8, 4).to(where)
+        self.frozen = nn.Linear(4, 4).to(where).requires_grad_(False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found = self.table(words.to(self.table.weight.device)).mean(1)
+        return self.frozen(self.head(found.to(self.head.weight.device)))
+
+
+def train_mixed(job: Any, kind: str, table: str) -> str:
+    with device(kind) as where:
+        model = Mixed(where, where if table == "device" else torch.device("cpu"))
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        words = torch.randint(100, (64, 5), generator=torch.Generator().manual_seed(3))
+        for _ in job.epochs(2):
+            for (batch,) in job.loader(torch.utils.data.TensorDataset(words), 8):
+                opt.zero_grad()
+                model(batch).square().sum().backward()
+                opt.step()
+        return digest(model)
+
+
+@both
+@pytest.mark.parametrize("table", ["device", "host"])
+def test_tables_and_layers_may_be_on_different_memory(
+    table: str, kind: str, team: Team, transports: list[str] | None
+) -> None:
+    found = team.run(train_mixed, kind, table, servers=2, transports=transports)
+    assert len(set(found)) == 1
+    if kind == "staged":
+        assert found == team.run(train_mixed, "host", table)
+
+
+def save_and_load(job: Any, kind: str, path: str) -> tuple[str, str, str]:
+    with device(kind) as where:
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+        job.keep(model=model, opt=opt)
+
+        def epoch() -> None:
+            for images, labels in job.loader(samples(), 8, shuffle=True):
+                opt.zero_grad()
+                cross_entropy(model(images.to(where)), labels.to(where)).backward()
+                opt.step()
+
+        epoch()
+        saved = digest(model)
+        if job.rank == 0:
+            job.save(path)
+        job.barrier()
+        epoch()
+        later = digest(model)
+        job.load(path)
+        assert all(each.device.type == where.type for each in model.state_dict().values())
+        assert digest(model) == saved
+        epoch()
+        return saved, later, digest(model)
+
+
+@both
+def test_a_checkpoint_brings_back_what_was_on_the_device(
+    kind: str, team: Team, tmp_path: Any
+) -> None:
+    found = team.run(save_and_load, kind, str(tmp_path / "model.pt"))
+    assert found[0] == found[1]
+    saved, later, again = found[0]
+    assert saved != later
+    assert again != saved
+
+
+def accumulate(job: Any, kind: str) -> str:
+    with device(kind) as where:
+        model = small_model().to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for _ in range(3):
+            opt.zero_grad()
+            with opt.accumulate():
+                for images, labels in list(job.loader(samples(32), 8))[:-1]:
+                    cross_entropy(model(images.to(where)), labels.to(where)).backward()
+            images, labels = (each.to(where) for each in samples(8).tensors)
+            cross_entropy(model(images), labels).backward()
+            cross_entropy(model(images), labels).backward()  # a gradient comes twice
+            opt.step()
+        return digest(model)
+
+
+@both
+def test_gradients_add_up_on_the_device(kind: str, team: Team) -> None:
+    found = team.run(accumulate, kind, servers=2)
+    assert len(set(found)) == 1
+    if kind == "staged":
+        assert found == team.run(accumulate, "host")
+
+
+@both
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_each_worker_at_its_own_pace(mode: str, kind: str, team: Team) -> None:
+    staleness = 2 if mode == "bounded" else None
+    found = team.run(train, kind, "sgd", mode=mode, staleness=staleness, servers=2)
+    assert all(loss < 5 for _, loss in found)
+
+
+@both
+def test_one_worker_computes_all_slices(kind: str, team: Team) -> None:
+    alone = team.alone(train, kind, slices=2)
+    two = team.run(train, kind, slices=2)
+    assert alone[0] == two[0][0] == two[1][0]
+
+
+class _on:
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+
+
+def test_a_model_on_two_devices_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(UnavailableError, match="cuda:0, cuda:1.*a worker for each device"):
+        devices.device_of([_on("cuda:0"), _on("cuda:1"), _on("cpu")])  # type: ignore[list-item]
+
+
+def other_device(job: Any) -> str:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    try:
+        tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_on_another_kind_of_device_are_an_error(team: Team) -> None:
+    assert "is on meta; only parameters on the CPU and on CUDA" in team.alone(other_device)
