@@ -342,7 +342,7 @@ class _on:
 
 
 def test_a_model_on_two_devices_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(UnavailableError, match="cuda:0, cuda:1.*a worker for each device"):
+    with pytest.raises(UnavailableError, match=r"cuda:0, cuda:1.*a worker for each device"):
         devices.device_of([_on("cuda:0"), _on("cuda:1"), _on("cpu")])  # type: ignore[list-item]
 
 

@@ -67,7 +67,7 @@ class _Gpt(nn.Module):
         self.last = nn.LayerNorm(wide)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1])
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.layers(self.tokens(tokens) + self.positions(positions))
         return F.linear(self.last(x), self.tokens.weight)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ def host_tensor(memory: Bytes) -> torch.Tensor:
     return torch.frombuffer(there, dtype=torch.uint8)
 
 
-class _Part:
+class _DeviceBytes:
     """Bytes of a device tensor, for `torch.as_tensor`, which then makes a storage of its own."""
 
     def __init__(self, whole: torch.Tensor, start: int, stop: int) -> None:
@@ -83,7 +83,7 @@ def part_of(whole: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> t
     if whole.device.type == "cpu":
         part = torch.frombuffer(whole.numpy()[start:stop], dtype=torch.uint8)
     else:
-        part = torch.as_tensor(_Part(whole, start, stop), device=whole.device)
+        part = torch.as_tensor(_DeviceBytes(whole, start, stop), device=whole.device)
     return part.view(like.dtype).as_strided(like.size(), like.stride())
 
 
@@ -97,28 +97,46 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        options = {} if device.type == "cpu" else {"device": device}
+        self._is_cuda = device.type == "cuda"
+        self._index = torch.cuda._utils._get_device_index(device, True) if self._is_cuda else 0
+        options = {"device": device} if self._is_cuda else {}
         self._stream = self._module.Stream(**options)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Starts to copy `source`, as the current stream leaves it, to the host's memory.
+    def current(self) -> int:
+        """The number of the stream that the device works for now; quick."""
+        return torch._C._cuda_getCurrentRawStream(self._index) if self._is_cuda else 0
 
-        Its memory is not given to others before that is done.
+    def to_host(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], behind: int | None = None
+    ) -> Any:
+        """Starts to copy tensors to the host's memory, as a stream leaves them.
+
+        Their memory is not given to others before that is done.
+
+        Args:
+            copies: each a target and a source.
+            behind: the number of that stream; None: of the current one.
 
         Returns:
-            An event; `synchronize()` of it returns when `target` is there.
+            An event; `synchronize()` of it returns when the targets are there.
         """
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        if source.device.type != "cpu":
-            source.record_stream(self._stream)
-        return self.mark(self._stream)
+        stream = self._stream
+        if self._is_cuda:
+            number = self.current() if behind is None else behind
+            stream.wait_stream(torch.cuda.ExternalStream(number, self._device))
+        with self._module.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                if self._is_cuda:
+                    source.record_stream(stream)
+        return self.mark(stream)
 
     def mark(self, stream: Any = None) -> Any:
         """An event behind what a stream, or the current one, has been given to do so far."""
         event = self._module.Event()
-        event.record(self._module.current_stream(self._device) if stream is None else stream)
+        if stream is None:
+            stream = self._module.current_stream(self._index if self._is_cuda else None)
+        event.record(stream)
         return event
 
 

@@ -54,7 +54,7 @@ class PackedBuffers:
         """Fills `leaving` with the buffers, as the current stream leaves them; waits for it."""
         with torch.no_grad():
             torch._foreach_copy_(self._there, list(tensors))
-        self._stream.to_host(self._hosts[0], self._devices[0]).synchronize()
+        self._stream.to_host([(self._hosts[0], self._devices[0])]).synchronize()
 
     def push(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies values on the host to the device, ahead of what the current stream does next.

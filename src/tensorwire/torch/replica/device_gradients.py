@@ -6,6 +6,7 @@ registered memory from which it is sent.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from torch import nn
 from tensorwire.parameters import Bytes, Place
 
 from ..devices import CopyStream, PageLocks, host_tensor, locked_memory
+
+_TOGETHER_BYTES = 8 << 20
 
 
 class _Target(NamedTuple):
@@ -60,7 +63,11 @@ class DeviceGradients:
         self.locks = PageLocks(device)
         self._stream = CopyStream(device)
         self._targets: dict[int, _Target] = {}
-        self._under_way: dict[int, Any] = {}  # events, by index, in the order of the copies
+        self._waiting: dict[int, torch.Tensor] = {}  # by index, for a copy of several together
+        self._waiting_bytes = 0
+        self._behind = 0  # the stream that makes these
+        self._under_way: deque[tuple[Any, list[int]]] = deque()  # events, and what they are behind
+        self._newest: dict[int, Any] = {}  # the event of the last copy, by index
         self._compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         given = {i: p for i in parameters if isinstance(p := places[i], Place)}
         own = {i: parameters[i].nbytes for i in parameters if i not in given}
@@ -88,24 +95,44 @@ class DeviceGradients:
 
     def leave(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient is complete in the current stream: it is copied when the device gets there."""
-        target = self._targets[index]
-        if target.memory.nbytes:
-            self._under_way.pop(index, None)
-            self._under_way[index] = self._stream.to_host(target.tensor, gradient.detach())
+        if not self._targets[index].memory.nbytes:
+            return
+        stream = self._stream.current()
+        if self._waiting and (stream != self._behind or index in self._waiting):
+            self._copy()
+        self._behind = stream
+        self._waiting[index] = gradient.detach()
+        self._waiting_bytes += gradient.nbytes
+        if self._waiting_bytes >= _TOGETHER_BYTES:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Copies what waits. Calls for a stream cost as much as a small copy: some at a time."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        copies = [(self._targets[index].tensor, each) for index, each in waiting.items()]
+        event = self._stream.to_host(copies, self._behind)
+        self._under_way.append((event, list(waiting)))
+        self._newest.update(dict.fromkeys(waiting, event))
 
     def arrive(self) -> Iterator[Copied]:
         """Waits for each gradient that has left, in the order of their copies."""
+        if self._waiting:
+            self._copy()
         while self._under_way:
-            index = next(iter(self._under_way))
-            self._under_way.pop(index).synchronize()
-            target = self._targets[index]
-            yield Copied(index, target.memory, target.shared)
+            event, indices = self._under_way.popleft()
+            event.synchronize()
+            for index in indices:
+                target = self._targets[index]
+                if self._newest[index] is event:  # and not one that comes over it
+                    yield Copied(index, target.memory, target.shared)
 
     def withdraw(self) -> None:
         """What has left does not count; the memory may be used again."""
-        for event in self._under_way.values():
-            event.synchronize()
-        self._under_way.clear()
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        while self._under_way:
+            self._under_way.popleft()[0].synchronize()
+        self._newest.clear()
         self._compared.clear()
 
     # ---- changes behind autograd's back

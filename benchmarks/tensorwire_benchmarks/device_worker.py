@@ -1,0 +1,99 @@
+"""One process of `bench device-training`: trains workloads on the GPU and writes its times.
+
+`python -m tensorwire_benchmarks.device_worker SYSTEM FOLDER NAME:BATCH:STEPS …`, where SYSTEM is
+alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tensorwire_benchmarks.systems.base import make_optimizer
+from tensorwire_benchmarks.workloads.catalog import Workload, workload
+
+_WARM_UP = 5
+
+
+def _to(value: Any, device: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_to(each, device) for each in value)
+    if isinstance(value, dict):
+        return {name: _to(each, device) for name, each in value.items()}
+    return value.to(device)
+
+
+def _trainer(
+    torch: Any, system: str, what: Workload, module: Any, rank: int
+) -> tuple[Any, Any, Callable[[], None]]:
+    """The module and optimizer as the system has them, and what ends it."""
+    name = what.optimizer or "adamw"
+    if system == "tensorwire":
+        tw = importlib.import_module("tensorwire.torch")
+        made = make_optimizer(torch, name, module.parameters(), 1e-4, fused=True)
+        optimizer = tw.DistributedOptimizer(made, module)
+        return module, optimizer, optimizer.close
+    if system == "ddp":
+        parallel = importlib.import_module("torch.nn.parallel")
+        has_sparse = any(getattr(each, "sparse", False) for each in module.modules())
+        module = parallel.DistributedDataParallel(
+            module, gradient_as_bucket_view=not has_sparse, static_graph=not has_sparse
+        )
+    optimizer = make_optimizer(torch, name, module.parameters(), 1e-4, fused=True)
+    return module, optimizer, lambda: None
+
+
+def measure(torch: Any, system: str, what: Workload, rank: int) -> list[float]:
+    """Seconds of each step, on a GPU that is waited for at the end of each."""
+    device = torch.device("cuda", 0)
+    module = what.build(torch).to(device)
+    batches = [_to(each, device) for each in what.batches(torch, rank)]
+    loss_of = what.loss(torch)
+    module, optimizer, end = _trainer(torch, system, what, module, rank)
+    seconds = []
+    for step in range(what.steps + _WARM_UP):
+        inputs, labels = batches[step % len(batches)]
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(module(inputs), labels).backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    end()
+    return seconds[_WARM_UP:]
+
+
+def main(system: str, folder: str, *names: str) -> None:
+    """Writes FOLDER/SYSTEM-RANK.json: seconds of each workload's steps."""
+    torch = importlib.import_module("torch")
+    rank, job = int(os.environ.get("TENSORWIRE_RANK", os.environ.get("RANK", "0"))), None
+    if system == "ddp":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+        )
+    elif system == "tensorwire":
+        job = importlib.import_module("tensorwire.torch").init(seed=1)
+    found = {}
+    for name in names:
+        which, batch, steps = name.split(":")
+        what = replace(workload(which), batch=int(batch), steps=int(steps))
+        found[which] = measure(torch, system, what, rank)
+        torch.cuda.empty_cache()
+    Path(folder, f"{system}-{rank}.json").write_text(json.dumps(found))
+    if job is not None:
+        job.close()
+    if system == "ddp":
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
