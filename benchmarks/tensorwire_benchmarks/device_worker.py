@@ -35,18 +35,18 @@ def _trainer(
 ) -> tuple[Any, Any, Callable[[], None]]:
     """The module and optimizer as the system has them, and what ends it."""
     name = what.optimizer or "adamw"
+    has_sparse = any(getattr(each, "sparse", False) for each in module.modules())
     if system == "tensorwire":
         tw = importlib.import_module("tensorwire.torch")
-        made = make_optimizer(torch, name, module.parameters(), 1e-4, fused=True)
+        made = make_optimizer(torch, name, module.parameters(), 1e-4, fused=not has_sparse)
         optimizer = tw.DistributedOptimizer(made, module)
         return module, optimizer, optimizer.close
     if system == "ddp":
         parallel = importlib.import_module("torch.nn.parallel")
-        has_sparse = any(getattr(each, "sparse", False) for each in module.modules())
         module = parallel.DistributedDataParallel(
             module, gradient_as_bucket_view=not has_sparse, static_graph=not has_sparse
         )
-    optimizer = make_optimizer(torch, name, module.parameters(), 1e-4, fused=True)
+    optimizer = make_optimizer(torch, name, module.parameters(), 1e-4, fused=not has_sparse)
     return module, optimizer, lambda: None
 
 
@@ -88,7 +88,7 @@ def main(system: str, folder: str, *names: str) -> None:
         what = replace(workload(which), batch=int(batch), steps=int(steps))
         found[which] = measure(torch, system, what, rank)
         torch.cuda.empty_cache()
-    Path(folder, f"{system}-{rank}.json").write_text(json.dumps(found))
+        Path(folder, f"{system}-{rank}.json").write_text(json.dumps(found))
     if job is not None:
         job.close()
     if system == "ddp":

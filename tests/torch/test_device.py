@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from team import Team
+from team import Team, make_team
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -358,3 +358,47 @@ def other_device(job: Any) -> str:
 
 def test_parameters_on_another_kind_of_device_are_an_error(team: Team) -> None:
     assert "is on meta; only parameters on the CPU and on CUDA" in team.alone(other_device)
+
+
+class Slow(torch.autograd.Function):
+    """Its gradient comes late on the device, long after the CPU has gone on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        torch.cuda._sleep(20_000_000)
+        return gradient * 2
+
+
+def late_gradients(job: Any, waits: bool, side: bool) -> int:
+    """Steps of 20 in which a gradient arrived at the servers as it was before backward had it."""
+    if not waits:
+        devices.CopyStream._wait_for = lambda self, number: None  # type: ignore[method-assign]
+    stale = 0
+    with device("cuda") as where:
+        model = nn.Linear(512, 512, bias=False).to(where)
+        opt: Any = tw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+        for step in range(1, 21):
+            opt.zero_grad()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                inputs = torch.full((4, 512), float(step), device=where)
+                Slow.apply(model(inputs)).sum().backward()
+            torch.cuda.current_stream().wait_stream(stream)
+            opt.synchronize()
+            stale += not bool((model.weight.grad == 8 * step).all())
+            opt.step()
+    return stale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "own stream"])
+def test_gradients_leave_behind_what_computes_them(side: bool) -> None:
+    with make_team() as team:
+        assert team.run(late_gradients, True, side, workers=1) == [0]
+        (found,) = team.run(late_gradients, False, side, workers=1)
+        assert found > 0, "without the wait this test finds stale gradients"

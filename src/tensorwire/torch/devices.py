@@ -7,6 +7,7 @@ device's copy engines, in a stream of its own, from and to memory whose pages ar
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -121,15 +122,23 @@ class CopyStream:
             An event; `synchronize()` of it returns when the targets are there.
         """
         stream = self._stream
-        if self._is_cuda:
-            number = self.current() if behind is None else behind
-            stream.wait_stream(torch.cuda.ExternalStream(number, self._device))
+        self._wait_for(self.current() if behind is None else behind)
         with self._module.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
                 if self._is_cuda:
                     source.record_stream(stream)
         return self.mark(stream)
+
+    def _wait_for(self, number: int) -> None:
+        """What this stream does from now on is behind what another one was given so far."""
+        if not self._is_cuda:
+            return
+        if number:
+            other = torch.cuda.ExternalStream(number, self._device)
+        else:  # for which ExternalStream makes a new one
+            other = torch.cuda.default_stream(self._device)
+        self._stream.wait_stream(other)
 
     def mark(self, stream: Any = None) -> Any:
         """An event behind what a stream, or the current one, has been given to do so far."""
@@ -165,7 +174,11 @@ class PageLocks:
         self._unlock.atexit = False
 
     def lock(self, memories: Iterable[Bytes]) -> None:
-        """Locks the pages of some memory; those that are close to each other together."""
+        """Locks the pages of some memory; those that are close to each other together.
+
+        It begins on a page, or is a part of memory that does and is locked whole: the driver copies
+        nothing that is locked in part, and pages are shared with nobody's other memory.
+        """
         spans: list[tuple[int, int, list[Bytes]]] = []
         for memory in sorted(memories, key=lambda each: each.ctypes.data):
             if not memory.nbytes:
@@ -207,9 +220,7 @@ def _unlock(driver: Any, locked: list[tuple[int, list[Bytes]]]) -> None:
 
 
 def locked_memory(size_bytes: int, locks: PageLocks) -> Bytes:
-    """Memory of this process whose pages are locked."""
-    memory = np.zeros(size_bytes + 2 * _PAGE_BYTES, np.uint8)
-    offset = -memory.ctypes.data % _PAGE_BYTES
-    part = memory[offset : offset + size_bytes]
-    locks.lock([part])
-    return part
+    """Zeroed memory of this process whose pages are locked, and have nothing else."""
+    memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
+    locks.lock([memory])
+    return memory

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -194,7 +195,5 @@ class LocalStore:
 
 
 def _zeros(size: int) -> Bytes:
-    """Zeroed bytes that start on 64: kernels see the same alignment as in a region."""
-    raw = np.zeros(size + 64, np.uint8)
-    offset = -raw.ctypes.data % 64
-    return raw[offset : offset + size]
+    """Zeroed bytes that start on a page, as in a region, and share it with nothing else."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]

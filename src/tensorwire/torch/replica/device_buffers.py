@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from tensorwire.parameters import Bytes
-
-from ..devices import CopyStream, PageLocks, device_of, host_tensor, is_on_host
+from ..devices import CopyStream, PageLocks, device_of, host_tensor, is_on_host, locked_memory
 
 _ALIGN_BYTES = 64
 
@@ -35,9 +32,8 @@ class PackedBuffers:
             starts.append(starts[-1] + -(-size // _ALIGN_BYTES) * _ALIGN_BYTES)
         self._locks = PageLocks(device)  # as long as the memory: a step has only these
         # One memory for each direction: neither waits for the other.
-        self._memory: list[Bytes] = [np.zeros(starts[-1] + 4096, np.uint8) for _ in range(2)]
-        self._locks.lock(self._memory)
-        hosts = [host_tensor(each)[: starts[-1]] for each in self._memory]
+        self._memory = [locked_memory(starts[-1], self._locks) for _ in range(2)]
+        hosts = [host_tensor(each) for each in self._memory]
         devices = [torch.empty(starts[-1], dtype=torch.uint8, device=device) for _ in range(2)]
         self._hosts, self._devices = hosts, devices
 
