@@ -52,7 +52,6 @@ def main() -> None:
     all_pushed = bytes([PUSHED]) * len(tensors)
 
     def advance(operation: int, present: bytes) -> None:
-        store.settle()
         version = store.version + 1
         store.commit(mine, Commit(version, operation, 0, 1.0, float("inf"), 1.0, hyper, present))
         store.wait()

@@ -32,10 +32,12 @@ def test_units_cover_a_share_once(servers: int, elements: tuple[int, ...]) -> No
         for unit in units:
             cells = [share.cells[index] for index in unit]
             assert len(cells) == 1 or cells[-1].stop - cells[0].start <= whole.cell_bytes
+            assert len({cell.block for cell in cells}) == 1
         # As few as that allows.
         for one, other in pairwise(units):
             first, next_ = share.cells[one.start], share.cells[other.start]
-            assert next_.stop - first.start > whole.cell_bytes
+            is_full = next_.stop - first.start > whole.cell_bytes
+            assert is_full or first.block != next_.block
 
 
 def test_a_share_without_cells_has_no_units() -> None:

@@ -99,6 +99,38 @@ def test_shares_cover_all_cells(spec: Spec, cell_bytes: int, servers: int) -> No
     assert Layout(spec, cell_bytes).cells == layout.cells
 
 
+@pytest.mark.parametrize("servers", [1, 2, 3, 4])
+@pytest.mark.parametrize("elements", [(65_536,) * 96, (300, 36_864, 96, 147_456) * 24])
+def test_each_part_of_backward_has_gradients_for_each_server(
+    servers: int, elements: tuple[int, ...]
+) -> None:
+    """Named for a bug: backward filled the link of one server after the other."""
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (n,)) for i, n in enumerate(elements))
+    layout = Layout(Spec("torch.optim.SGD:", (), 1, 1, tensors))
+    shares = layout.deal(servers)
+    for quarter in range(4):
+        made = range(quarter * len(elements) // 4, (quarter + 1) * len(elements) // 4)
+        clipped = [
+            [share.clip(layout.places[i].start, layout.places[i].stop) for i in made]
+            for share in shares
+        ]
+        found = [sum(max(stop - start, 0) for start, stop in each) for each in clipped]
+        assert min(found) >= 0.5 * sum(found) / servers
+        assert max(found) <= 1.5 * sum(found) / servers
+
+
+def test_gradients_of_a_block_come_one_behind_the_other() -> None:
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (20_000,)) for i in range(64))
+    cells = Layout(Spec("torch.optim.SGD:", (), 1, 1, tensors)).cells
+    blocks: dict[int, set[int]] = {}
+    for cell in cells:
+        blocks.setdefault(cell.block, set()).update(piece.tensor for piece in cell.pieces)
+    assert len(blocks) == 11
+    for found in blocks.values():
+        assert max(found) - min(found) == len(found) - 1
+    assert sum(map(len, blocks.values())) == len(tensors)
+
+
 @given(specs(), st.data(), st.integers(1, 3))
 def test_a_selection_has_its_tensors_once(spec: Spec, data: st.DataObject, servers: int) -> None:
     """Packed in the order of the layout, whatever range of it is asked for."""

@@ -4,6 +4,12 @@ A `Spec` says which tensors there are; a `Layout` gives each its place in one fl
 cuts that range into cells on a grid that does not depend on the number of servers, and deals the
 cells out. Everything that is applied is applied per cell, so the bits of a result cannot depend on
 who owns which cell. No memory, no processes.
+
+Backward makes gradients from the last tensor of a model to the first. Were that the order of the
+layout, each server, which has consecutive cells, would get all its bytes in one part of backward,
+and its link would idle in the others. So tensors whose gradients come one behind the other make a
+block, and the blocks lie in bit-reversed order of their times (0, 4, 2, 6, 1, 5, 3, 7): every
+consecutive part of the layout, however many servers there are, has blocks of all of backward.
 """
 
 from __future__ import annotations
@@ -31,7 +37,12 @@ _CELLS = 8
 """A store has so many cells at least, as far as they are not smaller than that: several servers
 share the work, and gradients leave over a network before backward has made the last."""
 
-FORMAT = 6
+_BLOCKS = 16
+"""A store has about so many blocks of tensors, as far as they are not smaller than a cell: twice as
+many as servers that are usual. Cells do not go on from one block to the next, and a cell that is
+not full costs as much as a full one."""
+
+FORMAT = 7
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 _ITEM_BYTES = {**ITEM_BYTES, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -222,7 +233,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A unit of work: bytes [start, stop) of one kind, group and dtype."""
+    """A unit of work: bytes [start, stop) of one kind, group and dtype.
+
+    Gradients of cells of one block come one behind the other.
+    """
 
     index: int
     kind: str
@@ -231,6 +245,7 @@ class Cell:
     start: int
     stop: int
     pieces: tuple[Piece, ...]  # one behind the other, from start to stop
+    block: int = 0
 
     def runs(self, key: Callable[[Piece], K]) -> Iterator[tuple[int, int, K]]:
         """The parts [start, stop) whose pieces have one key, as long as can be, and that key."""
@@ -258,9 +273,10 @@ class Layout:
         self.spec, self.cell_bytes = spec, cell_bytes
         places: dict[int, Extent] = {}
         cells: list[Cell] = []
-        offset = 0
-        for (kind, group, dtype), members in _segments(spec.tensors):
+        offset = block = 0
+        for (kind, group, dtype), members, is_next in _blocks(spec.tensors, cell_bytes):
             begin, step = offset, cell_bytes
+            block += is_next
             if kind == "rows":
                 step = _whole_rows(spec.tensors[members[0]].row_bytes, cell_bytes)
             elif kind == "whole":
@@ -270,6 +286,9 @@ class Layout:
                 stop = offset + padded(size)
                 places[tensor] = Extent(offset, offset + size, stop)
                 offset = stop
+            if kind == "trained":  # equal cells, so that none is small
+                count = max(-(-(offset - begin) // cell_bytes), 1)
+                step = max(padded(-(-(offset - begin) // count)), ALIGN_BYTES)
             owners = [(tensor, places[tensor]) for tensor in members]
             for start in range(begin, offset, step):
                 stop = min(start + step, offset)
@@ -282,7 +301,9 @@ class Layout:
                     if place.stop > place.start:
                         first, last = max(place.start, start), min(place.stop, stop)
                         pieces.append(Piece(tensor, first, last))
-                cells.append(Cell(len(cells), kind, group, dtype, start, stop, tuple(pieces)))
+                cells.append(
+                    Cell(len(cells), kind, group, dtype, start, stop, tuple(pieces), block)
+                )
         self.places = tuple(places[tensor] for tensor in range(len(spec.tensors)))
         self.cells = tuple(cells)
         self.size_bytes = max(offset, ALIGN_BYTES)
@@ -415,6 +436,35 @@ def _segments(
         found.setdefault(key, []).append(index)
     for (kind, group, dtype, _), members in sorted(found.items()):
         yield (KINDS[kind], group, dtype), members
+
+
+def _blocks(
+    tensors: Sequence[TensorSpec], cell_bytes: int
+) -> Iterator[tuple[tuple[str, int, str], list[int], bool]]:
+    """Segments, in blocks where they are cut, in the order of the layout.
+
+    The last of each tells that its gradients do not come behind those of the one before.
+    """
+    goal = max(cell_bytes, sum(padded(each.size_bytes) for each in tensors) // _BLOCKS)
+    for key, members in _segments(tensors):
+        blocks, sizes = [[members[0]]], [padded(tensors[members[0]].size_bytes)]
+        for tensor in members[1:]:
+            more = padded(tensors[tensor].size_bytes)
+            if key[0] == "trained" and 2 * sizes[-1] >= goal and sizes[-1] + more > goal:
+                blocks.append([])
+                sizes.append(0)
+            blocks[-1].append(tensor)
+            sizes[-1] += more
+        if len(blocks) > 1 and 2 * sizes[-1] < goal:
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+        for number, index in enumerate(_bit_reversed(len(blocks))):
+            yield key, blocks[index], number > 0
+
+
+def _bit_reversed(count: int) -> list[int]:
+    """The numbers below `count`, by their binary digits read from the last to the first."""
+    digits = (count - 1).bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{digits}b}"[::-1])
 
 
 def table_of(tensors: Sequence[TensorSpec], index: int) -> tuple[int, int]:

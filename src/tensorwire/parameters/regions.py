@@ -98,7 +98,8 @@ def reply_block(server: int) -> slice:
 def units_of(share: Share) -> tuple[range, ...]:
     """Units: the runs of a share's cells that travel together over a network.
 
-    They have at most `layout.cell_bytes`, or are one cell, or all cells of a table. A worker writes
+    They have at most `layout.cell_bytes`, or are one cell, or all cells of a table, and gradients
+    of one block, so that none of them waits long for the others. A worker writes
     a unit when it has all its gradients, and the write raises the unit's word to the number of the
     write. The commit goes ahead and tells these numbers, as stamps. So a server can work on what
     comes first, and send back new values, while the rest is on its way: both ways of a link are
@@ -113,6 +114,7 @@ def units_of(share: Share) -> tuple[range, ...]:
         elif (
             units
             and share.cells[units[-1].start].kind != "rows"
+            and share.cells[units[-1].start].block == cell.block
             and cell.stop - share.cells[units[-1].start].start <= share.layout.cell_bytes
         ):
             units[-1] = range(units[-1].start, index + 1)

@@ -38,6 +38,18 @@ class SliceInbox(Gatherer):
             self._member.persist(contributor.peer, wait)
         return contributor.mailbox.count
 
+    def await_gradients(self, index: int, timeout_s: float) -> None:
+        """Returns when all gradients of a slice's commit, which is there, are there too.
+
+        Raises:
+            TimeoutError, PeerLostError, ClosedError, StaleHandleError: see `Word.wait_until`.
+        """
+        each = self._contributors[index]
+        if each.units:
+            stamps = self._opening.regions.stamps(each.mailbox.message(each.mailbox.count))
+            for word, stamp in zip(each.units, stamps.tolist(), strict=True):
+                word.wait_until(stamp, timeout_s, peer=each.peer)
+
     def read(self, index: int) -> Commit:
         """A slice's commit, which is there."""
         return self._contributors[index].read(self._spec)

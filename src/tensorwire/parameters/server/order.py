@@ -103,8 +103,11 @@ class Leader:
             try:
                 while not self._closing:
                     with contextlib.suppress(TimeoutError):
-                        number = self._inbox.wait(index, number + 1, _LOOK_S)
-                        self._come.put((index, number))
+                        come = self._inbox.wait(index, number + 1, _LOOK_S)
+                        # Over a network a commit goes ahead: who was slower must not be first.
+                        self._inbox.await_gradients(index, _LOOK_S)
+                        self._come.put((index, come))
+                        number = come
             except PeerLostError as error:
                 if not self._member.has_left(rank):
                     raise lost(self._member.workers[rank], error) from error

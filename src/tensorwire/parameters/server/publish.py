@@ -24,7 +24,7 @@ from ..regions import RegionKind, region_name, result_block
 from ..rows import Table, change
 from .opening import Opening
 
-_CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size
+_CHUNK_BYTES = 1 << 20  # new values leave in pieces of about this size, or of a cell
 
 
 class RemoteView(NamedTuple):
@@ -90,6 +90,7 @@ class Chunks:
     ) -> None:
         self._share, self._master, self._views = share, master, views
         self._version = version
+        self._piece_bytes = min(_CHUNK_BYTES, share.layout.cell_bytes)
         self._lock = threading.Lock()
         self._ready: list[tuple[int, int]] = []
         self._bytes = 0
@@ -100,7 +101,7 @@ class Chunks:
         with self._lock:
             self._ready.append((start, stop))
             self._bytes += stop - start
-            if self._bytes < _CHUNK_BYTES:
+            if self._bytes < self._piece_bytes:
                 return
             ready = self._take()
         self._write(ready, self._views)
