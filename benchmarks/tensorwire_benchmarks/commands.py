@@ -37,6 +37,7 @@ from tensorwire_benchmarks.alone import MAX_BYTES
 from tensorwire_benchmarks.bench import ALONE, Bench, Settings
 from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEMENT, TRAINING
 from tensorwire_benchmarks.durable_cost import CostSettings
+from tensorwire_benchmarks.faults_changes import ChangeSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
@@ -347,6 +348,11 @@ def parameters(
 @click.option("--kills", type=click.IntRange(1), help="Over all scenarios (default 50).")
 @click.option("--cost", is_flag=True, help="Only what durability costs; nothing is killed.")
 @click.option(
+    "--changes",
+    is_flag=True,
+    help="Only how long workers wait when shares move, workers come and go, or die in other modes.",
+)
+@click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="With --cost: a built checkout of a commit before durability. Jobs there and jobs here "
@@ -361,8 +367,8 @@ def parameters(
 )
 @click.option("--quick", is_flag=True, help="Two kills of each scenario, few steps: a look.")
 def faults(
-    json_path: Path | None, seed: int, kills: int | None, cost: bool, beside: Path | None,
-    scenarios: tuple[str, ...], quick: bool,
+    json_path: Path | None, seed: int, kills: int | None, cost: bool, changes: bool,
+    beside: Path | None, scenarios: tuple[str, ...], quick: bool,
 ) -> None:  # fmt: skip
     """Does a job whose processes are killed compute the same, and what does that cost?
 
@@ -374,8 +380,10 @@ def faults(
     started again.
     A judge that knows nothing of tensorwire compares the final values to the bit, and looks
     whether each slice of each step was made once and each sample used once. The exit code is 1 if
-    anything differs, or a job fails or hangs. Besides, what durability costs while nobody dies: the
-    server's CPU time and memory and the steps of a job with it and without, in turns. Some fifteen
+    anything differs, or a job fails or hangs. Besides, how long workers wait when shares move,
+    workers come, go or die, also in the modes async and bounded; and what durability costs while
+    nobody dies: the server's CPU time and memory and the steps of a job with it and without, in
+    turns. Some twenty
     minutes.
 
     \b
@@ -383,23 +391,28 @@ def faults(
         tensorwire bench faults --json faults.json
 
     \b
-    One scenario, or only the cost:
+    One scenario, only the cost, or only what changes:
         tensorwire bench faults --scenario batchnorm --kills 10 --seed 7
         tensorwire bench faults --cost
+        tensorwire bench faults --changes
     """  # noqa: D301 (\b is what click reads)
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
     if cost and (scenarios or kills):
         raise click.UsageError("--cost kills nothing: leave out --scenario and --kills")
+    if changes and (cost or scenarios or kills):
+        raise click.UsageError("--changes is for itself: leave out --cost, --scenario and --kills")
     if beside and not cost:
         raise click.UsageError("--beside needs --cost")
-    chosen_ones = () if cost else tuple(dict.fromkeys(scenarios)) or FAULT_SCENARIOS
+    chosen_ones = () if cost or changes else tuple(dict.fromkeys(scenarios)) or FAULT_SCENARIOS
     costs = CostSettings(beside=str(beside or ""))
     if quick:
         costs = dataclasses.replace(costs, turns=8, steps=10)
+    some = bool(scenarios or kills)
     settings = fault_bench.FaultSettings(
         chosen_ones, kills or (2 * len(chosen_ones) if quick else 50), seed,
-        cost=None if scenarios or kills else costs,
+        cost=None if some or changes else costs,
+        changes=None if some or cost else ChangeSettings(rounds=2 if quick else 6),
     )  # fmt: skip
     found: list[Report] = []
 

@@ -14,6 +14,9 @@ process alone: a worker that takes another one's place needs that too. The scena
 `tensorwire run`, which coordinates: that ends the job, no process may be left, and the same command
 goes on from the last checkpoint, with the same bits.
 
+How long workers wait when shares move, workers come and go, or die in other modes is in
+`faults_changes.py`.
+
 Not measured here: what durability costs while nobody dies (`durable_cost.py`); machines that die.
 """
 
@@ -43,6 +46,10 @@ from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
 from tensorwire_benchmarks.durable_cost import CostSettings, print_costs
 from tensorwire_benchmarks.durable_cost import judge as judge_cost
 from tensorwire_benchmarks.durable_cost import measure as measure_cost
+from tensorwire_benchmarks.faults_changes import ChangeSettings, print_changes
+from tensorwire_benchmarks.faults_changes import fails as changes_fail
+from tensorwire_benchmarks.faults_changes import judge as judge_changes
+from tensorwire_benchmarks.faults_changes import measure as measure_changes
 from tensorwire_benchmarks.faults_kills import (
     LAUNCHER,
     SCENARIOS,
@@ -72,6 +79,7 @@ class FaultSettings:
         seed: of victims and moments.
         epochs: of each job.
         cost: what to measure of the cost of durability; None: nothing.
+        changes: what to measure of changes and of other modes; None: nothing.
         pace_s, disturbed_pace_s: that a worker sleeps per batch; disturbed jobs have to last.
     """
 
@@ -80,6 +88,7 @@ class FaultSettings:
     seed: int = 0
     epochs: int = 3
     cost: CostSettings | None = None
+    changes: ChangeSettings | None = None
     pace_s: float = 0.005
     disturbed_pace_s: float = 0.08
 
@@ -177,11 +186,14 @@ def run(settings: FaultSettings, tell: Callable[[float, float, str], None]) -> R
                     found.failures.append(str(error))
             done += len(found.kills)
             report.rows.append(_row(name, found))
+        if settings.changes is not None:
+            measure_changes(report, settings.changes, partial(tell, done, settings.kills))
         if settings.cost is not None:
             measure_cost(report, settings.cost, partial(tell, done, settings.kills))
     except KeyboardInterrupt:
         report.settings["interrupted"] = True
     report.verdicts += judge(report) if settings.scenarios else []
+    report.verdicts += judge_changes(report) if settings.changes is not None else []
     report.verdicts += judge_cost(report, settings.cost) if settings.cost is not None else []
     return report
 
@@ -220,7 +232,7 @@ def judge(report: Report) -> list[Verdict]:
 
 def fails(report: Report) -> bool:
     """Whether anything is unequal, or a job has failed or hung."""
-    return any(
+    return changes_fail(report) or any(
         row.failures or not (row.parameters_equal and row.samples_once and row.steps_once)
         for row in _rows(report)
     )
@@ -235,6 +247,7 @@ def print_faults(report: Report, console: Console) -> None:
     console.print(machine_line(report), soft_wrap=True)
     if rows := _rows(report):
         _print_kills(rows, console)
+    print_changes(report, console)
     print_costs(report, console)
     for verdict in report.verdicts:
         style = {True: "green", False: "bold red", None: "yellow"}[verdict.met]

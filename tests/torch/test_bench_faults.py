@@ -19,8 +19,9 @@ from click.testing import CliRunner
 
 from tensorwire.bench.rows import Comparison
 from tensorwire.cli import main
-from tensorwire_benchmarks import durable_cost, faults, faults_judge
+from tensorwire_benchmarks import durable_cost, faults, faults_changes, faults_judge
 from tensorwire_benchmarks.durable_cost import CostRow, CostSettings
+from tensorwire_benchmarks.faults_changes import ChangeRow, ChangeSettings
 from tensorwire_benchmarks.faults_job import write_final
 
 SAMPLES, STEPS = 8, 2
@@ -253,3 +254,40 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["bytes"] > 4 * 400 * 16
     assert row["script_s"] > 0
     assert row["ratio_to_limit"] is None
+
+
+def test_a_job_that_has_counted_wrong_fails() -> None:
+    good = ChangeRow("faults", "changes.move", "tensorwire", 1, 0.1, operations=3)
+    bad = dataclasses.replace(good, failures=("in 3 epochs samples were used [3.0, 4.0] times",))
+    for rows, met in (([good], True), ([good, bad], False)):
+        report = faults.Report("faults", {}, rows)
+        assert faults.fails(report) is not met
+        (verdict,) = faults_changes.judge(report)
+        assert (verdict.met, verdict.detail) == (met, f"{3 * len(rows)} pauses")
+
+
+@pytest.mark.parametrize("other", ["--cost", "--kills=3"])
+def test_changes_are_for_themselves(other: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "faults", "--changes", other])
+    assert result.exit_code == 2
+    assert "--changes is for itself" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_changes_are_measured() -> None:
+    """Shares move, workers come, go and are killed; a server and a worker are in a mode."""
+    report = faults.Report("faults", {})
+    faults_changes.measure(report, ChangeSettings(1, ("bounded",), 0.0), lambda _: None)
+    rows = [row for row in report.rows if isinstance(row, ChangeRow)]
+    assert [row.case.removeprefix("changes.") for row in rows] == [
+        "move", "joins", "leaves", "taken over", "bounded, server", "bounded, worker",
+        "bounded, others",
+    ]  # fmt: skip
+    assert not any(row.failures for row in rows), rows
+    assert all(row.operations == 1 for row in rows)
+    limits = {row.case: row.seconds_median for row in report.rows if row.system == "limit"}
+    assert limits.pop("changes.bounded, others") is None
+    assert all(limits.values())
+    (verdict,) = faults_changes.judge(report)
+    assert verdict.met

@@ -1,0 +1,416 @@
+"""How long do the others wait when a share moves, a worker comes, goes or dies, in each mode?
+
+Four jobs of `faults_changes_job.py`, whose parameters count the samples: after each job every
+sample was used once in every epoch, or the row says so. A pause is the longest interval between two
+steps around what happens, less the median interval of the job.
+
+    move              `tensorwire scale --servers`, one to two and back; all of worker 0's steps
+    joins, leaves     `tensorwire scale --workers`, two to three and back; worker 0's steps
+    taken over        a worker is killed and nobody starts it again; worker 0's steps
+    MODE, server      a server is killed where each worker goes at its own pace; worker 0's steps
+    MODE, worker      a worker is; its own steps, with those of the process in its place
+    MODE, others      the same; worker 0's steps meanwhile
+
+Beside each stands what no design can avoid, measured in the same run without tensorwire. Where a
+process takes over memory: from SIGKILL of a process that has mapped and touched as many bytes until
+another one knows it, and has mapped and touched these. Where its script has to run again: that, and
+the import of torch. Where workers come and go: a message to another process and back, three times,
+as the workers have to agree upon a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from tensorwire.bench.harness import median
+from tensorwire.bench.report import add_groups, new_table
+from tensorwire.bench.rows import Report, Row, Verdict, format_seconds
+from tensorwire_benchmarks.faults_kills import JobFailed
+from tensorwire_benchmarks.systems import LIMIT, OWN
+
+_SCRIPT = Path(__file__).parent / "faults_changes_job.py"
+_BYTES = 16 << 20  # of the job's parameters
+_PATIENCE_S = 60.0
+_SETTLED = 4  # steps of worker 0 before the next thing happens
+_LIMIT_TURNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSettings:
+    """What to run.
+
+    Attributes:
+        rounds: how often each thing happens.
+        modes: in which processes are killed where each worker goes at its own pace.
+        pace_s: that a worker sleeps per batch.
+    """
+
+    rounds: int = 6
+    modes: Sequence[str] = ("async", "bounded")
+    pace_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRow(Row):
+    """A row; `failures` tells what is wrong, in sentences."""
+
+    failures: tuple[str, ...] = ()
+
+
+def measure(report: Report, settings: ChangeSettings, tell: Callable[[str], None]) -> None:
+    """Adds the rows of all cases."""
+    limits = _limits()
+    jobs: list[tuple[list[str], Callable[[_Job, int], None], Sequence[str]]] = [
+        (["move"], _move, ["--workers", "2", "--shares", "2"]),
+        (
+            ["joins", "leaves", "taken over"], _come_and_go,
+            ["--workers", "2", "--slices", "3", "--elastic"],
+        ),
+    ]  # fmt: skip
+    for mode in settings.modes:
+        cases = [f"{mode}, server", f"{mode}, worker", f"{mode}, others"]
+        jobs.append((cases, _kill, ["--workers", "2", "--durable"]))
+    for cases, act, options in jobs:
+        tell(f"changes: {cases[0]}")
+        mode = cases[0].partition(",")[0] if act is _kill else "sync"
+        pauses: dict[str, list[float]] = {}
+        failures: tuple[str, ...] = ()
+        with tempfile.TemporaryDirectory(prefix="tensorwire-changes-") as folder:
+            try:
+                with _Job(Path(folder), mode, options, settings.pace_s) as job:
+                    act(job, settings.rounds)
+                    job.finish()
+                    pauses = job.pauses()
+            except JobFailed as error:
+                failures = (str(error),)
+        for case in cases:
+            row = ChangeRow(report.bench, f"changes.{case}", OWN, _BYTES, failures=failures)
+            what = case.rpartition(", ")[2]
+            limit_s, note = limits.get(_LIMIT_OF.get(what, ""), (None, "others need not wait"))
+            if found := pauses.get(what):
+                seconds = [max(each, 1e-6) for each in found]
+                ratio = limit_s / median(seconds) if limit_s else None
+                report.rows.append(row.timed(seconds, ratio_to_limit=ratio))
+            else:
+                report.rows.append(row)
+            beside = Row(report.bench, row.case, LIMIT, _BYTES, limit_s, note=note)
+            report.rows.append(beside)
+
+
+def judge(report: Report) -> list[Verdict]:
+    """Every sample was used once in each epoch of each job."""
+    rows = [row for row in report.rows if isinstance(row, ChangeRow)]
+    good = [row.measured and not row.failures for row in rows]
+    share = 100.0 * sum(good) / len(good) if good else None
+    told = f"{sum(row.operations for row in rows)} pauses"
+    name = "jobs that change, with each sample once in each epoch"
+    return [Verdict.of(name, ">=", 100.0, "%", share, detail=told)]
+
+
+def fails(report: Report) -> bool:
+    """A job has failed, hung or counted wrong."""
+    return any(row.failures for row in report.rows if isinstance(row, ChangeRow))
+
+
+def print_changes(report: Report, console: Console) -> None:
+    """One table, if there are rows of it."""
+    rows = [row for row in report.rows if isinstance(row, ChangeRow)]
+    if not rows:
+        return
+    limits = {row.case: row for row in report.rows if row.system == LIMIT}
+    table = new_table(
+        "how long workers wait when something changes, beyond a step",
+        "what", ">times", ">pause", ">p99", ">limit", "each sample once",
+    )  # fmt: skip
+    cells = [
+        [
+            row.case.removeprefix("changes."), str(row.operations),
+            format_seconds(row.seconds_median), format_seconds(row.seconds_p99),
+            format_seconds(limits[row.case].seconds_median),
+            row.failures[0] if row.failures else "yes" if row.measured else "–",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    add_groups(table, cells)
+    console.print(table)
+
+
+# --- what happens ---------------------------------------------------------------------------------
+
+
+def _move(job: _Job, rounds: int) -> None:
+    for number in range(rounds):
+        job.happens("move", partial(job.scale, "--servers", 2 - number % 2))
+
+
+def _come_and_go(job: _Job, rounds: int) -> None:
+    for _ in range(rounds):
+        job.happens("joins", partial(job.scale, "--workers", 3))
+        job.happens("leaves", partial(job.scale, "--workers", 2))
+    for _ in range(rounds):
+        job.happens("taken over", partial(job.kill_worker, 1, "(takeover"))
+        job.scale("--workers", 2)
+
+
+def _kill(job: _Job, rounds: int) -> None:
+    for _ in range(rounds):
+        job.happens("server", job.kill_server)
+        job.happens("worker", partial(job.kill_worker, 1, "(restart"), rank=1)
+
+
+class _Job:
+    """A job as a context; leaving it ends the job, should it still run."""
+
+    def __init__(self, folder: Path, mode: str, options: Sequence[str], pace_s: float) -> None:
+        self._folder, self._output = folder, folder / "output"
+        (folder / "runtime").mkdir(mode=0o700)
+        self._environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder / "runtime"),
+        }  # fmt: skip
+        script = [str(_SCRIPT), str(folder), mode, str(pace_s)]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tensorwire", "run", *options, *script],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env=self._environment,
+            )  # fmt: skip
+        self._events: list[tuple[str, int, float, float]] = []  # what, whose steps, from, to
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(15)
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        return self._output.read_text(errors="replace")
+
+    def happens(self, what: str, act: Callable[[], object], rank: int = 0) -> None:
+        """Does something between steps, and waits until the job has settled behind it."""
+        self._await_steps(0)
+        began = time.monotonic()
+        act()
+        self._await_steps(rank)
+        self._events.append((what, rank, began, time.monotonic()))
+        if rank:
+            self._events.append(("others", 0, began, time.monotonic()))
+
+    def scale(self, option: str, count: int) -> None:
+        """As a user asks for it."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tensorwire", "scale", option, str(count)],
+            env=self._environment, capture_output=True, text=True, timeout=2 * _PATIENCE_S,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise JobFailed(f"scale {option} {count}: {done.stderr}{self.said[-4000:]}")
+
+    def kill_server(self) -> None:
+        """SIGKILL, when a standby waits; returns when another process is in its place."""
+        self._until(lambda: self._standby_is_ready(), "no standby is ready")
+
+        def serving() -> list[int]:
+            standbys = set(self._pids(b"--standby")) - set(self._replaced())
+            return [pid for pid in self._pids(b"tensorwire.torch.server") if pid not in standbys]
+
+        self._end(serving, "takes its place")
+
+    def kill_worker(self, rank: int, told: str) -> None:
+        """SIGKILL; returns when the launcher says what becomes of its slices."""
+
+        def pids() -> list[int]:
+            named = f"TENSORWIRE_RANK={rank}\0".encode()
+            found = self._pids(os.fsencode(_SCRIPT.name))
+            return [pid for pid in found if named in _read(f"/proc/{pid}/environ")]
+
+        self._end(pids, told)
+
+    def finish(self) -> None:
+        """Lets the job end, and looks at what it has counted. Raises JobFailed if it is wrong."""
+        (self._folder / "stop").touch()
+        try:
+            code = self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise JobFailed(f"it does not end:\n{self.said[-4000:]}") from None
+        if code:
+            raise JobFailed(f"exit code {code}:\n{self.said[-4000:]}")
+        counted = [json.loads(each) for each in re.findall(r"counted (\{.*\})", self.said)]
+        if not counted:
+            raise JobFailed(f"nothing was counted:\n{self.said[-4000:]}")
+        for each in counted:
+            if each["used"] != [float(each["epochs"])]:
+                raise JobFailed(
+                    f"in {each['epochs']} epochs samples were used {each['used']} times"
+                )
+
+    def pauses(self) -> dict[str, list[float]]:
+        """By what happened, how much longer an interval was than the median one."""
+        found: dict[str, list[float]] = {}
+        for what, rank, began, ended in self._events:
+            times = self._steps(rank)
+            gaps = [(b - a, a, b) for a, b in pairwise(times)]
+            around = [gap for gap, a, b in gaps if b > began and a < ended]
+            found.setdefault(what, []).append(max(around) - median([gap for gap, _, _ in gaps]))
+        return found
+
+    def _steps(self, rank: int) -> list[float]:
+        text = _read(str(self._folder / f"steps-{rank}"))
+        return [float(line) for line in text.splitlines()]
+
+    def _await_steps(self, rank: int) -> None:
+        mark = len(self._steps(rank)) + _SETTLED
+        self._until(lambda: len(self._steps(rank)) >= mark, f"worker {rank} makes no steps")
+
+    def _until(self, is_true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not is_true():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise JobFailed(f"{what}:\n{self.said[-4000:]}")
+            time.sleep(0.01)
+
+    def _end(self, find: Callable[[], list[int]], told: str) -> None:
+        known = self.said.count(told)
+        self._until(lambda: bool(find()), "there is nobody to be killed")
+        os.kill(find()[0], signal.SIGKILL)
+        self._until(lambda: self.said.count(told) > known, f"nobody said {told!r}")
+
+    def _pids(self, word: bytes) -> list[int]:
+        pid = self._process.pid
+        children = map(int, _read(f"/proc/{pid}/task/{pid}/children").split())
+        return [each for each in children if word in _read(f"/proc/{each}/cmdline")]
+
+    def _replaced(self) -> list[int]:
+        """The processes that were a standby and have got another one's place."""
+        return [int(pid) for pid in re.findall(r"pid (\d+)\) takes its place", self.said)]
+
+    def _standby_is_ready(self) -> bool:
+        """It sleeps, and has used as much processor time as its imports need."""
+        for pid in set(self._pids(b"--standby")) - set(self._replaced()):
+            fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+            if fields and fields[0] == b"S" and int(fields[11]) + int(fields[12]) > 50:
+                return True
+        return False
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+# --- what cannot be avoided -----------------------------------------------------------------------
+
+_LIMIT_OF = {
+    "move": "memory", "server": "memory", "taken over": "memory", "worker": "script",
+    "joins": "messages", "leaves": "messages",
+}  # fmt: skip
+
+
+def _limits() -> dict[str, tuple[float | None, str]]:
+    """Seconds, and what was measured."""
+    memory_s = median([_handed_over_s() for _ in range(_LIMIT_TURNS)])
+    imports_s = median([_imports_s() for _ in range(3)])
+    messages_s = median([_messages_s() for _ in range(_LIMIT_TURNS)])
+    memory = f"SIGKILL of a process with {_BYTES >> 20} MiB, mapped and touched by another one"
+    return {
+        "memory": (memory_s, memory),
+        "script": (memory_s + imports_s, f"{memory}; a process that imports torch"),
+        "messages": (messages_s, "three messages to another process and back"),
+    }
+
+
+@contextlib.contextmanager
+def _child(
+    program: str, *descriptors: int, words: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, descriptors), *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=descriptors,
+    ) as child:  # fmt: skip
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+_HOLDS = """
+import mmap, sys
+memory = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
+memory[:] = b"1" * len(memory)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def _handed_over_s() -> float:
+    memory = os.memfd_create("tensorwire-bench")
+    try:
+        os.ftruncate(memory, _BYTES)
+        with _child(_HOLDS, memory, words=[str(_BYTES)]) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            known = os.pidfd_open(child.pid)
+            try:
+                began = time.perf_counter()
+                child.send_signal(signal.SIGKILL)
+                select.select([known], [], [])
+                with mmap.mmap(memory, _BYTES) as here:
+                    for page in range(0, _BYTES, mmap.PAGESIZE):
+                        here[page]
+                return time.perf_counter() - began
+            finally:
+                os.close(known)
+    finally:
+        os.close(memory)
+
+
+def _imports_s() -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - began
+
+
+_ANSWERS = """
+import os
+while data := os.read(0, 1):
+    os.write(1, data)
+"""
+
+
+def _messages_s() -> float:
+    with _child(_ANSWERS) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        here, there = child.stdin.fileno(), child.stdout.fileno()
+        for _ in range(2):  # the first time it starts
+            began = time.perf_counter()
+            for _ in range(3):
+                os.write(here, b"1")
+                os.read(there, 1)
+            seconds = time.perf_counter() - began
+        return seconds
