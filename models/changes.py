@@ -9,8 +9,9 @@ and behind it. The steps are those of the rows of src/tensorwire/transitions.py 
 slices.py.
 
 What must hold: nobody computes a slice that another one computes or has committed for the same
-version; where nothing more can happen, all workers that live and stay have the last version, and
-without a death the change has taken place. Each change of CHANGES must be found.
+version, and no version is made before who leaves behind the last one has left; where nothing more
+can happen, all workers that live and stay have the last version, and without a death the change has
+taken place. Each change of CHANGES must be found.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CHANGES = {
     "kept": "who takes over keeps behind the change what it got up to it",
     "to who leaves": "a worker that is to leave takes over from a dead one",
     "goes early": "who joins does not wait for the worker that notes the position",
+    "no farewell": "who stays does not wait for who leaves",
 }
 """Changes of the protocol, each of which breaks it."""
 
@@ -54,6 +56,7 @@ class Worker(NamedTuple):
     inbox: tuple[tuple, ...] = ()  # type: ignore[type-arg]
     hold_at: int = -1
     plan: tuple[int, tuple[int, ...]] | None = None
+    left: bool = False  # it was told that who leaves has left
     switched: bool = False
 
 
@@ -68,6 +71,7 @@ class State(NamedTuple):
     now: tuple[tuple[int, ...], ...] = ((0, 2), (1,), ())
     behind: tuple[tuple[int, ...], ...] | None = None
     passed: tuple[bool, ...] = (False, False, False)  # whose death is dealt with
+    left: bool = False  # all were told that who leaves has left
     over: bool = False  # nobody is left who could take something over
 
 
@@ -76,7 +80,7 @@ class Change(Explored[State]):
 
     def __init__(self, living: tuple[int, ...], change: str = "") -> None:
         self.living, self.change = living, change
-        self.joins = 2 in living
+        self.joins, self.leaves = 2 in living, not {0, 1} <= set(living)
 
     def start(self) -> State:
         """Nothing has happened yet; who joins waits."""
@@ -121,6 +125,8 @@ class Change(Explored[State]):
         if what == "plan":
             step, mine = rest
             return self._set(s, rank, plan=(step, mine), hold_at=-1)
+        if what == "left":
+            return self._set(s, rank, left=True)
         if what == "go":
             step, mine = rest  # join.made
             return self._set(s, rank, there=True, version=step, mine=mine, switched=True)
@@ -140,6 +146,8 @@ class Change(Explored[State]):
             if s.commits[me.doing] > me.version:
                 raise Violation(f"slice {me.doing} is committed twice for {me.version + 1}")
             commits = put(s.commits, me.doing, me.version + 1)
+            if min(commits) > s.step >= 0 and self._leaving(s):
+                raise Violation("a version is made, and a worker uses the one before")
             yield self._set(s, rank, doing=-1)._replace(commits=commits)
             return
         if me.begun and min(s.commits) > me.version:
@@ -149,7 +157,8 @@ class Change(Explored[State]):
             return
         if not me.begun:
             if me.plan is not None and me.version >= me.plan[0]:
-                yield self._switch(s, rank)
+                if me.left or not (me.plan[1] and self.leaves) or self.change == "no farewell":
+                    yield self._switch(s, rank)
             elif me.plan is not None or me.hold_at < 0 or me.version < me.hold_at:
                 yield self._set(s, rank, begun=True)
             return
@@ -181,8 +190,20 @@ class Change(Explored[State]):
         """The workers of which it knows nothing else, without one that is to join."""
         return [rank for rank in PLACES if s.now[rank] and not s.passed[rank]]
 
+    def _leaving(self, s: State) -> list[int]:
+        """Those that are to leave behind the step, and have not."""
+        assert s.behind is not None
+        asked = [rank for rank in PLACES if s.acks[rank] >= 0 and rank not in self.living]
+        return [r for r in asked if s.workers[r].alive and not s.workers[r].switched]
+
     def _launch(self, s: State) -> Iterator[State]:
         present = self._present(s)
+        if self.leaves and s.behind is not None and not s.left:
+            if not [r for r in present if r not in self.living and not s.workers[r].switched]:
+                told = s._replace(left=True)
+                for rank in present:
+                    told = self._tell(told, rank, "left")
+                yield told
         if s.phase == "idle":
             if self.joins and s.passed[2]:
                 return  # who was to join is dead: nothing changes

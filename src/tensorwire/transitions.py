@@ -478,6 +478,7 @@ CHANGING = Phase(
             "change.made",
             "a worker has the places that it has behind the change, or none, and all servers know",
             _NEXT,
+            waits="those that leave, if it stays",
         ),
         Transition("join.made", "a worker that joins is where the others are", _NEXT),
     ),

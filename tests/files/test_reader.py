@@ -17,6 +17,7 @@ from jobs import JobAtWork, training
 from tensorwire import BusyError, Node, PeerLostError, TensorwireError, TimeoutError
 from tensorwire.files import JobReader
 from tensorwire.files.job import find_way
+from tensorwire.membership import running_servers
 from tensorwire.memory import RemoteMailbox
 from tensorwire.parameters.reading import ASKS, LEASE_BYTES, LOST_S, MOST_LENT, Ask, AskKind
 
@@ -257,3 +258,26 @@ def test_a_reader_goes_on_when_a_server_is_replaced_and_hears_of_the_end(folder:
         with pytest.raises(PeerLostError):
             reader.store()
         reader.close()
+
+
+def test_a_reader_that_comes_before_the_workers(folder: Path) -> None:
+    """Named for a bug: it was told nothing, and that the server "did not tell in time"."""
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-m", "tensorwire.torch.server", "--workers", "2", "--count", "1"]
+    server = subprocess.Popen([*command, "--address-fd", str(theirs)], pass_fds=[theirs])
+    try:
+        os.close(theirs)
+        with os.fdopen(ours) as channel:
+            address = channel.readline().strip()
+        while not running_servers():  # the job's file is written behind that
+            assert server.poll() is None
+            time.sleep(0.01)
+        with JobReader(address) as reader:
+            told = reader.status()
+            assert [each["state"] for each in told["workers"]] == ["expected", "expected"]
+            assert reader.stores() == []
+            with pytest.raises(LookupError, match=r"no store 0 yet: worker 0, 1 have not joined"):
+                reader.store()
+    finally:
+        server.kill()
+        server.wait()

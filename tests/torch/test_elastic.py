@@ -124,6 +124,33 @@ def test_a_change_that_is_taken_back(tmp_path: Path) -> None:
         check(job, tmp_path)
 
 
+SAVES = """
+                if job.rank == 0 and job.save("steps", every=7):
+                    print("saved behind step", scheduler.last_epoch, flush=True)
+    if job.rank == 0 and job.save("epochs", every=2):
+        print("saved in epoch", epoch, flush=True)
+"""
+
+
+def test_checkpoints_come_at_the_same_steps_whoever_writes_them(tmp_path: Path) -> None:
+    """Named for a bug: who acted for worker 0 counted its own calls."""
+    script = SCRIPT.replace("scheduler.step()\n", "scheduler.step()" + SAVES, 1)
+    with running(tmp_path / "job", "--workers 2 --slices 4 --elastic", script=script) as job:
+        job.wait_for("saved in epoch 1")
+        for count, drain in ((1, [0]), (2, []), (1, [0])):
+            job.scale(count, drain)
+            known = job.text.count("saved in epoch")
+            while job.text.count("saved in epoch") < known + 2:
+                time.sleep(0.05)
+                assert job.process.poll() is None, job.text
+        check(job, tmp_path)
+        text = job.text
+    steps = [int(each) for each in re.findall(r"saved behind step (\d+)", text)]
+    assert steps == [7 * (number + 1) for number in range(len(steps))]
+    epochs = [int(each) for each in re.findall(r"saved in epoch (\d+)", text)]
+    assert epochs == [2 * number + 1 for number in range(len(epochs))]
+
+
 KEEPS_ON = """
 def given():
     try:

@@ -122,12 +122,28 @@ def goes_on(job: tw.Job, folder: Path) -> None:
     job.save(folder / "third", wait=False)  # there is room again
 
 
+def all_save(job: tw.Job, folder: Path) -> None:
+    model, opt = ready(job, 60)
+    train(job, model, opt, 0)
+    job.save(folder / f"now {job.rank}")
+    job.save(folder / f"later {job.rank}", wait=False)
+    train(job, model, opt, 2)
+    job.barrier()
+
+
 def has(peer: Any, name: str) -> bool:
     try:
         peer.region(name, None)
     except LookupError:
         return False
     return True
+
+
+def test_all_workers_save(team: Team, tmp_path: Path) -> None:
+    """Named for a bug: of three workers that call job.save the third got a BusyError."""
+    team.run(all_save, tmp_path, workers=4, servers=2)
+    names = [f"{when} {rank}" for when in ("now", "later") for rank in range(4)]
+    assert {(tmp_path / name).read_bytes() for name in names} == {(tmp_path / "now 0").read_bytes()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensorwire.errors import (
@@ -114,13 +114,17 @@ class JobReader:
         """What a store has and where.
 
         Raises:
-            LookupError: there is none, or none yet.
+            LookupError: there is none, or none yet; the message tells who has not joined.
         """
         with self._lock:
-            self._connected()
+            node, door = self._connected()
             found = self._stores.get(number)
             if found is None or found.is_over():
-                found = self._stores[number] = ReadStore.find(number, self._doors)
+                try:
+                    found = self._stores[number] = ReadStore.find(number, self._doors)
+                except LookupError:
+                    told = read_status(door, node.name, _STATUS_S)
+                    raise LookupError(_without_store(number, told)) from None
             return found
 
     def has_store(self, number: int) -> bool:
@@ -338,6 +342,12 @@ def _doors_of(door: Peer, reader: str) -> list[str]:
             missing = addresses.index("")
             raise TimeoutError(f"server {missing} of the job lets no reader in")
         time.sleep(0.05)
+
+
+def _without_store(number: int, told: Mapping[str, Any]) -> str:
+    workers = [str(each["rank"]) for each in told["workers"] if each["state"] == "expected"]
+    missing = f": worker {', '.join(workers)} have not joined" if workers else ""
+    return f"the job has no store {number} yet{missing}"
 
 
 def _first_possible(refused: Sequence[Reply], ask: Ask) -> int:

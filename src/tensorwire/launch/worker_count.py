@@ -10,7 +10,7 @@ docs/elastic.md has the protocol, membership/takeovers.py the workers' part of i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
@@ -62,7 +62,7 @@ class WorkerCount:
     ) -> None:
         self._job, self._restarts, self._staff = job, restarts, staff
         self._say, self._note = say, note
-        self._round = 0  # of questions
+        self._round = self._left = 0  # of questions; the last change behind which all have left
         self._joins: dict[int, int] = {}  # how many have joined in each place
         self._clear()
 
@@ -237,6 +237,7 @@ class WorkerCount:
 
     def _await_change(self) -> dict[str, Any] | None:
         present = self._present()
+        self._tell_left(present)
         if self._joining and not self._told_to_go:
             self._let_go()
         for rank in [r for r in self._joining if "joined" in self._restarts.keeper(r).said]:
@@ -255,6 +256,17 @@ class WorkerCount:
 
     def _has_switched(self, keeper: Keeper) -> bool:
         return keeper.said.get("switched", {}).get("switched") == self._number
+
+    def _tell_left(self, present: Sequence[int]) -> None:
+        """Those that stay go on behind the step, when those that leave have."""
+        stay = [rank for rank in present if rank not in self._drain]
+        leaving = [rank for rank in present if rank in self._drain]
+        if self._left < self._number and all(
+            self._has_switched(self._restarts.keeper(rank)) for rank in leaving
+        ):
+            self._left = self._number
+            for rank in stay:
+                self._send(self._restarts.keeper(rank), {"left": self._number})
 
     def _let_go(self) -> None:
         """Those that join go on, when the donor has noted where."""

@@ -174,11 +174,12 @@ class ServerMember:
             check_name(peer, server_name(index), address)
             self.servers[index] = peer
 
-    def gather(self) -> None:
+    def gather(self, look: Callable[[], None] = lambda: None) -> None:
         """Waits until every worker has connected, and servers that came later.
 
         Where nobody knows how many servers there are, later ones have connected before any worker
-        was started. Who is not expected, or is here already, is turned away.
+        was started. Who is not expected, or is here already, is turned away. Meanwhile `look` is
+        called now and then.
 
         Raises:
             PeerLostError: one that had connected is gone.
@@ -193,6 +194,7 @@ class ServerMember:
             else:
                 self._admit(peer)
             self.tell_readers()
+            look()
 
     def _expected(self) -> list[int]:
         """The workers that have neither come nor left; the latter if this is a successor."""
@@ -332,6 +334,11 @@ class ServerMember:
         """The worker said goodbye, or there is none in the place and another one has its slices."""
         word = self.words[rank].value
         return word >= GOODBYE and taker_in(word) != rank
+
+    def has_said_goodbye(self, rank: int) -> bool:
+        """The worker itself said so, and no other one has its slices."""
+        word = self.words[rank].value
+        return word >= GOODBYE and taker_in(word) is None
 
     def is_taken(self, rank: int) -> bool:
         """The worker was killed or has left, or never came, and another one has its slices."""

@@ -87,6 +87,7 @@ class Takeovers:
         self._change = threading.Condition()
         self._hold_at: int | None = None
         self._plan: PlannedChange | None = None
+        self._left = 0  # the last change of which all have left that are to leave
         self._go: dict[str, Any] | None = None
         self._over = False  # the launcher is gone
         self._tell: Callable[[int, int], None] = lambda rank, value: None
@@ -152,8 +153,12 @@ class Takeovers:
                     int(told["plan"]), int(told["step"]), list(told["mine"]), owners, told["donor"]
                 )
                 self._hold_at = None
+            elif "left" in told:
+                self._left = int(told["left"])
             elif "cancel" in told:
                 self._hold_at = None
+                if self._plan is not None:
+                    self._left = self._plan.number  # nobody is waited for
             elif "go" in told:
                 self._go = dict(told)
             self._change.notify_all()
@@ -185,11 +190,17 @@ class Takeovers:
     def make(self, plan: PlannedChange, obstacle: str = "") -> bool:
         """The change takes place; whether this worker stays.
 
+        Then it waits for those that leave: between this step and the next they may still save what
+        the step has made.
+
         Args:
             plan: that is due.
             obstacle: why nobody can join by what this worker has noted; only at the donor.
         """
+        leaving = any(rank != owner for rank, owner in plan.owners.items())
         with self._change:
+            while plan.mine and leaving and self._left < plan.number and not self._over:
+                self._change.wait()
             self._plan = None
             self._told.clear()  # what a death gave it until now is among what it has from here on
             mine = list(dict.fromkeys(plan.mine))

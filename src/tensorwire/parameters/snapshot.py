@@ -87,10 +87,11 @@ class RequestOutcome(IntEnum):
     """What came of a request."""
 
     DONE = 0
-    BUSY = 1  # as many as there may be are held
+    BUSY = 1  # as many as there may be are held, all for this member
     REFUSED = 2
     NO_MEMORY = 3
     PASSED = 4  # the version is no more in place; the text has the one that is
+    HELD = 5  # as many as there may be are held, and not all for this member
 
 
 class Reply(NamedTuple):

@@ -460,8 +460,8 @@ class Job:
             keep: a directory of its own for this checkpoint, `checkpoint-000007` for example, with
                 a safetensors file for each model and `state.pt` for the rest. So many are kept, the
                 last ones; each worker that calls it makes one.
-            every: of so many calls one writes, the last: `job.save("checkpoints", keep=3,
-                every=100)` after each step.
+            every: of so many calls, after each step or each epoch, one writes, the last; counted
+                on by who acts for a worker that has left. `job.save("folder", keep=3, every=100)`.
             wait: until it is written. While a file or folder is being written, the next save to it
                 waits.
 
@@ -476,7 +476,7 @@ class Job:
                 and containers of these, which `load` refuses; or it contains itself.
             ValueError: `keep` or `every` is no number from 1 up.
             OSError: the disk is full or the path cannot be written; what is there stays.
-            BusyError: two checkpoints are being written to other paths; wait for one.
+            BusyError: this worker writes two to other paths, or others did for 300 s; wait for one.
             MemoryError: there is none for a copy.
             UnavailableError: `keep` needs safetensors, which is not installed.
         """

@@ -107,7 +107,7 @@ class Saving:
                 raise ValueError(f"{name} is a whole number from 1 up, not {number!r}")
         session, where = self._session, os.path.abspath(path)
         session.check_present("job.save()")
-        self.counts[where] = self.counts.get(where, 0) + 1
+        self.counts[where] = 1 + self._calls_before(where)
         if self.counts[where] % every:
             return None
         if session.rejoin is not None and not session.rejoin.begin_save():
@@ -130,6 +130,17 @@ class Saving:
             return write()
         self.writes.start(where, write)
         return None
+
+    def _calls_before(self, where: str) -> int:
+        """How many calls to a path were made, also by others for which this worker acts.
+
+        Theirs are taken to have been one behind each step, or behind each pass over the data, as
+        this one is.
+        """
+        session = self._session
+        if session.taking is None or not session.acts_for_another:
+            return self.counts.get(where, 0)
+        return session.epoch if session.position.inside else max(session.taking.steps - 1, 0)
 
     def load(
         self, path: str | os.PathLike[str], editing: Callable[[Any], AbstractContextManager[None]]

@@ -140,6 +140,11 @@ class Session:
         return self._world.rank if takeovers is None else takeovers.rank
 
     @property
+    def acts_for_another(self) -> bool:
+        """This worker's `rank` is that of one that was killed or has left."""
+        return self.rank != self._world.rank
+
+    @property
     def ranks(self) -> Sequence[int]:
         """Whose slices this worker computes: its own, and those of workers that were killed."""
         takeovers = None if self.member is None else self.member.takeovers

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tensorwire import failpoints
 from tensorwire.errors import TensorwireError, UnavailableError
@@ -121,7 +122,7 @@ def _serve_share(
                     channel.write(f"{node.address}\n")
             door = open_door(member, store, **options_of_node)
             job_file = _tell_of_job(options, node, door)
-            member.gather()
+            member.gather(partial(door.tell, list) if door else lambda: None)
             threads = options.threads or most_threads()
             server = Server(member, make_kernel, threads, collective, door)
             if collective:

@@ -237,7 +237,8 @@ class Snapshots:
                 f"{where} holds {len(self._regions)} snapshots of one optimizer's store, the most "
                 f"at a time: {listed}"
             )
-            return Reply(RequestOutcome.BUSY, text)
+            mine = all(held.rank == asked.rank for held in self._regions)
+            return Reply(RequestOutcome.BUSY if mine else RequestOutcome.HELD, text)
         making = Copying(asked)
         try:
             self._copy_version(self, making)
@@ -292,9 +293,12 @@ class Snapshots:
         self._member.free(self._regions.pop(held))
 
     def _is_gone(self, rank: int) -> bool:
-        """Who held a snapshot has ended; one that takes its place has none."""
+        """Who held a snapshot has ended; one that takes its place has none.
+
+        Who leaves by a change of the workers still writes what it holds.
+        """
         peer = self._member.workers.get(rank)
-        return peer is None or peer.lost or self._member.has_left(rank)
+        return peer is None or peer.lost or self._member.has_said_goodbye(rank)
 
 
 def whole_arrays(memory: ShardMemory, size_bytes: int) -> Mapping[str, Bytes]:

@@ -220,7 +220,8 @@ class Store(Protocol):
         Nobody else takes part, and the others go on as soon as this worker does.
 
         Raises:
-            BusyError: as many as there may be are held; the message tells by whom.
+            BusyError: this worker holds as many as there may be, or others did for 300 s; the
+                message tells who.
             MemoryError: there is none left for it.
             RuntimeError, PeerLostError: as `wait`.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +39,8 @@ from ..snapshot import (
 from .link import Answers, Link
 
 _AGAIN_S = 1.0  # without an answer the server is asked again
+_HELD_LOOK_S = 0.05  # whether others have written what is held for them
+_HELD_S = 300.0  # so long that is waited for
 _BLOCK_BYTES = mailbox_bytes(REQUEST_BYTES, REQUEST_PLACES)
 
 
@@ -307,28 +310,41 @@ class Asker:
     def make(self, version: int) -> Snapshot:
         """A snapshot of the version in place, for which this worker has not committed the next.
 
+        Where others hold as many as there may be, it waits until one of them gives one back.
+
         Raises:
-            BusyError: as many as there may be are held; the message tells by whom.
+            BusyError: this worker holds as many as there may be, or others did for 300 s; the
+                message tells who.
             MemoryError: a server has none left for it.
             RuntimeError: the job is over, or the version is not in place.
             PeerLostError: a server is gone.
         """
-        with self._asking:
-            replies = self._ask(Request(RequestKind.MAKE, version))
-            number = self._requests
-            refused = [each for each in replies if each.outcome != RequestOutcome.DONE]
-            if refused:
-                self._ask(Request(RequestKind.FREE, number=number))
+        deadline = time.monotonic() + _HELD_S
+        number, refused = self._try(version)
+        while RequestOutcome.HELD in refused and time.monotonic() < deadline:
+            time.sleep(_HELD_LOOK_S)  # not asking: a thread of this one may give one back
+            number, refused = self._try(version)
         if not refused:
             failpoint("snapshot.held")
             found = [self._find(link, number) for link in self._links]
             return RemoteSnapshot(self, version, number, self._layout, found)
-        text = refused[0].text
-        if refused[0].outcome == RequestOutcome.BUSY:
+        outcome, text = next(iter(refused.items()))
+        if outcome in (RequestOutcome.BUSY, RequestOutcome.HELD):
             raise busy(text)
-        if refused[0].outcome == RequestOutcome.NO_MEMORY:
+        if outcome == RequestOutcome.NO_MEMORY:
             raise MemoryError(text)
         raise RuntimeError(f"no snapshot of version {version} can be made: {text}")
+
+    def _try(self, version: int) -> tuple[int, dict[RequestOutcome, str]]:
+        """Asks for a snapshot; its number, and the outcomes, with texts, that are no snapshot."""
+        with self._asking:
+            replies = self._ask(Request(RequestKind.MAKE, version))
+            number = self._requests
+            told: dict[RequestOutcome, str] = {each.outcome: each.text for each in replies}
+            refused = {outcome: told[outcome] for outcome in told if outcome}
+            if refused:
+                self._ask(Request(RequestKind.FREE, number=number))
+        return number, refused
 
     def pause(self) -> int:
         """Returns when all servers stand still behind the same version, which it returns.
