@@ -1,6 +1,5 @@
 """A running job as a mounted folder, with the programs that people use on folders."""
 
-import contextlib
 import errno
 import os
 import re
@@ -10,78 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from files.file_workers import STEPS, Client, FileJob, reference, same
 from files.jobs import JobAtWork
+from files.mounts import Mounted, code_of, mounted, run, wait_until
 
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.fuse,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount what /dev/fuse answers"),
 ]
-
-
-class Mounted:
-    """A mount process."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        self.path = folder / "mnt"
-        self.path.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tensorwire", "mount", str(self.path), address], cwd=folder
-        )
-        deadline = time.monotonic() + 60
-        while not os.path.ismount(self.path):
-            assert self.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(30)
-        while os.path.ismount(self.path) or _is_stale(self.path):
-            subprocess.run(["umount", "-l", str(self.path)], check=False)
-
-
-def _is_stale(path: Path) -> bool:
-    try:
-        os.stat(path)
-    except OSError as error:
-        return error.errno == errno.ENOTCONN
-    return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, address: str) -> Iterator[Mounted]:
-    made = Mounted(folder, address)
-    try:
-        yield made
-    finally:
-        made.end()
-
-
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
-def code_of(action: object) -> int | None:
-    try:
-        action()  # type: ignore[operator]
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def test_tools_read_it(folder: Path) -> None:
@@ -91,7 +31,7 @@ def test_tools_read_it(folder: Path) -> None:
         with mounted(folder, job.address) as made:
             at = made.path
             assert {each.name for each in at.iterdir()} == {
-                "model.safetensors", "optimizer", "params", "snapshots", "status",
+                "control", "model.safetensors", "optimizer", "params", "snapshots", "status",
             }  # fmt: skip
             version = int((at / "status/version").read_text())
             weight = np.load(at / "params/a.npy", mmap_mode="r")
@@ -103,7 +43,7 @@ def test_tools_read_it(folder: Path) -> None:
             run("cp", "-r", str(at), str(folder / "copy"))
             assert (np.load(folder / "copy/params/a.npy") == value).all()
             run("tar", "-cf", str(folder / "all.tar"), "-C", str(at), "params", "status")
-            assert len(run("find", str(at), "-type", "f").splitlines()) == 15
+            assert len(run("find", str(at), "-type", "f").splitlines()) == 20
             read = run("sh", "-c", f"dd if={at}/params/a.npy bs=4099 2>/dev/null | sha256sum")
             assert read == run("sh", "-c", f"cat {folder}/copy/params/a.npy | sha256sum")
             found = os.stat(at / "params/b.npy")

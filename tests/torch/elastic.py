@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorwire.errors import TimeoutError
-from tensorwire.launch import ScaleError, ask_launcher
-from tensorwire.membership import LoggedJob, logged_jobs, running_servers
+from tensorwire.membership import LoggedJob, ScaleError, ask_launcher, logged_jobs, running_servers
 
 PLACES = 4
 

@@ -11,8 +11,7 @@ import pytest
 import test_taken_slices
 from elastic import SCRIPT, ElasticJob, disturb, running
 
-from tensorwire.launch import ScaleError
-from tensorwire.membership import logged_jobs
+from tensorwire.membership import ScaleError, logged_jobs
 from tensorwire.phases_of_launcher import CHANGE
 from tensorwire.transitions import CHANGING
 

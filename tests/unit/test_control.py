@@ -15,9 +15,8 @@ from click.testing import CliRunner
 
 from tensorwire.cli.scale import scale
 from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.launch import ScaleError, ask_launcher
 from tensorwire.launch.scaling import Scaling
-from tensorwire.membership import JobFile, JobLog, RunningServer
+from tensorwire.membership import JobFile, JobLog, RunningServer, ScaleError, ask_launcher
 
 SECRET = b"of the job"
 

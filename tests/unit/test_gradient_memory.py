@@ -135,6 +135,8 @@ def test_texts_of_commits() -> None:
     found = CommitText.parse(text, "commit")
     assert found == CommitText(7, 2.5, ("a b",), True)
     assert CommitText.parse(str(found), "commit") == found
+    strange = CommitText(7, absent=("a\nversion 8", "b\u2028c", "%2F/", " "))  # names of tensors
+    assert CommitText.parse(str(strange), "commit") == strange
     for wrong in ("", "version", "version x", "version 1\nsamples nan", "version 1\nother 2"):
         assert code_of(CommitText.parse, wrong, "commit") == errno.EINVAL
 

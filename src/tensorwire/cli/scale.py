@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
 
@@ -11,8 +10,14 @@ import click
 
 from tensorwire.command import Command
 from tensorwire.errors import TimeoutError
-from tensorwire.launch import ScaleError, ask_launcher
-from tensorwire.membership import LoggedJob, RunningServer, logged_jobs, running_servers
+from tensorwire.membership import (
+    LoggedJob,
+    ScaleError,
+    ask_launcher,
+    logged_jobs,
+    running_servers,
+    secret_of,
+)
 
 _REPLACED_S = 10.0  # in which servers that were killed have been replaced
 
@@ -134,11 +139,4 @@ def _secret_of(job: LoggedJob, wait_s: float) -> bytes:
         if time.monotonic() > deadline:
             raise click.ClickException("the servers of the job do not run at present; try again")
         time.sleep(0.05)
-    return _secret(servers[0])
-
-
-def _secret(server: RunningServer) -> bytes:
-    if server.secret_file:
-        with open(server.secret_file, "rb") as file:
-            return file.read().strip()
-    return os.fsencode(server.secret)
+    return secret_of(servers[0])

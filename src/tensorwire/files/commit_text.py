@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from .errors import refuse
+from .names import file_name, tensor_name
 
 _MOST_BYTES = 64 << 10
 
@@ -18,7 +19,7 @@ class CommitText:
     Attributes:
         version: of the parameters that they were computed with.
         samples: for how many they stand; None: for as many as those of worker 0's slice.
-        absent: the tensors for which there is no gradient.
+        absent: the tensors for which there is no gradient. The text has them as names of files.
         allow_nan: elements that are not finite are meant so.
     """
 
@@ -33,7 +34,7 @@ class CommitText:
         if len(text) > _MOST_BYTES:
             raise refuse(errno.EINVAL, path, f"it has more than {_MOST_BYTES} characters")
         samples, version, absent, allow_nan = None, None, [], False
-        for line in filter(None, (each.strip() for each in text.splitlines())):
+        for line in filter(None, (each.strip() for each in text.split("\n"))):
             word, _, value = line.partition(" ")
             value = value.strip()
             try:
@@ -44,7 +45,7 @@ class CommitText:
                 elif word == "version":
                     version = int(value)
                 elif word == "absent" and value:
-                    absent.append(value)
+                    absent.append(tensor_name(value))
                 elif line == "nan":
                     allow_nan = True
                 else:
@@ -62,7 +63,8 @@ class CommitText:
         return CommitText(version, samples, tuple(absent), allow_nan)
 
     def __str__(self) -> str:
-        lines = [f"version {self.version}", *(f"absent {name}" for name in self.absent)]
+        absent = (f"absent {file_name(name).replace(' ', '%20')}" for name in self.absent)
+        lines = [f"version {self.version}", *absent]
         if self.samples is not None:
             lines.append(f"samples {self.samples!r}")
         return "".join(f"{line}\n" for line in [*lines, *(["nan"] if self.allow_nan else [])])

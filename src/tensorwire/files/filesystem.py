@@ -386,7 +386,7 @@ def _info(entry: TreeEntry) -> dict[str, Any]:
         "name": entry.path,
         "size": None if entry.is_folder else entry.size_bytes,
         "type": "directory" if entry.is_folder else "file",
-        "mode": 0o40555 if entry.is_folder else 0o100600 if entry.writable else 0o100444,
+        "mode": 0o40555 if entry.is_folder else 0o100000 | entry.mode,
     }
     if entry.is_folder:
         told["size"] = 0

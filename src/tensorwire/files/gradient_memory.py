@@ -71,7 +71,7 @@ def plan(layout: Layout) -> tuple[list[GradientFile], bytes, int]:
     told = json.dumps(entries).encode()
     at = _padded(_HEAD_BYTES + 8 * len(tensors) + len(told))
     for tensor in tensors:
-        room = tensor.size_bytes + _room_of(tensor.dtype, tensor.stored_shape)
+        room = tensor.size_bytes + room_of(tensor.dtype, tensor.stored_shape)
         files.append(
             GradientFile(
                 tensor.name, tensor.dtype, tensor.stored_shape, at, room, tensor.size_bytes
@@ -79,10 +79,6 @@ def plan(layout: Layout) -> tuple[list[GradientFile], bytes, int]:
         )
         at += _padded(room)
     return files, told, at
-
-
-def _room_of(dtype: str, shape: Sequence[int]) -> int:
-    return max(_HEADER_ROOM, len(npy_header(dtype, shape)) + 256)
 
 
 def _padded(size: int) -> int:
@@ -230,23 +226,32 @@ class GradientMemory:
         file = self.files[index]
         if int(self.sizes[index]) == ABSENT:
             return None
-        size = self.size(index)
-        if size == 0:
-            raise refuse(errno.ENODATA, path, "it was not written since the last version")
-        room = self.room(index)
-        start = _check_header(room[: min(size, _MOST_HEADER)].tobytes(), file, path)
-        if size < start + file.size_bytes:
-            raise refuse(errno.ENODATA, path, f"it has {size} of {start + file.size_bytes} bytes")
-        if size > start + file.size_bytes:
-            raise refuse(
-                errno.EFBIG, path, f"it has {size} bytes, and {start + file.size_bytes} are right"
-            )
-        data = room[start:size]
-        if not allow_nan and not _all_finite(data, file.dtype):
-            raise refuse(
-                errno.EDOM, path, "an element is infinite or no number; 'nan' commits it as it is"
-            )
-        return data
+        return elements_of(self.room(index)[: self.size(index)], file, path, allow_nan)
+
+
+def elements_of(written: Bytes, file: GradientFile, path: str, allow_nan: bool) -> Bytes:
+    """The elements of a whole .npy file, as far as it was written; raises as `elements`."""
+    size = len(written)
+    if size == 0:
+        raise refuse(errno.ENODATA, path, "it was not written since the last version")
+    start = _check_header(written[:_MOST_HEADER].tobytes(), file, path)
+    if size < start + file.size_bytes:
+        raise refuse(errno.ENODATA, path, f"it has {size} of {start + file.size_bytes} bytes")
+    if size > start + file.size_bytes:
+        raise refuse(
+            errno.EFBIG, path, f"it has {size} bytes, and {start + file.size_bytes} are right"
+        )
+    data = written[start:]
+    if not allow_nan and not _all_finite(data, file.dtype):
+        raise refuse(
+            errno.EDOM, path, "an element is infinite or no number; 'nan' commits it as it is"
+        )
+    return data
+
+
+def room_of(dtype: str, shape: Sequence[int]) -> int:
+    """How much a file may have in front of its elements."""
+    return max(_HEADER_ROOM, len(npy_header(dtype, shape)) + 256)
 
 
 def _too_large(file: GradientFile, path: str) -> OSError:
@@ -258,7 +263,7 @@ def _too_large(file: GradientFile, path: str) -> OSError:
 def _files_of(told: bytes, end: int) -> list[GradientFile]:
     files, at = [], _padded(end)
     for name, dtype, shape, size in json.loads(told):
-        room = size + _room_of(dtype, shape)
+        room = size + room_of(dtype, shape)
         files.append(GradientFile(name, dtype, tuple(shape), at, room, size))
         at += _padded(room)
     return files

@@ -11,7 +11,16 @@ from .errors import refuse
 from .file_worker import FileWorker
 from .job import file_workers_of
 from .names import file_name, tensor_name
-from .tree_items import Changes, FileContent, FileWriting, Folder, Item, Text, TreeEntry
+from .tree_items import (
+    PRIVATE,
+    Changes,
+    FileContent,
+    FileWriting,
+    Folder,
+    Item,
+    Text,
+    TreeEntry,
+)
 
 GRADIENTS, COMMIT, VERSION = "grads", "commit", "version"
 _NPY = ".npy"
@@ -82,9 +91,7 @@ class _GradientItem(Item):
     def entry(self) -> TreeEntry:
         file, size = self._memory.files[self._index], self._memory.size(self._index)
         modified = self._changes.when(self.path, (size, self._memory.version))
-        return TreeEntry(
-            self.path, False, size, None, file.dtype, file.shape, modified, writable=True
-        )
+        return TreeEntry(self.path, False, size, None, file.dtype, file.shape, modified, PRIVATE)
 
     def open(self) -> FileContent:
         memory, index = self._memory, self._index
@@ -118,7 +125,7 @@ class _CommitItem(Item):
     def entry(self) -> TreeEntry:
         text = self._writing.text
         modified = self._changes.when(self.path, text)
-        return TreeEntry(self.path, size_bytes=len(text), modified=modified, writable=True)
+        return TreeEntry(self.path, size_bytes=len(text), modified=modified, mode=PRIVATE)
 
     def open(self) -> FileContent:
         return FileContent.of_bytes(self._writing.text)

@@ -58,6 +58,11 @@ def find_way(
     return Way(known.door if known else address, data)
 
 
+def find_server(address: str) -> RunningServer | None:
+    """Server 0 of the job at an address, of this user on this host; None: it is not known here."""
+    return next((each for each in _running() if each.index == 0 and _is_at(each, address)), None)
+
+
 def running_jobs() -> list[RunningServer]:
     """The first servers of the jobs of this host and user that let readers in."""
     return [each for each in _running() if each.index == 0 and each.door]

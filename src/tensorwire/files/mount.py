@@ -51,13 +51,16 @@ from .fuse_messages import (
 )
 from .tree import Tree
 from .tree_items import FileContent, FileWriting, TreeEntry
+from .wanted import wanted_while
 
 ROOT = 1
-_THREADS = 4  # one may wait for a version while others answer
+_THREADS = 4  # answer at once; where all wait for a server, one more does
+_MOST_THREADS = 64
 _XATTR = "user.tensorwire."
 _FOLDER_VALID_S = 1
-_LOOK_S = 1e-3  # while somebody polls
-_POLLED = ("status/version", "grads/*/version")
+_LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
+_LOOK_SHARE = 0.01  # of the time since the last change
+_POLLED = ("status/version", "grads/*/version", "control/state")
 
 
 class _Node:
@@ -125,20 +128,19 @@ class JobMount:
         self._polls: dict[int, _Handle] = {}  # by the numbers under which they are woken
         self._polling, self._closed = threading.Event(), False
         self._mount = core_fuse.Mount(self.folder, self._uid, self._gid)
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tensorwire-fuse-{i}", daemon=True)
-            for i in range(_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._under_way: dict[int, threading.Event] = {}  # requests; set: it was interrupted
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        for _ in range(_THREADS):
+            self._add_thread()
         threading.Thread(target=self._watch, name="tensorwire-polls", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it is unmounted; says whether it is."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in list(self._threads))
 
     def close(self) -> None:
         """Unmounts it; who has files open gets ENOTCONN. Idempotent."""
@@ -151,21 +153,51 @@ class JobMount:
 
     # ---- requests
 
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="tensorwire-fuse", daemon=True)
+        self._threads.add(thread)
+        self._idle += 1
+        thread.start()
+
     def _run(self) -> None:
         while (request := self._mount.next()) is not None:
-            operation, unique, node, body = request
-            if operation in (Operation.FORGET, Operation.BATCH_FORGET, Operation.INTERRUPT):
-                self._forget(operation, node, body)
-                continue
-            try:
-                answer = self._answer(operation, node, body)
-            except OSError as error:
-                self._mount.answer(unique, error.errno or errno.EIO)
-            except Exception:
-                traceback.print_exc(file=sys.stderr)
-                self._mount.answer(unique, errno.EIO)
+            with self._lock:
+                self._idle -= 1
+                if not self._idle and len(self._threads) < _MOST_THREADS:
+                    self._add_thread()  # somebody answers also while all others wait
+            self._serve(*request)
+            with self._lock:
+                self._idle += 1
+                if self._idle > _THREADS:
+                    self._idle -= 1
+                    self._threads.discard(threading.current_thread())
+                    return
+
+    def _serve(self, operation: int, unique: int, node: int, body: bytes) -> None:
+        """Answers a request, if an answer is wanted."""
+        if operation == Operation.INTERRUPT:
+            event = self._under_way.get(unpack_handle(body))
+            if event is None:  # its request is not taken yet; where it was answered nobody listens
+                self._mount.answer(unique, errno.EAGAIN)
             else:
-                self._mount.answer(unique, 0, [answer] if answer else [])
+                event.set()
+            return
+        if operation in (Operation.FORGET, Operation.BATCH_FORGET):
+            self._forget(operation, node, body)
+            return
+        interrupted = self._under_way[unique] = threading.Event()
+        try:
+            with wanted_while(lambda: not interrupted.is_set()):
+                answer = self._answer(operation, node, body)
+        except OSError as error:
+            self._mount.answer(unique, error.errno or errno.EIO)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            self._mount.answer(unique, errno.EIO)
+        else:
+            self._mount.answer(unique, 0, [answer] if answer else [])
+        finally:
+            del self._under_way[unique]
 
     def _answer(self, operation: int, node: int, body: bytes) -> bytes:
         if operation in CHANGING:
@@ -191,6 +223,7 @@ class JobMount:
             if node is None:
                 node = self._of[key] = _Node(next(self._numbers), found)
                 self._nodes[node.number] = node
+            node.entry = found  # who may write it changes
             node.lookups += 1
         valid_s = _FOLDER_VALID_S if found.is_folder else 0
         return entry(node.number, valid_s, self._attributes(node, found))
@@ -217,7 +250,7 @@ class JobMount:
         content = node.content
         if content is not None and node.is_of_version:
             size = content.size_bytes
-        mode = stat.S_IFREG | (0o600 if now.writable else 0o444)
+        mode = stat.S_IFREG | now.mode
         if now.is_folder:
             mode, modified = stat.S_IFDIR | 0o555, self._began
         return attributes(node.number, size, modified, mode, self._uid, self._gid)
@@ -230,7 +263,7 @@ class JobMount:
     def _setattr(self, number: int, body: bytes) -> bytes:
         node = self._node(number)
         valid, size = unpack_setattr(body)
-        if not node.entry.writable or valid & (MODE | UID | GID):
+        if not self._tree.entry(node.entry.path).writable or valid & (MODE | UID | GID):
             raise refuse(errno.EROFS, node.entry.path)
         if valid & SIZE:
             self._tree.open_for_writing(node.entry.path).truncate(size)
@@ -239,16 +272,14 @@ class JobMount:
     def _open(self, number: int, body: bytes) -> bytes:
         node, flags = self._node(number), unpack_open(body)
         path = node.entry.path
-        writing = None
-        if node.entry.writable:
+        writing, writes = None, flags & os.O_ACCMODE != os.O_RDONLY
+        if writes or (node.entry.writable and not node.is_of_version):  # `sync` opens it to read
             writing = self._tree.open_for_writing(path)
             if flags & os.O_TRUNC:
                 writing.truncate(0)
-        elif flags & os.O_ACCMODE != os.O_RDONLY:
-            raise refuse(errno.EROFS, path)
         content = None
         with node.lock:
-            if node.is_of_version:
+            if node.is_of_version and writing is None:
                 if node.content is None:
                     node.content = self._tree.open(path)
                     node.buffers = node.content.buffers()
@@ -258,9 +289,10 @@ class JobMount:
             with self._lock:
                 node.opens += 1
         handle = self._add(_Handle(node, content, writing))
-        if node.buffers is not None:
+        if content is not None and node.buffers is not None:
             self._mount.serve(handle, node.buffers)
-        return opened(handle, 0 if node.is_of_version else DIRECT_IO)
+        is_kept = node.is_of_version and writing is None
+        return opened(handle, 0 if is_kept else DIRECT_IO)
 
     def _add(self, handle: _Handle) -> int:
         with self._lock:
@@ -272,6 +304,10 @@ class JobMount:
         number, offset, size = unpack_read(body)
         handle = self._handles[number]
         if handle.content is None:  # of a file that is written
+            if handle.writing is not None:
+                written = handle.writing.read(offset, offset + size)
+                if written is not None:
+                    return written
             with self._tree.open(handle.node.entry.path) as content:
                 return content.read(offset, offset + size)
         node = handle.node
@@ -357,6 +393,7 @@ class JobMount:
             return True  # who reads gets the error
 
     def _watch(self) -> None:
+        changed = time.monotonic()
         while not self._closed:
             self._polling.wait()
             with self._lock:
@@ -365,10 +402,13 @@ class JobMount:
                     self._polling.clear()
             for poll, handle in polls:
                 if self._has_changed(handle):
+                    changed = time.monotonic()
                     with self._lock:
                         self._polls.pop(poll, None)
                     self._mount.wake_poll(poll)
-            time.sleep(_LOOK_S)
+            # Who waits long for a change need not hear of it within a millisecond.
+            waited_s = time.monotonic() - changed
+            time.sleep(min(max(_LOOK_S, _LOOK_SHARE * waited_s), _MOST_LOOK_S))
 
     # ---- attributes of tensors
 

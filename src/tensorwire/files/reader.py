@@ -54,7 +54,7 @@ class JobReader:
         timeout_s: for each answer, and for a version that is being made to be complete.
 
     Attributes:
-        address: as given.
+        address, timeout_s: as given.
 
     Raises:
         PermissionError: the secret is not that of the job's readers.
@@ -72,7 +72,7 @@ class JobReader:
         transports: Sequence[str] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.address, self._timeout_s = address, timeout_s
+        self.address, self.timeout_s = address, timeout_s
         self._given = secret, secret_file
         self._transports = None if transports is None else tuple(transports)
         self._lock = threading.RLock()
@@ -157,7 +157,7 @@ class JobReader:
             PeerLostError: the job is over, or a server is gone.
         """
         stop = tensor.size_bytes if stop is None else stop
-        deadline, tries, pause = time.monotonic() + self._timeout_s, 0, 1e-4
+        deadline, tries, pause = time.monotonic() + self.timeout_s, 0, 1e-4
         while tensor.is_live:
             before = tensor.settled_version(start, stop)
             if before is not None:
@@ -169,7 +169,7 @@ class JobReader:
                     break
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"no version of {tensor.path!r} was complete for {self._timeout_s:g} s: a "
+                    f"no version of {tensor.path!r} was complete for {self.timeout_s:g} s: a "
                     "server is stopped or waits in the middle of one"
                 )
             time.sleep(pause)
@@ -197,7 +197,7 @@ class JobReader:
         """
         with self._lock:
             found = self.store(store)
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self.timeout_s
             wanted, ahead = version or found.newest_version(), 0
             while True:
                 ask = Ask(AskKind.MAKE, store, wanted, whole)
@@ -255,7 +255,7 @@ class JobReader:
             self._held.remove(ask)
             if ask not in self._held and not self._closed:
                 with contextlib.suppress(TensorwireError):
-                    deadline = time.monotonic() + self._timeout_s
+                    deadline = time.monotonic() + self.timeout_s
                     self._ask_all(ask._replace(kind=AskKind.FREE), deadline)
 
     def _beat(self) -> None:

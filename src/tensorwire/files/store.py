@@ -10,8 +10,10 @@ import numpy as np
 from tensorwire.errors import StaleHandleError, UnavailableError
 from tensorwire.memory import Peer, RemoteRegion
 from tensorwire.parameters import Layout, Share, TensorSpec
+from tensorwire.parameters.hold import held_version
 from tensorwire.parameters.reading import (
     FIRST_VERSION,
+    HELD_WORD_AT,
     ReadPlace,
     StoreFacts,
     facts_name,
@@ -93,6 +95,16 @@ class ReadStore:
     def version(self) -> int:
         """The version in place at server 0; while the next one is made that before it."""
         return self._word(0) // 2
+
+    def held_word(self) -> int:
+        """Whether it stands still because its job is paused, see `hold.held_word`."""
+        value = np.zeros(1, np.uint64)
+        self._words[0][HELD_WORD_AT : HELD_WORD_AT + 8].read(value).wait(_WAIT_S)
+        return int(value[0])
+
+    def held_version(self) -> int | None:
+        """The version at which it stands still; None: it does not."""
+        return held_version(self.held_word())
 
     def settled(self, servers: Sequence[int]) -> int | None:
         """The version that all these servers have in place; None: they are between two."""

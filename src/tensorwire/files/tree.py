@@ -14,14 +14,28 @@ from typing import Any
 
 from tensorwire.parameters.model_file import model_file
 
+from .control_tree import CONTROL, control_folder
+from .drafts import Drafts, DraftWriting
 from .errors import as_os_errors, refuse
 from .gradient_tree import GRADIENTS, GradientFolders, gradients_folder
 from .names import file_name, tensor_name
 from .npy import npy_header
+from .owner import JobOwner
 from .reader import JobReader
 from .snapshot import ReaderSnapshot, SealedModel
 from .store import ReadStore, StoredTensor
-from .tree_items import Changes, FileContent, FileWriting, Folder, Item, Text, TreeEntry, fixed
+from .tree_items import (
+    READABLE,
+    WRITABLE,
+    Changes,
+    FileContent,
+    FileWriting,
+    Folder,
+    Item,
+    Text,
+    TreeEntry,
+    fixed,
+)
 
 MODEL, NPY = "model.safetensors", ".npy"
 
@@ -35,6 +49,7 @@ class Tree:
     Attributes:
         reader: as given.
         gradients: the files of workers whose gradients come from there.
+        owner: controls the job, where this user may.
         changes: of the files of status.
     """
 
@@ -44,11 +59,15 @@ class Tree:
         self._seen: dict[int, float] = {}
         self.changes = Changes()
         self.gradients = GradientFolders(reader.address)
+        self.owner = JobOwner(reader)
+        self._drafts: dict[int, Drafts] = {}
 
     def close(self) -> None:
         """Gives back the snapshots that `take` holds, and ends the connections. Idempotent."""
         self._snapshots.clear()
+        self._drafts.clear()
         self.gradients.close()
+        self.owner.close()
         self.reader.close()
 
     # ---- what there is
@@ -132,7 +151,39 @@ class Tree:
         with as_os_errors(f"snapshots/{version}"):
             snapshot.close()
 
+    def taken(self) -> list[tuple[int, int]]:
+        """The stores and versions of the snapshots that `take` holds."""
+        return sorted(self._snapshots)
+
+    # ---- parameters that are written
+
+    def drafts(self, store: ReadStore) -> Drafts:
+        """What this process has been given of a store."""
+        found = self._drafts.get(store.number)
+        if found is None or found.store is not store:
+            found = self._drafts[store.number] = Drafts(store)
+        return found
+
+    def written(self) -> list[str]:
+        """The names of the files that are written and not committed."""
+        return [name for drafts in list(self._drafts.values()) for name in drafts.names]
+
+    def discard_written(self) -> None:
+        """They are not to be committed."""
+        self._drafts.clear()
+
+    def commit_written(self, version: int, allow_nan: bool, path: str) -> None:
+        """They become the parameters when the job goes on; raises as `Drafts.commit`."""
+        found = self.owner.held()
+        if found is None:
+            raise refuse(errno.EROFS, path, "the job is not paused: write 1 into control/pause")
+        self.drafts(found[0]).commit(self.owner, version, allow_nan, path)
+
     # ---- for what is in the tree
+
+    def version(self) -> int:
+        """The version in place of the first store."""
+        return self.reader.store(_first(self)).version()
 
     def seen(self, version: int) -> float:
         """When a version was seen first by this process."""
@@ -182,9 +233,21 @@ class _Array(Item):
         spec, version = self._tensor.spec, self._version
         version = self._tensor.store.version() if version is None else version
         size = len(self._header) + self._tensor.size_bytes
-        return TreeEntry(
-            self.path, False, size, version, spec.dtype, spec.stored_shape, self.tree.seen(version)
-        )
+        seen = self.tree.seen(version)
+        mode = WRITABLE if self._is_open_to_writers() else READABLE
+        return TreeEntry(self.path, False, size, version, spec.dtype, spec.stored_shape, seen, mode)
+
+    def _is_open_to_writers(self) -> bool:
+        """It is a parameter of a job that is paused."""
+        if self._version is not None or self._tensor.state is not None:
+            return False
+        return self._tensor.store.held_version() is not None
+
+    def open_for_writing(self) -> FileWriting:
+        if self._version is not None or self._tensor.state is not None:
+            raise refuse(errno.EROFS, self.path)
+        drafts = self.tree.drafts(self._tensor.store)
+        return DraftWriting(drafts, self._tensor, lambda: self._live().read(), self.path)
 
     def open(self) -> FileContent:
         if self._version is None:
@@ -256,11 +319,13 @@ def _root(tree: Tree) -> Folder:
         many = ["stores"] if len(numbers) > 1 else []
         own = _of_store(tree, "", min(numbers)).names() if numbers else []
         grads = [GRADIENTS] if tree.gradients.ranks() else []
-        return sorted([*own, *grads, "status", *many])
+        return sorted([*own, *grads, CONTROL, "status", *many])
 
     def child(path: str, name: str) -> Item:
         if name == "status":
             return _status(tree, path)
+        if name == CONTROL:
+            return control_folder(tree, path)
         if name == GRADIENTS:
             return gradients_folder(path, tree.gradients)
         if name == "stores":
@@ -339,7 +404,7 @@ def _status(tree: Tree, path: str) -> Folder:
         )
 
     def version(at: str) -> Item:
-        return Text(at, tree.changes, lambda: f"{tree.reader.store(_first(tree)).version()}\n")
+        return Text(at, tree.changes, lambda: f"{tree.version()}\n")
 
     def of_stores(name: str) -> Callable[[str], Item]:
         return text(lambda told: (each[name] for each in told["stores"]))

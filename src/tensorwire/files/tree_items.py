@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import as_os_errors, refuse
+
+READABLE, WRITABLE, PRIVATE = 0o444, 0o644, 0o600
+"""The modes of files: all may read; this user may write, too; nobody else may do either."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class TreeEntry:
         dtype: of a tensor, as torch calls it; "" for other files.
         shape: of a tensor.
         modified: when this version was seen first, in seconds since 1970.
-        writable: it may be written.
+        mode: who may read and write a file, as of a file system.
     """
 
     path: str
@@ -33,7 +36,12 @@ class TreeEntry:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     modified: float = 0.0
-    writable: bool = False
+    mode: int = READABLE
+
+    @property
+    def writable(self) -> bool:
+        """It may be written."""
+        return bool(self.mode & 0o200)
 
     @property
     def name(self) -> str:
@@ -121,6 +129,10 @@ class FileWriting:
         """The file gets this size."""
         raise NotImplementedError
 
+    def read(self, start: int, stop: int) -> bytes | None:
+        """Bytes [start, stop) of what is written; None: as of who reads alone."""
+        return None
+
     def sync(self) -> None:
         """What it does that was written to it is done when this returns."""
 
@@ -181,6 +193,52 @@ class Text(Item):
     def open(self) -> FileContent:
         """A file's content."""
         return FileContent.of_bytes(self._text().encode())
+
+
+_MOST_COMMAND = 4096
+
+
+class _CommandWriting(FileWriting):
+    """What is written at once is a command, and done when that returns."""
+
+    def __init__(self, path: str, do: Callable[[str], object]) -> None:
+        self._path, self._do = path, do
+
+    def write(self, offset: int, data: Any) -> int:
+        source = bytes(data)
+        if offset:
+            raise refuse(errno.EINVAL, self._path, "a command is written at once, from the start")
+        if len(source) > _MOST_COMMAND:
+            raise refuse(errno.EFBIG, self._path, f"it has at most {_MOST_COMMAND} bytes")
+        try:
+            text = source.decode()
+        except UnicodeDecodeError:
+            raise refuse(errno.EINVAL, self._path, "it is no text in UTF-8") from None
+        with as_os_errors(self._path):
+            self._do(text)
+        return len(source)
+
+    def truncate(self, size: int) -> None:
+        if size:
+            raise refuse(errno.EINVAL, self._path, "a command is written at once, from the start")
+
+
+class CommandItem(Text):
+    """A short text, of which a write does something."""
+
+    def __init__(
+        self, path: str, changes: Changes, text: Callable[[], str], do: Callable[[str], object]
+    ) -> None:
+        super().__init__(path, changes, text)
+        self._do = do
+
+    def entry(self) -> TreeEntry:
+        """As it is listed."""
+        return replace(super().entry(), mode=WRITABLE)
+
+    def open_for_writing(self) -> FileWriting:
+        """What takes commands."""
+        return _CommandWriting(self.path, self._do)
 
 
 def fixed(path: str, children: dict[str, Callable[[str], Item]]) -> Folder:

@@ -5,7 +5,6 @@ layer knows processes, pipes and signals; of tensorwire it knows the names of th
 process reads when it joins the job.
 """
 
-from tensorwire.launch.control import ScaleError, ask_launcher
 from tensorwire.launch.launcher import run, supervisor_of
 from tensorwire.launch.serve import RETURN_S, ServeSupervisor, serve_spec
 from tensorwire.launch.silence import is_stopped
@@ -16,10 +15,8 @@ __all__ = [
     "RETURN_S",
     "JobSpec",
     "Patience",
-    "ScaleError",
     "ServeSupervisor",
     "Supervisor",
-    "ask_launcher",
     "is_stopped",
     "run",
     "serve_spec",

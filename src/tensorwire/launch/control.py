@@ -2,43 +2,27 @@
 
 Who connects gets a number that is used once, and shows by it that it knows the job's secret. It
 asks with one message, hears lines on how far it is, and then the outcome or an error; the messages
-are in docs/launch.md. Knows no job: what is asked is done in scaling.py. Nothing here blocks but
-`ask_launcher`.
+are in docs/launch.md. Knows no job: what is asked is done in scaling.py; who asks does so by
+`membership.ask_launcher`. Nothing here blocks.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import hashlib
 import hmac
 import json
 import os
 import secrets
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorwire.errors import TimeoutError, UnavailableError
-from tensorwire.membership import PEER_CREDENTIALS, runtime_folder
+from tensorwire.membership import PEER_CREDENTIALS, proof_of, runtime_folder
 
 _MOST_CLIENTS = 64
 _LONGEST = 1 << 16
-_PURPOSE = b"tensorwire: ask the launcher of a job"
-_LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
-_ANSWER_S = 10.0  # of a launcher that is asked to take something back
-
-
-class ScaleError(Exception):
-    """What is asked cannot be done, or was not; the text says why, and what to do."""
-
-
-def proof_of(secret: bytes, nonce: str) -> str:
-    """What shows that somebody knows a job's secret, who was given `nonce`."""
-    return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
 
 
 class Client:
@@ -70,9 +54,9 @@ class Client:
         self._send({"done": outcome})
         self.close()
 
-    def refuse(self, text: str) -> None:
-        """It is not done, for a reason."""
-        self._send({"error": text})
+    def refuse(self, text: str, busy: bool = False) -> None:
+        """It is not done, for a reason; `busy`: it may be possible later."""
+        self._send({"error": text, "busy": busy})
         self.close()
 
     def close(self) -> None:
@@ -195,71 +179,6 @@ class ControlDoor:
                 client.close()
         self._clients[came.fileno()] = Client(came, self._secret)
         self._epoll.register(came, select.EPOLLIN)
-
-
-def ask_launcher(
-    path: str,
-    secret: bytes,
-    message: dict[str, Any],
-    timeout_s: float,
-    show: Callable[[str], None],
-) -> dict[str, Any]:
-    """Asks the launcher of a job for something, and waits until it is done.
-
-    After the timeout, or an interrupt, the launcher is told to take it back, and what comes of that
-    is the answer.
-
-    Args:
-        path: of its socket.
-        secret: of the job.
-        message: what is asked for; see docs/launch.md.
-        timeout_s: until it is done.
-        show: is given lines on how far it is.
-
-    Returns:
-        The outcome.
-
-    Raises:
-        ScaleError: it is not done.
-        UnavailableError: the launcher does not listen, or has ended.
-        TimeoutError: it was not done in time, and is taken back.
-    """
-    deadline, late, interrupted = time.monotonic() + min(timeout_s, _LONGEST_WAIT_S), False, False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        try:
-            channel.settimeout(min(timeout_s, _ANSWER_S))
-            channel.connect(path)
-            nonce = json.loads(channel.recv(_LONGEST))["nonce"]
-            channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
-        except (OSError, ValueError) as error:
-            raise UnavailableError(f"the launcher of the job does not answer: {error}") from error
-        while True:
-            channel.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                data = channel.recv(_LONGEST)
-            except (builtins.TimeoutError, KeyboardInterrupt) as error:
-                if late:
-                    text = "it cannot be known what has become of it: tensorwire status shows it"
-                    raise TimeoutError(f"the launcher does not answer; {text}") from error
-                late, interrupted = True, isinstance(error, KeyboardInterrupt)
-                with contextlib.suppress(OSError):
-                    channel.send(json.dumps({"cancel": True}).encode())
-                deadline = time.monotonic() + _ANSWER_S
-                continue
-            except OSError:
-                data = b""
-            told: dict[str, Any] = (
-                json.loads(data) if data else {"error": "the job has ended meanwhile"}
-            )
-            if "says" in told:
-                show(str(told["says"]))
-            elif "done" in told:
-                outcome: dict[str, Any] = told["done"]
-                return outcome
-            elif late and not interrupted:
-                raise TimeoutError(f"not done within {timeout_s:g} s: {told['error']}")
-            else:
-                raise ScaleError(str(told["error"]))
 
 
 def _remove_left(folder: Path) -> None:

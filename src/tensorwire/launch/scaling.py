@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from tensorwire.launch.control import Client, ControlDoor, ScaleError
+from tensorwire.launch.control import Client, ControlDoor
+from tensorwire.membership import ScaleError
 
 _LOOK_S = 0.5  # how long a change may stand still before it is looked at again
 
@@ -137,21 +138,22 @@ class Scaling:
 
     def _take(self, client: Client) -> None:
         asked = client.message or {}
-        unknown = sorted(asked.keys() - self._handlers.keys())
-        if self._client is not None:
-            why = "another tensorwire scale is under way; try again when it is done"
-        elif unknown or not asked:
-            why = f"this job cannot change {', '.join(unknown) or 'nothing'}"
-        elif not all(isinstance(part, dict) for part in asked.values()):
-            why = "the launcher does not understand this: is the command of its version?"
-        else:
-            why = self._reason_against() or self._reason_of_parts(asked)
-        if why:
+        busy = "another tensorwire scale is under way; try again when it is done"
+        busy = busy if self._client is not None else self._reason_against()
+        if why := busy or self._reason_of_request(asked):
             self._leave(client)
-            client.refuse(why)
+            client.refuse(why, bool(busy))
             return
         self._client, self._outcome = client, {}
         self._waiting = list(asked.items())
+
+    def _reason_of_request(self, asked: Mapping[str, Any]) -> str:
+        unknown = sorted(asked.keys() - self._handlers.keys())
+        if unknown or not asked:
+            return f"this job cannot change {', '.join(unknown) or 'nothing'}"
+        if not all(isinstance(part, dict) for part in asked.values()):
+            return "the launcher does not understand this: is the command of its version?"
+        return self._reason_of_parts(asked)
 
     def _reason_of_parts(self, asked: Mapping[str, Mapping[str, Any]]) -> str:
         """Why one part cannot be done, before another one is begun; "" if all can be."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tensorwire.failpoints import failpoint
-from tensorwire.launch.control import ScaleError
 from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.spec import JobSpec
+from tensorwire.membership import ScaleError
 
 _HISTORY = "region history"  # under which a worker keeps it
 _NOT_ELASTIC = (

@@ -1,5 +1,6 @@
 """Who belongs to a job and how its members reach each other. Knows no parameters and no torch."""
 
+from .asking import ScaleError, ask_launcher, proof_of, secret_of
 from .claim import drop_claim, hold_claim, refusal
 from .collective import Collective, CollectiveServer, FollowingCollective
 from .descriptor_store import LISTENER, DescriptorStore, Takeover
@@ -77,6 +78,7 @@ __all__ = [
     "PlannedChange",
     "RunningFileWorker",
     "RunningServer",
+    "ScaleError",
     "ServerMember",
     "Start",
     "StatusRegion",
@@ -84,6 +86,7 @@ __all__ = [
     "Takeovers",
     "WorkerMember",
     "World",
+    "ask_launcher",
     "called",
     "check_name",
     "deal_places",
@@ -100,6 +103,7 @@ __all__ = [
     "lost",
     "note_in_job_log",
     "open_node",
+    "proof_of",
     "read_status",
     "reader_name",
     "reading_secret",
@@ -107,6 +111,7 @@ __all__ = [
     "running_file_workers",
     "running_servers",
     "runtime_folder",
+    "secret_of",
     "server_name",
     "shown_command",
     "this_host",

@@ -36,6 +36,10 @@ CHECK_FINITE = 2
 WANT_NORM = 4
 """Flag: the result tells the norm of the reduced gradient."""
 
+WRITTEN = 8
+"""Flag of PUBLISH: the values are not slot 0's, but those that were written while the job was
+paused."""
+
 OPERATION_NAMES = {
     APPLY: "step()",
     REDUCE: "synchronize() or clip_grad_norm_()",
@@ -45,8 +49,8 @@ OPERATION_NAMES = {
 
 # numpy's structured arrays say the same and take ten times as long for a few numbers.
 _COMMIT = struct.Struct("<qqqddd")  # version, operation, flags, scale, max_norm, weight
-# version, failed, finite, norm, wait_s, work_s, notes_s, notes_bytes, message_bytes
-_RESULT = struct.Struct("<qqqddddqq")
+# version, failed, finite, edited, norm, wait_s, work_s, notes_s, notes_bytes, message_bytes
+_RESULT = struct.Struct("<qqqqddddqq")
 
 RESULT_BYTES = 4032
 """A result with its text."""
@@ -156,7 +160,7 @@ class Commit:
     Attributes:
         version: the version that this makes.
         operation: APPLY, REDUCE, PUBLISH or RELEASE.
-        flags: REDUCED, CHECK_FINITE, WANT_NORM.
+        flags: REDUCED, CHECK_FINITE, WANT_NORM, WRITTEN.
         scale: every gradient is multiplied by this; 1 / loss scale with a scaler.
         max_norm: the reduced gradient is scaled down to this norm; inf: never.
         weight: of this slice in the mean, its number of samples.
@@ -297,6 +301,8 @@ class Result:
         notes_bytes: memory for these.
         failed: the store is over, and `message` says why.
         message: text for the user.
+        edited: somebody has written values while the job was paused; the next version is made of
+            them, by PUBLISH with WRITTEN. Server 0 says so.
     """
 
     version: int
@@ -308,6 +314,7 @@ class Result:
     notes_bytes: int = 0
     failed: bool = False
     message: str = ""
+    edited: bool = False
 
     def to_bytes(self) -> Bytes:
         """As it is written; a message that is too long is cut."""
@@ -316,6 +323,7 @@ class Result:
             self.version,
             self.failed,
             self.finite,
+            self.edited,
             self.norm,
             self.wait_s,
             self.work_s,
@@ -329,8 +337,8 @@ class Result:
     def from_bytes(data: Bytes) -> Result:
         """Copies it out of memory."""
         head = _RESULT.unpack(data[: _RESULT.size].tobytes())
-        version, failed, finite, norm, wait_s, work_s, notes_s, notes_bytes, message_bytes = head
-        size = min(max(message_bytes, 0), MESSAGE_BYTES)
+        version, failed, finite, edited, norm, wait_s, work_s, notes_s, notes_bytes, size = head
+        size = min(max(size, 0), MESSAGE_BYTES)
         text = data[_RESULT.size : _RESULT.size + size].tobytes().decode(errors="replace")
         took = wait_s, work_s, notes_s, notes_bytes
-        return Result(version, bool(finite), norm, *took, bool(failed), text)
+        return Result(version, bool(finite), norm, *took, bool(failed), text, bool(edited))

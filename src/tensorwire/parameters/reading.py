@@ -29,6 +29,9 @@ MOST_LENT = 4
 FIRST_VERSION = 2
 """The first version that has values of a model."""
 
+HELD_WORD_AT = 8
+"""Behind the word of a store's version, at server 0: whether it stands still, see `held_word`."""
+
 BELL = "bell"
 """The region at a door with the word to which a reader adds 1 behind a request."""
 

@@ -42,6 +42,9 @@ class RegionKind(StrEnum):
     OPENING, JOURNAL, UNDO, TABLE_UNDO, KEPT = "opening", "journal", "undo", "table undo", "kept"
     # Likewise, where each worker goes at its own pace; who has versions stand still also elsewhere.
     LEDGER, PAUSES = "ledger", "pauses"
+    # At server 0: where the store stands still while the job is paused, see hold.py; what is
+    # written meanwhile, at each server.
+    HOLD, WRITTEN = "hold", "written"
 
 
 AVERAGE = "average of weights"

@@ -31,6 +31,7 @@ from .messages import (
     PRODUCED,
     REDUCE,
     REDUCED,
+    WRITTEN,
     Bytes,
     Commit,
     Hyper,
@@ -55,6 +56,7 @@ class ShardMemory:
         average: the averages of the values that trained tensors had; None: nobody wants them.
         averaged: int64, one per tensor of the whole store: of how many values that is.
         kept: for the reduced gradient; None: it is kept in slot 0.
+        written: for parameters that are written while the job is paused; None: they never are.
     """
 
     master: Bytes
@@ -65,6 +67,7 @@ class ShardMemory:
     average: Bytes | None = None
     averaged: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     kept: Bytes | None = None
+    written: Bytes | None = None
 
     def changed_by_cell(self, share: Share, kernel: Kernel) -> dict[int, list[Bytes]]:
         """For each cell that a step changes, the parts of the arrays that it changes."""
@@ -435,13 +438,18 @@ class Shard:
 
     def _publish(self, step: Step) -> None:
         """Parameters := slot 0, for the tensors that are present; nothing else is touched."""
+        source = self.memory.contributions[0].slot
+        if step.head.flags & WRITTEN:
+            if self.memory.written is None:
+                raise ValueError("a commit means values that nobody can have written here")
+            source = self.memory.written
 
         def work(index: int) -> Sequence[float]:
             present = step.head.present
             runs = self.share.cells[index].runs(lambda piece: present[piece.tensor] != ABSENT)
             for start, stop, is_present in runs:
                 if is_present:
-                    self._take(self.memory.contributions[0].slot, start, stop, step.publisher)
+                    self._take(source, start, stop, step.publisher)
             return ()
 
         self._map(work, step.arrivals, range(len(self.share.cells)))

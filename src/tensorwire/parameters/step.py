@@ -52,7 +52,7 @@ class Step:
         journal: of what a successor goes on with; None: it makes all cells anew.
 
     Attributes:
-        publishes: it takes parameters from slot 0.
+        publishes: it takes parameters from slot 0, or those that were written.
         trains: it applies a gradient, unless that turns out not to be finite.
         reduces: it keeps the reduced gradient before anything else.
         looks: likewise, and takes its norm.

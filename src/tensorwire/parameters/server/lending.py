@@ -25,6 +25,7 @@ from ..messages import Bytes
 from ..model_file import held_bytes, model_file
 from ..reading import (
     FIRST_VERSION,
+    HELD_WORD_AT,
     MOST_LENT,
     Ask,
     Copied,
@@ -109,7 +110,7 @@ class Lending:
         with contextlib.ExitStack() as stack:  # what fails leaves nothing at the door
             word = node.allocate(64, name=version_name(store), access="r")
             stack.callback(word.free)
-            self._word = word.word(0)
+            self._word, self._held = word.word(0), word.word(HELD_WORD_AT)
             try:
                 for name, region in lent.items():
                     stack.callback(_lend(node, lent_name(store, name), region).free)
@@ -149,6 +150,11 @@ class Lending:
             waits = any(each.told is None for each in self._copies)
         if waits:
             self._ring()
+
+    def show_held(self, word: int) -> None:
+        """Readers see whether the store stands still; see `held_word`."""
+        with contextlib.suppress(ClosedError):
+            self._held.set(word)
 
     def close(self) -> None:
         """Nothing is read or copied any more, and what was lent comes back."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tensorwire.errors import ClosedError, TimeoutError
 from tensorwire.membership import ServerMember
-from tensorwire.memory import Peer, Region, RemoteRegion
+from tensorwire.memory import Peer, Region, RemoteRegion, Word
 
 from ..contributions import Contribution
 from ..layout import Layout, Spec
@@ -36,6 +36,7 @@ class Opening:
         mode: how the steps of workers follow each other.
         closing: nobody waits for the store any more.
         door: where readers come; None: there is none.
+        pause: the word by which the job is paused; None: this is not server 0.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Opening:
         number: int,
         closing: threading.Event,
         door: ReaderDoor | None = None,
+        pause: Word | None = None,
     ) -> None:
         self.member, self.closing, self.door = member, closing, door
+        self.pause = pause
         self.number = number
         self._allocated: list[Region] = []
         workers = member.workers.items()

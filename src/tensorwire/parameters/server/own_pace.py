@@ -167,16 +167,21 @@ class OwnPace(Versions):
             # A predecessor may have been in the middle of the next version.
             self._lending.open(self._account.version, settled=self._account.version == 1)
 
-    def tell_opened(self) -> int:
+    @property
+    def present(self) -> int:
+        """See `Versions`."""
+        return 1 if self._journal is None else self._account.version
+
+    def tell_opened(self) -> None:
         """See `Versions`. Each worker was told something else."""
         if self._journal is None:
-            return super().tell_opened()
+            super().tell_opened()
+            return
         for rank in dict.fromkeys(self._opening.committers):
             told = self._account.answers.get(rank, (1, Result(1).to_bytes().tobytes()))
             self._results.answer_again(rank, *told)
         if self.over:
             self._note_last()
-        return self._account.version
 
     def advance(self, version: int) -> None:
         """See `Versions`. Workers are answered before the next version is made."""

@@ -23,9 +23,11 @@ from tensorwire.membership import (
     called,
     was_never_there,
 )
+from tensorwire.memory import Word
 from tensorwire.transitions import END, OPENING
 from tensorwire.walk import Walk
 
+from ..hold import PAUSE, PAUSE_BYTES
 from ..journal import Journal
 from ..kernel import Kernel
 from ..layout import Share
@@ -68,6 +70,9 @@ class Server:
         threads: for each store's arithmetic.
         collective: on server 0, to tell who waits there.
         door: where readers come; None: there is none.
+
+    Attributes:
+        pause: the word by which the job is paused, at server 0; else None.
     """
 
     def __init__(
@@ -81,6 +86,9 @@ class Server:
         self.door = door
         self.member, self.make_kernel, self.threads = member, make_kernel, threads
         self.calls = Calls(member, collective)
+        self.pause: Word | None = None
+        if member.index == 0:
+            self.pause = member.allocate(PAUSE_BYTES, name=PAUSE, access="rw").word(0)
         self._collective, self._policy = collective, EndJob()
         self._stores: list[StoreServer] = []
         self._made = 0  # stores, those that are gone included
@@ -326,7 +334,8 @@ class StoreServer:
         return self.versions
 
     def _describe(self) -> None:
-        self._opening = Opening(self._server.member, self.number, self.closing, self._server.door)
+        server = self._server
+        self._opening = Opening(server.member, self.number, self.closing, server.door, server.pause)
         self._last = _last_published(self._opening)
 
     def _make_ready(self) -> None:
@@ -345,8 +354,9 @@ class StoreServer:
         """Tells the workers that the store is open, or once more what they were told last."""
         if self.versions is not None:
             self.versions.lend()
-            self.version = self.versions.tell_opened()
+            self.version = self.versions.present
             self.share = self._opened.regions.share
+            self.versions.tell_opened()
             return
         assert self._last
         self.version = self._last[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,7 @@ from tensorwire.walk import Walk
 
 from ..journal import Journal
 from ..kernel import Kernel
-from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, Commit, Result
+from ..messages import APPLY, PUBLISH, PUSHED, REDUCED, RELEASE, WANT_NORM, WRITTEN, Commit, Result
 from ..reading import ReadPlace, lent_name
 from ..regions import AVERAGE, RegionKind
 from ..shard import Shard, ShardMemory
@@ -25,6 +26,7 @@ from ..snapshot import VALUES, state
 from ..step import Exchange
 from .arrivals import ArrivingUnits
 from .gather import Calls, EverySlice, Gathered, Gatherer
+from .hold import Hold
 from .lending import Lending
 from .opening import Opening
 from .publish import Chunks, Norms, Publication, Results
@@ -111,9 +113,13 @@ class Versions:
         # Slot 0 would do, but for a successor, and where slice 0 is computed meanwhile.
         apart = opening.durable or not opening.mode.is_sync
         kept = opening.allocate(RegionKind.KEPT).array()[:size] if apart else None
+        self._written = None
+        if opening.mode.is_sync:  # pages that nobody writes need no memory
+            self._written = opening.allocate(RegionKind.WRITTEN)
+        written = None if self._written is None else self._written.array()[:size]
         memory = ShardMemory(
             self._publication.master, contributions, states, counts, scalars.reshape(shape),
-            average, averaged, kept,
+            average, averaged, kept, written,
         )  # fmt: skip
         self._journal = None
         if opening.durable:
@@ -123,12 +129,15 @@ class Versions:
         self._gatherer = self._make_gatherer(opening, calls)
         self._snapshots = Snapshots(opening, memory, fail)
         self._lending = _lend(opening, self._publication, memory, threads)
+        self._hold = None
+        if opening.pause is not None and opening.mode.is_sync:
+            self._hold = Hold(opening, opening.pause, self._lending)
         # Where a NIC has slots registered, it would go on with the old pages.
         here = len(opening.mapped) == opening.member.count
         self._slots = slots if here else []
         self._unused = [0] * len(slots)  # steps in a row that pushed nothing into it
         self._kept_steps = [1] * len(slots)  # the first step may push what others do not
-        self._stepped = False
+        self._stepped = self._was_written = False
         self._walk = self._bind()
 
     def _make_gatherer(self, opening: Opening, calls: Calls) -> Gatherer:
@@ -163,24 +172,28 @@ class Versions:
         self._snapshots.start()
         if self._lending is not None:
             # A predecessor may have been in the middle of the next version.
-            self._lending.open(version, settled=version == 1)
+            still = self._hold is not None and self._hold.is_at(version)
+            self._lending.open(version, settled=still or version == 1)
 
     def note_opened(self) -> None:
         """Notes the version that a store begins with."""
         assert self._journal
         self._journal.publish(1, Result(1).to_bytes())
 
-    def tell_opened(self) -> int:
-        """Tells the workers that the store is open, or once more what they were told last.
+    @property
+    def present(self) -> int:
+        """The version that is in place when the store is open."""
+        return 1 if self._journal is None else self._journal.published
 
-        Returns:
-            The version that is in place.
-        """
+    def tell_opened(self) -> None:
+        """Tells the workers that the store is open, or once more what they were told last."""
         if self._journal is None:
             self._results.tell_opened()
-            return 1
-        self._results.tell_again(self._journal.published, self._journal.result)
-        return self._journal.published
+            return
+        data = self._journal.result
+        if self._hold is not None and self._hold.stand_again(self.present):
+            data = replace(Result.from_bytes(data), edited=True).to_bytes()
+        self._results.tell_again(self.present, data)
 
     def advance(self, version: int) -> None:
         """Makes a version."""
@@ -237,6 +250,9 @@ class Versions:
     def _tell(self, making: Making) -> None:
         self._snapshots.present = making.version
         self._discard_unused(making.gathered.commits)
+        steps = making.gathered.commits[0].operation == APPLY
+        if steps and self._hold is not None and self._hold.stand(making.version):
+            making.result = replace(making.result, edited=True)
         self._results.tell(making.result)
         self.over = making.is_last
 
@@ -253,6 +269,9 @@ class Versions:
     def _discard_unused(self, commits: Sequence[Commit]) -> None:
         """Slots need no memory after the first values, nor where gradients are all in place."""
         self._stepped = self._stepped or commits[0].operation == APPLY
+        if self._was_written and self._written is not None and self._slots:
+            self._written.discard()
+        self._was_written = bool(commits[0].flags & WRITTEN)
         if commits[0].operation == PUBLISH and not self._stepped:
             for slot in self._slots:
                 slot.discard()

@@ -154,6 +154,12 @@ class Store(Protocol):
             Without `again`: slices of this worker that need a batch first; else nothing.
         """
 
+    def written(self) -> Bytes:
+        """What somebody has written while the job was paused: a byte for each tensor, 1 if it is.
+
+        Where the last result was `edited`; a commit with WRITTEN means these values.
+        """
+
     def last_commit(self, slice_index: int) -> Commit:
         """What was committed for a slice last, whoever has done it; where memory is shared."""
 

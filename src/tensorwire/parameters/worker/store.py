@@ -17,6 +17,7 @@ from tensorwire.memory import Region
 from tensorwire.transitions import COMMIT, REJOIN, RESULT
 from tensorwire.walk import Walk
 
+from ..hold import WRITTEN_AT
 from ..kernel import Rows
 from ..layout import Extent, Layout, Selection, Spec
 from ..messages import POOLED, PUSHED, RELEASE, Bytes, Commit, Description, Result
@@ -302,6 +303,12 @@ class RemoteStore:
                     again(index)
             if self._answers.is_reached(self.version + 1, _LOOK_S):
                 return ()
+
+    def written(self) -> Bytes:
+        found = np.empty(len(self.layout.spec.tensors), np.uint8)
+        link = self._links[0]
+        link.read(link.region(RegionKind.HOLD)[WRITTEN_AT : WRITTEN_AT + len(found)], found)
+        return found
 
     def last_commit(self, slice_index: int) -> Commit:
         return self._links[0].read_commit(slice_index)

@@ -53,6 +53,7 @@ from .same_batches import SameBatches
 from .same_hyper import SameHyper
 from .taken_slices import TakenSlices
 from .worker_steps import WorkerSteps
+from .written_values import WrittenValues
 
 
 class Replica:
@@ -102,9 +103,7 @@ class Replica:
         lazy_rows: bool,
         index: ModelIndex | None = None,
     ) -> None:
-        self.session = session
-        self.optimizer = optimizer
-        self.model = model
+        self.session, self.optimizer, self.model = session, optimizer, model
         self.closed = False
         self.last_norm = math.nan
         self.steps = 0
@@ -133,8 +132,7 @@ class Replica:
 
     def _plan(self) -> tuple[list[torch.Tensor], Arithmetic]:
         """The parameters of a store for all tensors and what is done to them; changes nothing."""
-        others = [each for each in self._others if each is not self]
-        declared, parameters = self.ownership.declare(others)
+        declared, parameters = self.ownership.declare([e for e in self._others if e is not self])
         if not any(tensor.kind in WITH_GRADIENT for tensor in declared):
             raise ValueError("no parameter of the optimizer requires a gradient")
         arithmetic = Arithmetic(
@@ -190,6 +188,7 @@ class Replica:
         self._taken = TakenSlices(session, self.store, self.reducer, self.buffers)
         self.held = Held(session, self.store, self.reducer, self.buffers)
         self._worker_steps = WorkerSteps(self.store, self.parameters, self.trained, arithmetic)
+        self._written = WrittenValues(self.store, self._residency, self.buffers, self.state, speaks)
         self._forget_average()
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -365,9 +364,8 @@ class Replica:
         self.arithmetic.check_state()
         if reducer.accumulating:
             raise RuntimeError("step() inside accumulate(): leave it before the last backward")
-        flags = CHECK_FINITE if check_finite else 0
-        if self.arithmetic.by_worker:
-            flags |= WANT_NORM  # the average is kept, for worker 0 to read
+        # With WANT_NORM the average is kept, for worker 0 to read.
+        flags = CHECK_FINITE * check_finite | WANT_NORM * self.arithmetic.by_worker
         self.was_scaled = self.was_scaled or scale is not None
         slice_index = reducer.slice_index
         if reducer.reduced:
@@ -408,6 +406,8 @@ class Replica:
                 self._worker_steps.step()
             self._publish(edited=range(len(self.store.layout.spec.tensors)))
         self._forget_average()
+        if result.edited:
+            self._written.take(self._commit)
         statistics.bytes_pushed += self.store.bytes_pushed - self._bytes_before
         self._bytes_before = self.store.bytes_pushed
         statistics.exposed_s += time.perf_counter() - started

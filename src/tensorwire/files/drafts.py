@@ -1,0 +1,150 @@
+"""Parameters as this process has been given them while the job is paused, until they are committed.
+
+They lie in this process, so that nothing of them counts when it ends, and are as large as the model
+at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import Any
+
+import numpy as np
+
+from .errors import refuse
+from .gradient_memory import GradientFile, elements_of, room_of
+from .names import file_name
+from .owner import JobOwner
+from .store import ReadStore, StoredTensor
+from .tree_items import FileWriting
+
+
+class Drafts:
+    """What is written of one store in the present pause. Any thread.
+
+    Args:
+        store: that it is of.
+    """
+
+    def __init__(self, store: ReadStore) -> None:
+        self.store, self._lock = store, threading.Lock()
+        self._version = 0
+        self._files: dict[int, bytearray] = {}
+
+    def begin(self, path: str) -> int:
+        """The version behind which it is written; what was written in another pause is gone.
+
+        Raises:
+            OSError: EROFS if the store does not stand still.
+        """
+        version = self.store.held_version()
+        if version is None:
+            raise refuse(
+                errno.EROFS,
+                path,
+                "parameters are written while the job is paused: write 1 into control/pause",
+            )
+        with self._lock:
+            if version != self._version:
+                self._version = version
+                self._files.clear()
+        return version
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that are written, as files."""
+        with self._lock:
+            tensors = self.store.layout.spec.tensors
+            return [file_name(tensors[index].name) for index in sorted(self._files)]
+
+    def discard(self) -> None:
+        """Nothing is written."""
+        with self._lock:
+            self._files.clear()
+
+    def file(self, tensor: StoredTensor, whole: bytes | None) -> bytearray:
+        """What is written of a tensor; at first it is `whole`, or empty."""
+        with self._lock:
+            return self._files.setdefault(tensor.index, bytearray(whole or b""))
+
+    def has(self, tensor: StoredTensor) -> bool:
+        """It is written."""
+        with self._lock:
+            return tensor.index in self._files
+
+    def commit(self, owner: JobOwner, version: int, allow_nan: bool, path: str) -> None:
+        """All that is written becomes the job's parameters when it goes on.
+
+        Raises:
+            OSError: ESTALE for another version, ENODATA if nothing is written, or what is wrong
+                with a file; as of `JobOwner.write`.
+        """
+        if (here := self.begin(path)) != version:
+            raise refuse(errno.ESTALE, path, f"the job stands still at version {here}")
+        with self._lock:
+            files = dict(self._files)
+        if not files:
+            raise refuse(errno.ENODATA, path, "no parameter was written in this pause")
+        values = {}
+        for index, data in files.items():
+            spec = self.store.layout.spec.tensors[index]
+            told = GradientFile(spec.name, spec.dtype, spec.stored_shape, 0, 0, spec.size_bytes)
+            at = f"params/{file_name(spec.name)}.npy"
+            values[index] = elements_of(np.frombuffer(data, np.uint8), told, at, allow_nan)
+        owner.write(self.store, version, values)
+        values.clear()
+        self.discard()
+
+
+class DraftWriting(FileWriting):
+    """Writes one parameter's file.
+
+    Args:
+        drafts: of the store.
+        tensor: whose file it is.
+        present: the whole file as it is now.
+        path: of the file.
+    """
+
+    def __init__(self, drafts: Drafts, tensor: StoredTensor, present: Any, path: str) -> None:
+        self._drafts, self._tensor, self._present, self._path = drafts, tensor, present, path
+        spec = tensor.spec
+        if spec.kind == "constant":
+            raise refuse(errno.EROFS, path, "each worker keeps this buffer for itself")
+        drafts.begin(path)
+        self._most = spec.size_bytes + room_of(spec.dtype, spec.stored_shape)
+
+    def write(self, offset: int, data: Any) -> int:
+        """Writes bytes; returns how many."""
+        source, file = bytes(data), self._file()
+        if offset + len(source) > self._most:
+            raise self._too_large()
+        if len(file) < offset:
+            file.extend(bytes(offset - len(file)))
+        file[offset : offset + len(source)] = source
+        return len(source)
+
+    def truncate(self, size: int) -> None:
+        """The file gets this size."""
+        if size > self._most:
+            raise self._too_large()
+        file = self._file(empty=size == 0)
+        if size > len(file):
+            file.extend(bytes(size - len(file)))
+        del file[size:]
+
+    def read(self, start: int, stop: int) -> bytes | None:
+        """What is written; None if nothing is."""
+        return bytes(self._file()[start:stop]) if self._drafts.has(self._tensor) else None
+
+    def _file(self, empty: bool = False) -> bytearray:
+        self._drafts.begin(self._path)
+        if self._drafts.has(self._tensor) or empty:
+            return self._drafts.file(self._tensor, None)
+        return self._drafts.file(self._tensor, self._present())
+
+    def _too_large(self) -> OSError:
+        spec = self._tensor.spec
+        text = f"{spec.dtype} of shape {spec.stored_shape} has {spec.size_bytes} bytes"
+        return refuse(errno.EFBIG, self._path, text)

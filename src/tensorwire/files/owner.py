@@ -1,0 +1,316 @@
+"""Who controls a job: its user, on its host, by the job's own secret, which no reader has.
+
+It pauses the job by a word of server 0, lets it go on, and writes parameters into memory of the
+servers while it stands still. Nobody at the servers runs for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from tensorwire.errors import (
+    BusyError,
+    StaleHandleError,
+    TimeoutError,
+    UnavailableError,
+)
+from tensorwire.membership import (
+    LoggedJob,
+    RunningServer,
+    ask_launcher,
+    is_there,
+    logged_jobs,
+    reader_name,
+    runtime_folder,
+    secret_of,
+    try_lock,
+)
+from tensorwire.memory import Node, Peer, RemoteRegion
+from tensorwire.parameters import AVERAGE_ONLY, Bytes
+from tensorwire.parameters.hold import (
+    EDIT_AT,
+    PAUSE,
+    TAKEN_AT,
+    WRITTEN_AT,
+    is_wanted,
+)
+from tensorwire.parameters.reading import parts_of
+from tensorwire.parameters.regions import RegionKind, region_name
+
+from .job import find_server, make_node
+from .reader import JobReader
+from .store import ReadStore
+from .wanted import is_still_wanted
+
+_WAIT_S = 10.0
+_CONNECT_S = 10.0
+_LOOK_S = 0.005
+
+
+class JobOwner:
+    """Controls a job of this user on this host. Any thread, one call at a time; close it.
+
+    Args:
+        reader: of the job, which stays the caller's.
+    """
+
+    def __init__(self, reader: JobReader) -> None:
+        self._reader, self._lock = reader, threading.RLock()
+        self._servers: list[Peer] = []
+        self._node: Node | None = None
+
+    def close(self) -> None:
+        """Ends the connections. A pause stays. Idempotent."""
+        with self._lock:
+            node, self._node, self._servers = self._node, None, []
+            if node is not None:
+                node.close()
+
+    # ---- pausing
+
+    def held(self) -> tuple[ReadStore, int] | None:
+        """The store that stands still, and its version; None: the job is not paused, or not yet."""
+        for number in self._reader.stores():
+            if self._reader.has_store(number):
+                store = self._reader.store(number)
+                if (version := store.held_version()) is not None:
+                    return store, version
+        return None
+
+    def pause(self, timeout_s: float) -> int:
+        """The job stands still behind the step that it makes now; returns when it does.
+
+        Returns:
+            The version that is in place from then on.
+
+        Raises:
+            PermissionError: the job is not of this user on this host.
+            UnavailableError: it cannot be paused.
+            TimeoutError: it has made no step in time, and goes on.
+            InterruptedError: nobody wants it any more; it goes on.
+            PeerLostError: it is over.
+        """
+        with self._lock:
+            word = self._pause_word()
+            self._check_mode()
+            before = _value(word, 0)
+            word.word(0).set(before if is_wanted(before) else before + 1).wait(_WAIT_S)
+            deadline = time.monotonic() + timeout_s
+            while (found := self.held()) is None:
+                wanted = is_still_wanted()
+                if time.monotonic() > deadline or not wanted:
+                    self.go_on()
+                    if not wanted:
+                        raise InterruptedError(errno.EINTR, "it was interrupted; the job goes on")
+                    raise TimeoutError(f"the job has made no step in {timeout_s:g} s, and goes on")
+                time.sleep(_LOOK_S)
+            return found[1]
+
+    def go_on(self) -> None:
+        """The pause is over; so it is if there was none."""
+        with self._lock:
+            word = self._pause_word()
+            before = _value(word, 0)
+            if is_wanted(before):
+                word.word(0).set(before + 1).wait(_WAIT_S)
+            deadline = time.monotonic() + _WAIT_S
+            while self.held() is not None:
+                if _value(word, 0) != before + is_wanted(before):
+                    return  # somebody else pauses it anew
+                if time.monotonic() > deadline:
+                    raise TimeoutError("server 0 does not let the job go on: it is stopped")
+                time.sleep(_LOOK_S)
+
+    # ---- writing
+
+    def write(self, store: ReadStore, version: int, values: Mapping[int, Bytes]) -> None:
+        """Values for tensors become the next version, all of them, when the job goes on.
+
+        Nothing of them counts before this returns, whoever dies.
+
+        Args:
+            store: that stands still.
+            version: at which it does.
+            values: the bytes of each tensor, by its index.
+
+        Raises:
+            StaleHandleError: it does not stand still at this version any more.
+            BusyError: parameters were written in this pause, or are being written.
+            UnavailableError: this job has no such parameters.
+            TimeoutError: a server does not have the version, because it is stopped or new.
+            PermissionError, PeerLostError: as for `pause`.
+        """
+        if store.layout.spec.optimizer == AVERAGE_ONLY:
+            raise UnavailableError(
+                "worker 0 applies this optimizer, so that nobody else can write parameters: see "
+                'DistributedOptimizer(apply="servers")'
+            )
+        with self._lock, self._alone():
+            servers = self._connected()
+            hold = servers[0].region(region_name(store.number, RegionKind.HOLD))
+            self._check_held(store, version)
+            if _value(hold, TAKEN_AT) >= version:
+                raise BusyError(
+                    f"parameters of version {version} were written in this pause, and become "
+                    "those of the job when it goes on: once in a pause"
+                )
+            self._await_settled(store, version)
+            self._move(store, servers, values)
+            written = np.zeros(len(store.layout.spec.tensors), np.uint8)
+            written[list(values)] = 1
+            hold[WRITTEN_AT : WRITTEN_AT + len(written)].write(written).wait(_WAIT_S)
+            hold.word(EDIT_AT).set(version).wait(_WAIT_S)
+            self._await_taken(store, hold, version)
+
+    def _move(self, store: ReadStore, servers: list[Peer], values: Mapping[int, Bytes]) -> None:
+        under_way = []
+        name = region_name(store.number, RegionKind.WRITTEN)
+        regions = [peer.region(name) for peer in servers]
+        for index, data in values.items():
+            first = store.layout.places[index].start
+            for server, start, stop in parts_of(store.shares, first, first + len(data)):
+                at = start - store.shares[server].start
+                target = regions[server][at : at + stop - start]
+                under_way.append(target.write(data[start - first : stop - first]))
+        for transfer in under_way:
+            transfer.wait(60.0)
+
+    def _check_held(self, store: ReadStore, version: int) -> None:
+        if store.held_version() != version:
+            raise StaleHandleError(f"the job does not stand still at version {version} any more")
+
+    def _await_settled(self, store: ReadStore, version: int) -> None:
+        """Other servers may be about to make the version."""
+        deadline = time.monotonic() + _WAIT_S
+        while store.settled(range(len(store.doors))) != version:
+            self._check_held(store, version)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"a server does not have version {version}: it is stopped, or has replaced "
+                    "one that was killed; let the job go on, and pause it again"
+                )
+            time.sleep(_LOOK_S)
+
+    def _await_taken(self, store: ReadStore, hold: RemoteRegion, version: int) -> None:
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            over = store.held_version() != version  # first: it is noted before that
+            if _value(hold, TAKEN_AT) >= version:
+                return
+            if over:
+                self._check_held(store, version)
+            if time.monotonic() > deadline:
+                raise TimeoutError("server 0 does not answer: it may take what was written later")
+            time.sleep(_LOOK_S)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else of this user writes parameters; whoever is killed lets others do so."""
+        path = runtime_folder() / f"writes-{self._server().pid}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            # A name that is gone meanwhile is no lock.
+            if not (try_lock(descriptor) and is_there(path, descriptor)):
+                raise BusyError("another process writes parameters of this job")
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+    # ---- what the launcher does
+
+    def scale(self, asked: Mapping[str, object], timeout_s: float) -> str:
+        """Changes the number of workers or servers, as `tensorwire scale`; returns when it is done.
+
+        Args:
+            asked: see docs/launch.md.
+            timeout_s: until it is done.
+
+        Returns:
+            What has become of it.
+
+        Raises:
+            ScaleError: it is not done; the text says why.
+            PermissionError: the job is not of this user on this host.
+            UnavailableError: it has no launcher that hears this.
+            TimeoutError: it was not done in time, and was taken back.
+        """
+        server = self._server()
+        path = next((job.control for job in _running_jobs() if _is_of(job, server)), "")
+        if not path:
+            raise UnavailableError(
+                "only jobs of tensorwire run can be scaled, when their workers are started"
+            )
+        outcome = ask_launcher(
+            path, secret_of(server), dict(asked), timeout_s, lambda _: None, is_still_wanted
+        )
+        return "".join(f"{each['text']}\n" for each in outcome.values())
+
+    # ---- connections
+
+    def _server(self) -> RunningServer:
+        """What server 0 tells its user.
+
+        Raises:
+            PermissionError: it is not this user's, or of another host.
+        """
+        found = find_server(self._reader.address)
+        if found is None:
+            raise PermissionError(
+                f"the job at {self._reader.address} is controlled by its own user on its own host, "
+                "who has its secret; the secret for reading is not enough"
+            )
+        return found
+
+    def _connected(self) -> list[Peer]:
+        if self._node is None or any(peer.lost for peer in self._servers):
+            self.close()
+            server = self._server()
+            addresses = self._reader.status()["servers"]
+            node = make_node(reader_name(), secret_of(server), ("shm", "tcp"))
+            try:
+                self._servers = [node.connect(each, timeout_s=_CONNECT_S) for each in addresses]
+            except BaseException:
+                node.close()
+                raise
+            self._node = node
+        return self._servers
+
+    def _pause_word(self) -> RemoteRegion:
+        return self._connected()[0].region(PAUSE)
+
+    def _check_mode(self) -> None:
+        """Raises UnavailableError where each worker goes at its own pace."""
+        first = self._connected()[0]
+        for number in self._reader.stores():
+            try:
+                first.region(region_name(number, RegionKind.HOLD))
+            except LookupError:
+                raise UnavailableError(
+                    'only jobs of mode="sync" can be paused: in other modes workers do not wait '
+                    "for each other"
+                ) from None
+
+
+def _value(region: RemoteRegion, at: int) -> int:
+    found = np.zeros(1, np.uint64)
+    region[at : at + 8].read(found).wait(_WAIT_S)
+    return int(found[0])
+
+
+def _running_jobs() -> list[LoggedJob]:
+    return [job for job in logged_jobs() if job.running and job.control]
+
+
+def _is_of(job: LoggedJob, server: RunningServer) -> bool:
+    return server.address in job.addresses

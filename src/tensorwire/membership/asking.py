@@ -1,0 +1,128 @@
+"""Asks the launcher of a running job for something; docs/launch.md has the messages.
+
+Who asks gets a number that is used once, and shows by it that he knows the job's secret.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tensorwire.errors import TimeoutError, UnavailableError
+
+from .job_file import RunningServer
+
+_LONGEST = 1 << 16
+_PURPOSE = b"tensorwire: ask the launcher of a job"
+_LONGEST_WAIT_S = 1e8  # three years; sockets cannot wait for ever
+_ANSWER_S = 10.0  # of a launcher that is asked to take something back
+_LOOK_S = 0.1  # whether it is still wanted
+
+
+class ScaleError(Exception):
+    """What is asked cannot be done, or was not; the text says why, and what to do.
+
+    Attributes:
+        busy: it may be possible later.
+    """
+
+    def __init__(self, text: str, busy: bool = False) -> None:
+        super().__init__(text)
+        self.busy = busy
+
+
+def proof_of(secret: bytes, nonce: str) -> str:
+    """What shows that somebody knows a job's secret, who was given `nonce`."""
+    return hmac.new(secret, _PURPOSE + nonce.encode(), hashlib.sha256).hexdigest()
+
+
+def secret_of(server: RunningServer) -> bytes:
+    """The secret of a job of this user on this host.
+
+    Raises:
+        OSError: it is in a file that cannot be read.
+    """
+    if server.secret_file:
+        with open(server.secret_file, "rb") as file:
+            return file.read().strip()
+    return os.fsencode(server.secret)
+
+
+def ask_launcher(
+    path: str,
+    secret: bytes,
+    message: dict[str, Any],
+    timeout_s: float,
+    show: Callable[[str], None],
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> dict[str, Any]:
+    """Asks the launcher of a job for something, and waits until it is done.
+
+    After the timeout, or an interrupt, or when it is not wanted any more, the launcher is told to
+    take it back, and what comes of that is the answer.
+
+    Args:
+        path: of its socket.
+        secret: of the job.
+        message: what is asked for; see docs/launch.md.
+        timeout_s: until it is done.
+        show: is given lines on how far it is.
+        is_wanted: is called now and then.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        ScaleError: it is not done.
+        UnavailableError: the launcher does not listen, or has ended.
+        TimeoutError: it was not done in time, and is taken back.
+    """
+    deadline, late, interrupted = time.monotonic() + min(timeout_s, _LONGEST_WAIT_S), False, False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        try:
+            channel.settimeout(min(timeout_s, _ANSWER_S))
+            channel.connect(path)
+            nonce = json.loads(channel.recv(_LONGEST))["nonce"]
+            channel.send(json.dumps({"ask": message, "proof": proof_of(secret, nonce)}).encode())
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"the launcher of the job does not answer: {error}") from error
+        while True:
+            left_s = deadline - time.monotonic()
+            channel.settimeout(min(max(left_s, 0.001), _LOOK_S))
+            try:
+                data = channel.recv(_LONGEST)
+            except (builtins.TimeoutError, KeyboardInterrupt) as error:
+                if left_s > _LOOK_S and isinstance(error, builtins.TimeoutError):
+                    if late or is_wanted():
+                        continue
+                    error = KeyboardInterrupt()
+                if late:
+                    text = "it cannot be known what has become of it: tensorwire status shows it"
+                    raise TimeoutError(f"the launcher does not answer; {text}") from error
+                late, interrupted = True, isinstance(error, KeyboardInterrupt)
+                with contextlib.suppress(OSError):
+                    channel.send(json.dumps({"cancel": True}).encode())
+                deadline = time.monotonic() + _ANSWER_S
+                continue
+            except OSError:
+                data = b""
+            told: dict[str, Any] = (
+                json.loads(data) if data else {"error": "the job has ended meanwhile"}
+            )
+            if "says" in told:
+                show(str(told["says"]))
+            elif "done" in told:
+                outcome: dict[str, Any] = told["done"]
+                return outcome
+            elif late and not interrupted:
+                raise TimeoutError(f"not done within {timeout_s:g} s: {told['error']}")
+            else:
+                raise ScaleError(str(told["error"]), told.get("busy") is True)

@@ -1,0 +1,43 @@
+"""How a job is paused, and parameters are written meanwhile: words in memory of server 0. Pure.
+
+Whoever has the job's secret asks for a pause by a word of server 0. Each store then stands still
+behind its next step: the step is made, and no worker has been told. Values that are to become the
+parameters are written into memory of the servers that nobody else uses. Another word says that all
+are there; the workers are told so with the step, and make a version of them together.
+`server/hold.py` is the server's side. docs/files.md has the tables.
+"""
+
+from __future__ import annotations
+
+PAUSE = "pause"
+"""The region of server 0 with the word that counts: a pause is wanted, no more, wanted, …"""
+PAUSE_BYTES = 64
+
+HELD_AT = 0
+"""In RegionKind.HOLD: the server's word, see `held_word`."""
+EDIT_AT = 64
+"""The word that who writes parameters raises to the version behind which they are to come."""
+TAKEN_AT = 128
+"""The server's word: the version behind which they will come."""
+WRITTEN_AT = 192
+"""A byte for each tensor: 1 if it is written."""
+
+
+def hold_bytes(tensors: int) -> int:
+    """The size of the region of a store with so many tensors."""
+    return WRITTEN_AT + tensors
+
+
+def is_wanted(word: int) -> bool:
+    """The word of PAUSE says that the job is to stand still."""
+    return word % 2 == 1
+
+
+def held_word(version: int, over: bool = False) -> int:
+    """The word of a version at which a store stands still; `over`: it has gone on."""
+    return 2 * version + 1 + over
+
+
+def held_version(word: int) -> int | None:
+    """The version at which a store stands still; None: it does not."""
+    return word // 2 if word % 2 == 1 else None

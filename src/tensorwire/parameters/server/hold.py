@@ -1,0 +1,79 @@
+"""Where a store stands still while its job is paused: at server 0, before workers are told a step.
+
+The step is made, and its values are in place at this server. No worker goes further before all
+servers have told it, so that the others stand still, too. What is noted outlives the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from tensorwire.errors import ClosedError, TimeoutError
+from tensorwire.memory import Word
+
+from ..hold import EDIT_AT, HELD_AT, TAKEN_AT, held_version, held_word, hold_bytes, is_wanted
+from ..regions import RegionKind
+from .lending import Lending
+from .opening import Opening
+
+_LOOK_S = 0.02  # for parameters that were written; only while the store stands still
+
+
+class Hold:
+    """That of one store, at server 0. The store's thread.
+
+    Args:
+        opening: of the store.
+        pause: the word by which the job is paused.
+        lending: shows it to readers; None: nobody can read the store.
+    """
+
+    def __init__(self, opening: Opening, pause: Word, lending: Lending | None) -> None:
+        self._opening, self._pause, self._lending = opening, pause, lending
+        size = hold_bytes(len(opening.spec.tensors))
+        region = opening.allocate(RegionKind.HOLD, None, size)
+        self._held, self._edit = region.word(HELD_AT), region.word(EDIT_AT)
+        self._taken = region.word(TAKEN_AT)
+
+    def stand(self, version: int) -> bool:
+        """Returns at once, or when the pause is over; whether parameters were written meanwhile.
+
+        Raises:
+            ClosedError: the job is over.
+        """
+        if not is_wanted(self._pause.value):
+            return False
+        self._held.set(held_word(version))
+        self._show()
+        self._wait(version)
+        return self._taken.value == version
+
+    def is_at(self, version: int) -> bool:
+        """A predecessor stood still at a version: nobody has begun the next one."""
+        return held_version(self._held.value) == version
+
+    def stand_again(self, version: int) -> bool:
+        """As `stand`, of the version that a predecessor has made, and perhaps told."""
+        if self.is_at(version):
+            self._show()
+            self._wait(version)
+        return self._taken.value == version
+
+    def _wait(self, version: int) -> None:
+        opening = self._opening
+        while True:
+            wanted = self._pause.value
+            if self._edit.value == version:
+                self._taken.set(version)
+            if not is_wanted(wanted):
+                break
+            if opening.closing.is_set() or opening.member.all_left():
+                raise ClosedError("the job is over")
+            with contextlib.suppress(TimeoutError):
+                self._pause.wait_until(wanted + 1, _LOOK_S)
+        self._held.set(held_word(version, over=True))
+        self._show()
+
+    def _show(self) -> None:
+        if self._lending is not None:
+            self._lending.show_held(self._held.value)

@@ -1,0 +1,69 @@
+"""Mounts of jobs, and what tests do with them."""
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class Mounted:
+    """A mount process."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.path = folder / "mnt"
+        self.path.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tensorwire", "mount", str(self.path), address], cwd=folder
+        )
+        deadline = time.monotonic() + 60
+        while not os.path.ismount(self.path):
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(30)
+        while os.path.ismount(self.path) or _is_stale(self.path):
+            subprocess.run(["umount", "-l", str(self.path)], check=False)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENOTCONN
+    return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, address: str) -> Iterator[Mounted]:
+    made = Mounted(folder, address)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def code_of(action: object) -> int | None:
+    try:
+        action()  # type: ignore[operator]
+    except OSError as error:
+        return error.errno
+    return None

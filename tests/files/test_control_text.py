@@ -1,0 +1,179 @@
+"""What the files of `control/` understand, without a job."""
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tensorwire.files.control_tree import control_folder
+from tensorwire.files.tree_items import Changes, Folder
+from tensorwire.membership import ScaleError
+
+
+class FakeOwner:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.refuses: Exception | None = None
+
+    def held(self) -> tuple[object, int] | None:
+        return None
+
+    def pause(self, timeout_s: float) -> int:
+        self.told.append(("pause", timeout_s))
+        return 3
+
+    def go_on(self) -> None:
+        self.told.append("go on")
+
+    def scale(self, asked: object, timeout_s: float) -> str:
+        if self.refuses is not None:
+            raise self.refuses
+        self.told.append((asked, timeout_s))
+        return ""
+
+
+class FakeReader:
+    timeout_s = 30.0
+
+    @staticmethod
+    def status() -> dict[str, Any]:
+        return {"workers": [{"state": "connected"}, {"state": "taken"}], "servers": ["a", "b"]}
+
+
+class FakeTree:
+    """A job whose owner is a FakeOwner."""
+
+    def __init__(self) -> None:
+        self.owner, self.changes, self.reader = FakeOwner(), Changes(), FakeReader()
+        self.told = self.owner.told
+
+    def version(self) -> int:
+        return 12
+
+    def take(self, store: int = 0, whole: bool = True) -> int:
+        self.told.append(("take", store, whole))
+        return 5
+
+    def release(self, version: int, store: int = 0) -> None:
+        self.told.append(("release", version))
+
+    def taken(self) -> list[tuple[int, int]]:
+        return [(0, 5)]
+
+    def written(self) -> list[str]:
+        return ["a"]
+
+    def discard_written(self) -> None:
+        self.told.append("discard")
+
+    def commit_written(self, version: int, allow_nan: bool, path: str) -> None:
+        self.told.append(("commit", version, allow_nan))
+
+
+def folder_of(tree: FakeTree) -> Folder:
+    return control_folder(tree, "control")  # type: ignore[arg-type]
+
+
+def write(tree: FakeTree, name: str, text: str, offset: int = 0) -> None:
+    folder_of(tree).child(name).open_for_writing().write(offset, text.encode())
+
+
+def code_of(attempt: Callable[[], object]) -> int | None:
+    """The errno with which something fails; None if it does not."""
+    try:
+        attempt()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_what_it_shows() -> None:
+    folder = folder_of(FakeTree())
+    found = {name: folder.child(name).open().read() for name in folder.names()}
+    assert found == {
+        "state": b"running 12\n",
+        "pause": b"0\n",
+        "commit": b"a.npy\n",
+        "snapshot": b"0 5\n",
+        "scale": b"workers 1\nservers 2\n",
+    }
+    modes = {name: folder.child(name).entry().mode for name in folder.names()}
+    assert modes.pop("state") == 0o444
+    assert set(modes.values()) == {0o644}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("pause", "1\n", ("pause", 30.0)),
+        ("pause", " 1 2.5 ", ("pause", 2.5)),
+        ("pause", "0", "go on"),
+        ("commit", "version 4", ("commit", 4, False)),
+        ("commit", "nan\n\nversion 4\n", ("commit", 4, True)),
+        ("commit", "discard", "discard"),
+        ("snapshot", "take", ("take", 0, True)),
+        ("snapshot", "take values\n", ("take", 0, False)),
+        ("snapshot", "release 5", ("release", 5)),
+        ("scale", "workers 3", ({"workers": {"count": 3, "drain": []}}, 300.0)),
+        (
+            "scale",
+            "workers 1\ndrain 2 0\ndrain 2\nservers 2\ntimeout 5\n",
+            ({"workers": {"count": 1, "drain": [0, 2]}, "servers": {"count": 2}}, 5.0),
+        ),
+    ],
+)
+def test_what_it_understands(name: str, text: str, told: object) -> None:
+    tree = FakeTree()
+    write(tree, name, text)
+    assert tree.told == [told]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("pause", each) for each in ("", "2", "01", "1 0", "1 inf", "1 1e9", "1 2 3", "0 1")),
+        *(("commit", each) for each in ("", "nan", "4", "version", "version -1", "version 1.0")),
+        *(("commit", each) for each in ("version ²", "discard\nversion 4", f"version {'9' * 30}")),
+        *(("snapshot", each) for each in ("", "take all", "release", "release -1", "release 1 2")),
+        *(("scale", each) for each in ("", "workers", "workers -1", "workers 1 2", "drain 0")),
+        *(("scale", each) for each in ("drain", "servers x", "workers 1\nmore", "timeout 5")),
+    ],
+)
+def test_what_makes_no_sense(name: str, text: str) -> None:
+    tree = FakeTree()
+    assert code_of(lambda: write(tree, name, text)) == errno.EINVAL
+    assert tree.told == []
+
+
+def test_a_command_is_one_write() -> None:
+    tree = FakeTree()
+    writing = folder_of(tree).child("pause").open_for_writing()
+    writing.truncate(0)
+    for code, attempt in (
+        (errno.EINVAL, lambda: writing.write(1, b"1")),
+        (errno.EINVAL, lambda: writing.truncate(1)),
+        (errno.EFBIG, lambda: writing.write(0, b"1" * 4097)),
+        (errno.EINVAL, lambda: writing.write(0, b"\xff")),
+    ):
+        assert code_of(attempt) == code
+    assert code_of(folder_of(tree).child("state").open_for_writing) == errno.EROFS
+    assert tree.told == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        (ScaleError("another one is under way", busy=True), errno.EBUSY),
+        (ScaleError("it has no --shares"), errno.EPERM),
+        (PermissionError("not yours"), errno.EACCES),
+    ],
+)
+def test_what_the_launcher_refuses(refusal: Exception, code: int) -> None:
+    tree = FakeTree()
+    tree.owner.refuses = refusal
+    with pytest.raises(OSError, match=str(refusal)) as caught:
+        write(tree, "scale", "workers 2")
+    assert caught.value.errno == code
