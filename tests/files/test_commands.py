@@ -42,7 +42,15 @@ def check_lists(root: str, door: str, folder: Path) -> None:
     (listed,) = json.loads(run("ls", "--json")[0])
     assert (f"tw://{listed['address']}", listed["door"]) == (root, door)
     names = run("ls", root)[0].decode().split()
-    assert names == ["control", "model.safetensors", "optimizer", "params", "snapshots", "status"]
+    assert names == [
+        "checkpoints",
+        "control",
+        "model.safetensors",
+        "optimizer",
+        "params",
+        "snapshots",
+        "status",
+    ]
     table = run("ls", "-l", f"{root}/params")[0].decode()
     for word in ("a.npy", "1200128", "float32", "[300, 1000]", "bfloat16"):
         assert word in table

@@ -162,7 +162,7 @@ def check_tree(address: str) -> None:
     fs, root = fsspec.url_to_fs(url)
     assert isinstance(fs, TensorwireFileSystem)
     assert fs.ls(root, detail=False) == [
-        "control", "model.safetensors", "optimizer", "params", "snapshots", "status",
+        "checkpoints", "control", "model.safetensors", "optimizer", "params", "snapshots", "status",
     ]  # fmt: skip
     assert fs.ls("params", detail=False) == ["params/a.npy", "params/b.npy", "params/h.npy"]
     assert fs.ls("optimizer/a", detail=False) == ["optimizer/a/momentum_buffer.npy"]

@@ -20,6 +20,7 @@ from fsspec.utils import stringify_path
 
 from tensorwire.memory.handle import split_address
 
+from .checkpoints import CHECKPOINTS
 from .errors import as_os_errors, refuse
 from .reader import JobReader
 from .tree import Tree
@@ -211,7 +212,8 @@ class TensorwireFileSystem(AbstractFileSystem):
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader | io.BufferedWriter:
         if mode == "wb":
-            writing = self.tree.open_for_writing(path)
+            tree = self.tree
+            writing = tree.desk.write(path) if _is_checkpoint(path) else tree.open_for_writing(path)
             writing.truncate(0)
             return io.BufferedWriter(WritableFile(writing), _BUFFER_BYTES)
         if mode != "rb":
@@ -241,36 +243,52 @@ class TensorwireFileSystem(AbstractFileSystem):
     # ---- what is refused
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Refused."""
-        raise _read_only(path)
+        """A checkpoint is about to be written; refused elsewhere."""
+        self.makedirs(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Refused, unless it is there."""
-        if not (exist_ok and self.isdir(path)):
-            raise _read_only(path)
+        """As `mkdir`; nothing is done where another folder is there."""
+        path = self._strip_protocol(path)
+        if not _is_checkpoint(path):
+            if not (exist_ok and self.isdir(path)):
+                raise _read_only(path)
+        elif not exist_ok and self.exists(path):
+            raise refuse(errno.EEXIST, path)
+        else:
+            self.tree.desk.make_folder(path)
 
     def rmdir(self, path: str) -> None:
-        """Refused."""
+        """Refused: a checkpoint is removed with what is in it."""
         raise _read_only(path)
 
     def _rm(self, path: str) -> None:
-        raise _read_only(path)
+        path = self._strip_protocol(path)
+        if not _is_checkpoint(path):
+            raise _read_only(path)
+        self.tree.desk.remove(path)
 
     def rm_file(self, path: str) -> None:
-        """Refused."""
-        raise _read_only(path)
+        """A checkpoint that is a file, or a file that is written; refused elsewhere."""
+        self._rm(path)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Refused."""
-        raise _read_only(str(path))
+        """Gives back the memory of a checkpoint; a folder of files needs `recursive`."""
+        for each in path if isinstance(path, list) else [path]:
+            name = self._strip_protocol(each)
+            if _is_checkpoint(name) and not recursive and self.isdir(name):
+                raise refuse(errno.EISDIR, name)
+            self._rm(name)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         """Refused."""
         raise _read_only(path2)
 
     def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
-        """Refused."""
-        raise _read_only(path1)
+        """A file of a checkpoint that is written gets another name; refused elsewhere."""
+        old, new = self._strip_protocol(path1), self._strip_protocol(path2)
+        if not (_is_checkpoint(old) and _is_checkpoint(new)):
+            raise _read_only(old)
+        self.tree.desk.rename(old, new)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         """See fsspec, for what may be written; else refused."""
@@ -283,9 +301,11 @@ class TensorwireFileSystem(AbstractFileSystem):
         """Refused."""
         raise _read_only(path)
 
-    def put_file(self, lpath: str, rpath: str, *_: Any, **__: Any) -> None:
-        """Refused."""
-        raise _read_only(rpath)
+    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
+        """Into a checkpoint; refused elsewhere."""
+        if not _is_checkpoint(self._strip_protocol(rpath)):
+            raise _read_only(rpath)
+        super().put_file(lpath, rpath, *args, **options)
 
 
 class OpenFile(io.RawIOBase):
@@ -410,6 +430,10 @@ def _check_url(url: str) -> None:
             "a tw:// URL has no user and no secret, which logs would show: give secret= or "
             "secret_file=, or name a file in TENSORWIRE_READ_SECRET_FILE"
         )
+
+
+def _is_checkpoint(path: str) -> bool:
+    return path.startswith(f"{CHECKPOINTS}/")
 
 
 def _read_only(path: str) -> OSError:

@@ -272,6 +272,17 @@ class JobOwner:
             )
         return found
 
+    def first(self) -> tuple[Peer, str]:
+        """Server 0, and the name of this side's Node there.
+
+        Raises:
+            PermissionError, UnavailableError, PeerLostError: as for `pause`.
+        """
+        with self._lock:
+            peer = self._connected()[0]
+            assert self._node is not None
+            return peer, self._node.name
+
     def _connected(self) -> list[Peer]:
         if self._node is None or any(peer.lost for peer in self._servers):
             self.close()

@@ -21,7 +21,8 @@ from tensorwire.errors import (
     UnavailableError,
 )
 from tensorwire.membership import read_status, reader_name
-from tensorwire.memory import Node, Peer
+from tensorwire.memory import Node, Peer, RemoteMailbox, RemoteRegion
+from tensorwire.parameters.checkpoint_files import INDEX, INDEX_PLACES, Index, read_index
 from tensorwire.parameters.reading import HEART_S, Ask, AskKind, Copied
 from tensorwire.parameters.snapshot import Reply, RequestOutcome
 
@@ -126,6 +127,24 @@ class JobReader:
                     told = read_status(door, node.name, _STATUS_S)
                     raise LookupError(_without_store(number, told)) from None
             return found
+
+    def checkpoints(self) -> Index:
+        """The complete files of checkpoints that the job has lent memory for, by their paths."""
+        with self._lock:
+            _, door = self._connected()
+            try:
+                region = door.region(INDEX)
+            except LookupError:
+                return {}  # the server takes none, and has said why
+            mailbox = RemoteMailbox(region, INDEX_PLACES)
+            _, data = mailbox.latest(time.monotonic() + _STATUS_S)
+        return read_index(data.tobytes().partition(b"\0")[0])
+
+    def regions(self, names: Sequence[str]) -> list[RemoteRegion]:
+        """Regions at the door of server 0; LookupError if one is gone."""
+        with self._lock:
+            _, door = self._connected()
+            return [door.region(name) for name in names]
 
     def has_store(self, number: int) -> bool:
         """A store is open."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from tensorwire.parameters.model_file import model_file
 
+from .checkpoints import CHECKPOINTS, CheckpointDesk, checkpoints_folder
 from .control_tree import CONTROL, control_folder
 from .drafts import Drafts, DraftWriting
 from .errors import as_os_errors, refuse
@@ -50,6 +51,7 @@ class Tree:
         reader: as given.
         gradients: the files of workers whose gradients come from there.
         owner: controls the job, where this user may.
+        desk: where memory for checkpoints is asked for.
         changes: of the files of status.
     """
 
@@ -60,6 +62,7 @@ class Tree:
         self.changes = Changes()
         self.gradients = GradientFolders(reader.address)
         self.owner = JobOwner(reader)
+        self.desk = CheckpointDesk(self.owner)
         self._drafts: dict[int, Drafts] = {}
 
     def close(self) -> None:
@@ -319,11 +322,13 @@ def _root(tree: Tree) -> Folder:
         many = ["stores"] if len(numbers) > 1 else []
         own = _of_store(tree, "", min(numbers)).names() if numbers else []
         grads = [GRADIENTS] if tree.gradients.ranks() else []
-        return sorted([*own, *grads, CONTROL, "status", *many])
+        return sorted([*own, *grads, CHECKPOINTS, CONTROL, "status", *many])
 
     def child(path: str, name: str) -> Item:
         if name == "status":
             return _status(tree, path)
+        if name == CHECKPOINTS:
+            return checkpoints_folder(tree.reader, path)
         if name == CONTROL:
             return control_folder(tree, path)
         if name == GRADIENTS:

@@ -113,7 +113,7 @@ class Lending:
             self._word, self._held = word.word(0), word.word(HELD_WORD_AT)
             try:
                 for name, region in lent.items():
-                    stack.callback(_lend(node, lent_name(store, name), region).free)
+                    stack.callback(lend_region(node, lent_name(store, name), region).free)
             except UnavailableError:  # memory of a job without shm cannot be seen by another Node
                 places = {}
             spec = regions.share.layout.spec.to_json().decode()
@@ -290,7 +290,7 @@ class Lending:
         copy.regions.clear()
 
 
-def _lend(node: Node, name: str, region: Region) -> LentRegion:
+def lend_region(node: Node, name: str, region: Region) -> LentRegion:
     """Lets the door's peers read a region of the server; raises UnavailableError without shm."""
     descriptor = region.descriptor()
     try:

@@ -25,6 +25,7 @@ from tensorwire.membership import (
 from tensorwire.memory import Node
 
 from ..kernel import Kernel
+from .checkpoints import CheckpointShelf, open_shelf
 from .door import ReaderDoor, open_door
 from .server import Server, most_threads
 from .shares import Shares
@@ -107,6 +108,7 @@ def _serve_share(
     server: Server | None = None
     job_file: JobFile | None = None
     door: ReaderDoor | None = None
+    shelf: CheckpointShelf | None = None
     try:
         make_kernel = make_kernels(options)
         options_of_node = {"listen": options.listen, "advertise": options.advertise}
@@ -121,6 +123,8 @@ def _serve_share(
                 with os.fdopen(options.address_fd, "w") as channel:
                     channel.write(f"{node.address}\n")
             door = open_door(member, store, **options_of_node)
+            if door is not None and options.index == 0:
+                shelf = open_shelf(node, door.node)
             job_file = _tell_of_job(options, node, door)
             member.gather(partial(door.tell, list) if door else lambda: None)
             threads = options.threads or most_threads()
@@ -135,6 +139,8 @@ def _serve_share(
     finally:
         if door:
             door.close()
+        if shelf:
+            shelf.join()
         if server:
             server.join()
         if job_file:

@@ -1,0 +1,259 @@
+"""Checkpoints in memory that a job lends: `checkpoints/…`, written by its owner, read by readers.
+
+A file lies in parts at server 0: one is asked for, and then written one-sidedly. Who reads finds
+the parts in an index. A checkpoint is seen when it is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import TimeoutError, UnavailableError
+from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
+from tensorwire.parameters.checkpoint_files import (
+    ANSWERS,
+    ASKS,
+    BELL,
+    LEASE_BYTES,
+    PART_BYTES,
+    CheckpointFile,
+    lease_name,
+    message,
+    part_name,
+    told_in,
+)
+
+from .errors import as_os_errors, refuse
+from .owner import JobOwner
+from .reader import JobReader
+from .tree_items import FileContent, FileWriting, Folder, Item, TreeEntry
+
+CHECKPOINTS = "checkpoints"
+_ANSWER_S = 30.0
+_WRITE_S = 60.0
+
+
+class CheckpointDesk:
+    """Where this process asks a job for memory for checkpoints. Any thread.
+
+    The methods raise OSError, with the errno that docs/files.md tells.
+
+    Args:
+        owner: of the job.
+    """
+
+    def __init__(self, owner: JobOwner) -> None:
+        self._owner, self._lock = owner, threading.Lock()
+        self._peer: Peer | None = None
+        self._lease: RemoteRegion | None = None
+        self._number = 0
+        self._open: dict[str, CheckpointWriting] = {}
+
+    def make_folder(self, path: str) -> None:
+        """A checkpoint is about to be written by this process, beside others."""
+        self.ask(path, do="folder", path=_inner(path))
+
+    def write(self, path: str) -> CheckpointWriting:
+        """What writes a file from its beginning to its end."""
+        number = int(self.ask(path, do="make", path=_inner(path))["number"])
+        made = self._open[path] = CheckpointWriting(self, path, number)
+        return made
+
+    def rename(self, path: str, to: str) -> None:
+        """A file that this process and others write gets another name in its checkpoint."""
+        self.ask(path, do="rename", path=_inner(path), to=_inner(to))
+
+    def remove(self, path: str) -> None:
+        """Gives back the memory of a complete checkpoint, or of a file that is written."""
+        self.ask(path, do="remove", path=_inner(path))
+        if (writing := self._open.pop(path, None)) is not None:
+            writing.discard()
+
+    def finished(self, path: str) -> None:
+        """A file is not written any more."""
+        self._open.pop(path, None)
+
+    def region(self, name: str) -> RemoteRegion:
+        """Memory that was got."""
+        assert self._peer is not None
+        return self._peer.region(name)
+
+    def ask(self, path: str, /, **told: Any) -> dict[str, Any]:
+        """Asks server 0 for something concerning a path; returns its answer."""
+        try:
+            data = message(told)
+        except ValueError:
+            raise refuse(errno.ENAMETOOLONG, path) from None
+        with self._lock, as_os_errors(path):
+            lease = self._leased()
+            assert self._peer is not None
+            self._number += 1
+            request = np.frombuffer(data, np.uint8)
+            RemoteMailbox(lease[ASKS]).send(request, self._number).wait(_WRITE_S)
+            self._peer.region(BELL).word(0).fetch_add(1, _WRITE_S)
+            answer = self._answer(lease[ANSWERS])
+        if code := answer["errno"]:
+            raise refuse(code, path, answer.get("text", ""))
+        return answer
+
+    def _answer(self, answers: RemoteRegion) -> dict[str, Any]:
+        deadline, pause, count = time.monotonic() + _ANSWER_S, 1e-4, np.zeros(1, np.uint64)
+        while True:
+            answers[:8].read(count).wait(_WRITE_S)
+            if int(count[0]) >= self._number:
+                data = np.empty(answers.size_bytes - 64, np.uint8)
+                answers[64:].read(data).wait(_WRITE_S)
+                return told_in(data.tobytes())
+            if time.monotonic() > deadline:
+                self._lease = None  # an answer that comes later is none to the next request
+                raise TimeoutError("server 0 does not answer: it is stopped")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
+    def _leased(self) -> RemoteRegion:
+        peer, name = self._owner.first()
+        if peer is not self._peer or self._lease is None:
+            self._peer, self._number = peer, 0
+            try:
+                peer.region(BELL)
+            except LookupError:
+                raise UnavailableError(
+                    "this job takes no checkpoints: its server 0 lets no readers in, and says why"
+                ) from None
+            self._lease = peer.allocate(LEASE_BYTES, lease_name(name))
+        return self._lease
+
+
+class CheckpointWriting(FileWriting):
+    """Writes one file of a checkpoint, one byte behind the other. One thread at a time.
+
+    Args:
+        desk: where memory is got.
+        path: of the file.
+        number: of the file.
+    """
+
+    def __init__(self, desk: CheckpointDesk, path: str, number: int) -> None:
+        self._desk, self._path, self._number = desk, path, number
+        self._part = np.empty(0, np.uint8)
+        self._used = self._size = 0
+        self._over = False
+
+    def write(self, offset: int, data: Any) -> int:
+        """Writes bytes behind those that are written; returns how many."""
+        if offset != self._size:
+            raise refuse(errno.ESPIPE, self._path, "a checkpoint is written from start to end")
+        source = np.frombuffer(data, np.uint8)
+        if not len(self._part) and len(source):
+            self._part = np.empty(PART_BYTES, np.uint8)
+        at = 0
+        while at < len(source):
+            count = min(len(source) - at, PART_BYTES - self._used)
+            self._part[self._used : self._used + count] = source[at : at + count]
+            self._used, at = self._used + count, at + count
+            if self._used == PART_BYTES:
+                self._send()
+        self._size += len(source)
+        return len(source)
+
+    def truncate(self, size: int) -> None:
+        """It begins empty."""
+        if size != self._size:
+            raise refuse(errno.EINVAL, self._path, "a checkpoint is written from start to end")
+
+    def sync(self) -> None:
+        """The file is whole."""
+        if self._over:
+            return
+        self._over = True
+        self._send()
+        self._part = np.empty(0, np.uint8)
+        self._desk.ask(self._path, do="finish", number=self._number)
+        self._desk.finished(self._path)
+
+    def discard(self) -> None:
+        """It was removed while it was written."""
+        self._over = True
+
+    def _send(self) -> None:
+        if not self._used:
+            return
+        told = self._desk.ask(self._path, do="part", number=self._number, size=self._used)
+        with as_os_errors(self._path):
+            region = self._desk.region(told["region"])
+            region.write(self._part[: self._used]).wait(_WRITE_S)
+        self._used = 0
+
+
+class _FileItem(Item):
+    """A file of a complete checkpoint."""
+
+    def __init__(self, reader: JobReader, path: str, file: CheckpointFile) -> None:
+        super().__init__(path)
+        self._reader, self._file = reader, file
+
+    def entry(self) -> TreeEntry:
+        file = self._file
+        return TreeEntry(self.path, False, file.size_bytes, file.number, modified=file.modified)
+
+    def open(self) -> FileContent:
+        file = self._file
+        names = [part_name(file.number, index) for index in range(len(file.parts))]
+        with as_os_errors(self.path):
+            regions = self._reader.regions(names)
+
+        def read(start: int, stop: int) -> bytes:
+            pieces, at = [], 0
+            for region, size in zip(regions, file.parts, strict=True):
+                first, last = max(start - at, 0), min(stop - at, size)
+                if first < last:
+                    pieces.append(_bytes_of(region[first:last]))
+                at += size
+            return b"".join(pieces)
+
+        def buffers() -> list[bytes | memoryview] | None:
+            mapped = all(region.mapped for region in regions)
+            return [region.memoryview() for region in regions] if mapped else None
+
+        return FileContent(
+            file.size_bytes, read, file.number, regions.clear, self.path, buffers=buffers
+        )
+
+
+def checkpoints_folder(reader: JobReader, path: str) -> Folder:
+    """The folder of those that are complete."""
+
+    def names() -> list[str]:
+        return sorted({each.partition("/")[0] for each in reader.checkpoints()})
+
+    def child(at: str, name: str) -> Item:
+        index = reader.checkpoints()
+        if name in index:
+            return _FileItem(reader, at, index[name])
+        inside = sorted(each.partition("/")[2] for each in index if each.partition("/")[0] == name)
+        if not inside:
+            raise LookupError(name)
+
+        def file(below: str, inner: str) -> Item:
+            return _FileItem(reader, below, index[f"{name}/{inner}"])
+
+        return Folder(at, lambda: inside, file)
+
+    return Folder(path, names, child)
+
+
+def _inner(path: str) -> str:
+    return path.removeprefix(f"{CHECKPOINTS}/")
+
+
+def _bytes_of(region: RemoteRegion) -> bytes | memoryview:
+    if region.mapped:
+        return region.memoryview()
+    data = np.empty(region.size_bytes, np.uint8)
+    region.read(data).wait(_WRITE_S)
+    return data.data

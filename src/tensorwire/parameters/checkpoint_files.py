@@ -1,0 +1,107 @@
+"""Memory that a job lends for checkpoints of anybody: names, requests and the index. Pure.
+
+Server 0 has it. Who knows the job's secret leases a mailbox at its Node, asks for memory and writes
+there; who may read finds the index and the memory at its door. `server/checkpoints.py` is the
+server's side, `tensorwire.files` the other. docs/files.md has the tables.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.memory import mailbox_bytes
+
+from .layout import MALFORMED
+
+METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint writes last: with it a checkpoint is complete."""
+
+BELL = "checkpoints bell"
+"""The region of server 0 with the word to which a writer adds 1 behind a request."""
+
+INDEX = "checkpoints"
+"""The region at the door of server 0 with what there is: a mailbox of two places."""
+INDEX_BYTES, INDEX_PLACES = 1 << 20, 2
+
+MESSAGE_BYTES = 4096
+"""Of a request and of an answer: JSON, and zeros behind it."""
+ASKS = slice(0, mailbox_bytes(MESSAGE_BYTES))
+ANSWERS = slice(ASKS.stop, 2 * ASKS.stop)
+LEASE_BYTES = ANSWERS.stop
+
+PART_BYTES = 32 << 20
+"""A file lies in parts of this size; the last one is shorter."""
+
+MOST_NAME = 255
+"""Bytes of the name of a checkpoint or file."""
+
+
+def lease_name(writer: str) -> str:
+    """The region that the Node of a writer leases."""
+    return f"checkpoints {writer}"
+
+
+def part_name(number: int, part: int) -> str:
+    """The region with a part of the file of a number."""
+    return f"checkpoint {number}.{part}"
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A complete file.
+
+    Attributes:
+        number: that no other file of this job had.
+        parts: the sizes of its parts.
+        modified: when it was complete, in seconds since 1970.
+    """
+
+    number: int
+    parts: tuple[int, ...]
+    modified: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        return sum(self.parts)
+
+
+Index = dict[str, CheckpointFile]
+"""The files by their paths: a name, or that of a checkpoint, a slash and a name."""
+
+
+def index_text(index: Index) -> bytes:
+    """As it is written."""
+    told = {path: [f.number, list(f.parts), f.modified] for path, f in index.items()}
+    return json.dumps(told).encode()
+
+
+def read_index(data: bytes) -> Index:
+    """Raises ValueError if it is none."""
+    try:
+        return {
+            str(path): CheckpointFile(int(number), tuple(map(int, parts)), float(modified))
+            for path, (number, parts, modified) in json.loads(data).items()
+        }
+    except MALFORMED as error:
+        raise ValueError(f"that is no index of checkpoints: {error!r}") from error
+
+
+def message(told: dict[str, Any]) -> bytes:
+    """A request or answer as it is written; a text that is too long is cut."""
+    data = json.dumps(told).encode()
+    if len(data) >= MESSAGE_BYTES and "text" in told:
+        data = json.dumps({**told, "text": str(told["text"])[:500]}).encode()
+    if len(data) >= MESSAGE_BYTES:
+        raise ValueError("a name is too long")
+    return data.ljust(MESSAGE_BYTES, b"\0")
+
+
+def told_in(data: bytes) -> dict[str, Any]:
+    """Raises ValueError if it is neither."""
+    found = json.loads(data.partition(b"\0")[0])
+    if not isinstance(found, dict):
+        raise ValueError("that is no request")
+    return found

@@ -1,0 +1,354 @@
+"""Memory that a job lends for checkpoints: who writes them, dies, and loads them."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files.jobs import training
+
+from tensorwire import Node
+from tensorwire.files.checkpoints import CheckpointDesk, checkpoints_folder
+from tensorwire.files.filesystem import TensorwireFileSystem
+from tensorwire.files.tree_items import Folder
+from tensorwire.memory import Peer, RemoteMailbox, RemoteRegion
+from tensorwire.parameters.checkpoint_files import (
+    ASKS,
+    BELL,
+    INDEX,
+    INDEX_PLACES,
+    LEASE_BYTES,
+    PART_BYTES,
+    Index,
+    lease_name,
+    read_index,
+)
+from tensorwire.parameters.server.checkpoints import CheckpointShelf
+
+pytestmark = pytest.mark.timeout(240)
+MOST = 3 * PART_BYTES
+
+
+def code_of(action: Callable[[], object]) -> int | None:
+    try:
+        action()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+class Writer:
+    """A process that may write, as `JobOwner` is one; here a Node of its own."""
+
+    def __init__(self, name: str, address: str, transports: Sequence[str] | None = None) -> None:
+        self.node = Node(name, transports=transports)
+        self.peer = self.node.connect(address)
+        self.desk = CheckpointDesk(self)  # type: ignore[arg-type]
+
+    def first(self) -> tuple[Peer, str]:
+        return self.peer, self.node.name
+
+    def write(self, path: str, data: bytes, finish: bool = True) -> Any:
+        writing = self.desk.write(f"checkpoints/{path}")
+        writing.write(0, data)
+        if finish:
+            writing.sync()
+        return writing
+
+
+class Shelf:
+    """A server with a shelf, whoever reads there, and writers."""
+
+    def __init__(self) -> None:
+        self.node, self.door = Node("server-0"), Node("door-0")
+        self.shelf = CheckpointShelf(self.node, self.door, MOST)
+        self.reading = Node("reader")
+        self.at_door = self.reading.connect(self.door.address)
+        self.writers: list[Writer] = []
+
+    def writer(self, name: str = "one", transports: Sequence[str] | None = None) -> Writer:
+        self.writers.append(Writer(name, self.node.address, transports))
+        return self.writers[-1]
+
+    def checkpoints(self) -> Index:
+        mailbox = RemoteMailbox(self.at_door.region(INDEX), INDEX_PLACES)
+        return read_index(mailbox.latest(time.monotonic() + 5)[1].tobytes().partition(b"\0")[0])
+
+    def regions(self, names: Sequence[str]) -> list[RemoteRegion]:
+        return [self.at_door.region(name) for name in names]
+
+    @property
+    def tree(self) -> Folder:
+        return checkpoints_folder(self, "checkpoints")  # type: ignore[arg-type]
+
+    def read(self, path: str) -> bytes:
+        item: Any = self.tree
+        for part in path.split("/"):
+            item = item.child(part)
+        content = item.open()
+        data: bytes = content.read()
+        mapped = content.buffers()
+        assert mapped is None or b"".join(mapped) == data
+        return data
+
+    def close(self) -> None:
+        for node in (*(each.node for each in self.writers), self.reading, self.node, self.door):
+            node.close()
+        self.shelf.join()
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    made = Shelf()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("transports", [None, ("tcp",)], ids=["shm", "tcp"])
+def test_a_file_is_there_when_it_is_whole(shelf: Shelf, transports: tuple[str] | None) -> None:
+    writer = shelf.writer(transports=transports)
+    data = np.random.default_rng(0).bytes(PART_BYTES + 12345)
+    writing = writer.write("model.pt", data[:100], finish=False)
+    assert shelf.tree.names() == []
+    for at in range(100, len(data), 1 << 20):
+        writing.write(at, data[at : at + (1 << 20)])
+    writing.sync()
+    writing.sync()
+    assert shelf.tree.names() == ["model.pt"]
+    assert shelf.read("model.pt") == data
+    entry = shelf.tree.child("model.pt").entry()
+    assert (entry.size_bytes, entry.writable) == (len(data), False)
+    writer.node.close()
+    time.sleep(0.6)
+    assert shelf.read("model.pt") == data  # it is the job's
+    other = shelf.writer("two")
+    other.write("empty", b"")
+    assert shelf.read("empty") == b""
+    other.desk.remove("checkpoints/model.pt")
+    assert shelf.tree.names() == ["empty"]
+    assert code_of(lambda: other.desk.remove("checkpoints/model.pt")) == errno.ENOENT
+
+
+def test_a_checkpoint_is_complete_with_its_metadata(shelf: Shelf) -> None:
+    one, two = shelf.writer("one"), shelf.writer("two")
+    for each in (one, two):
+        each.desk.make_folder("checkpoints/c")
+    one.write("c/a", b"1")
+    late = two.write("c/b", b"2", finish=False)
+    one.write("c/.metadata.tmp", b"m")
+    assert shelf.tree.names() == []
+
+    def rename() -> None:
+        one.desk.rename("checkpoints/c/.metadata.tmp", "checkpoints/c/.metadata")
+
+    assert code_of(rename) == errno.EBUSY  # b is still written
+    late.sync()
+    assert shelf.tree.names() == []
+    one.write("c/.metadata", b"m2")
+    folder = shelf.tree.child("c")
+    assert isinstance(folder, Folder)
+    assert folder.names() == [".metadata", ".metadata.tmp", "a", "b"]
+    assert [shelf.read(f"c/{name}") for name in ("a", "b", ".metadata")] == [b"1", b"2", b"m2"]
+    # Another one takes its place at once, when it is complete.
+    one.desk.make_folder("checkpoints/c")
+    one.write("c/a", b"10")
+    assert shelf.read("c/a") == b"1"
+    assert code_of(lambda: two.desk.remove("checkpoints/c/a")) is None  # which is written
+    assert code_of(lambda: two.desk.remove("checkpoints/c/b")) == errno.EPERM
+    one.write("c/a", b"11")
+    one.write("c/.metadata", b"m3")
+    assert folder.names() != ["a"]
+    again = shelf.tree.child("c")
+    assert isinstance(again, Folder)
+    assert again.names() == [".metadata", "a"]
+    assert shelf.read("c/a") == b"11"
+
+
+def test_who_is_gone_takes_the_unfinished_along(shelf: Shelf) -> None:
+    one, two = shelf.writer("one"), shelf.writer("two")
+    for each in (one, two):
+        each.desk.make_folder("checkpoints/c")
+    one.write("c/a", bytes(PART_BYTES))
+    two.write("c/b", bytes(PART_BYTES))
+    half = two.write("c/d", bytes(100), finish=False)
+    one.node.close()
+    deadline = time.monotonic() + 10
+    while code_of(lambda: two.write("c/e", b"")) != errno.ESTALE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert code_of(half.sync) == errno.ESTALE
+    assert shelf.tree.names() == []
+    # All memory came back, and who is left may begin anew.
+    two.desk.make_folder("checkpoints/c")
+    two.write("c/a", bytes(MOST - 1))
+    two.write("c/.metadata", b"m")
+    assert len(shelf.read("c/a")) == MOST - 1
+
+
+def test_limits(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = shelf.writer()
+    writer.write("a", bytes(MOST - 10))
+    assert code_of(lambda: writer.write("b", bytes(11))) == errno.ENOSPC
+    writer.desk.remove("checkpoints/b")
+    writer.write("b", bytes(10))
+    writer.desk.remove("checkpoints/a")
+
+    def no_room(size_bytes: int) -> None:
+        raise MemoryError(f"{size_bytes} bytes are wanted")
+
+    monkeypatch.setattr("tensorwire.parameters.server.checkpoints.check_room", no_room)
+    assert code_of(lambda: writer.write("a", bytes(11))) == errno.ENOMEM
+    assert shelf.tree.names() == ["b"]
+    monkeypatch.undo()
+    monkeypatch.setattr("tensorwire.parameters.server.checkpoints.INDEX_BYTES", 60)
+    assert code_of(lambda: writer.write("n" * 100, b"")) == errno.ENOSPC
+    assert shelf.tree.names() == ["b"]
+
+
+def test_what_is_refused(shelf: Shelf) -> None:
+    writer, other = shelf.writer("one"), shelf.writer("two")
+    writer.write("file", b"1")
+    writer.desk.make_folder("checkpoints/c")
+    writer.write("c/a", b"1")
+    desk = writer.desk
+    refused: list[tuple[int, Callable[[], object]]] = [
+        (errno.EPERM, lambda: writer.write("c/d/e", b"")),
+        (errno.EINVAL, lambda: writer.write("c/..", b"")),
+        (errno.EINVAL, lambda: writer.write("c/a\nb", b"")),
+        (errno.EINVAL, lambda: desk.make_folder("checkpoints/")),
+        (errno.ENAMETOOLONG, lambda: writer.write("é" * 200, b"")),
+        (errno.ENAMETOOLONG, lambda: writer.write("x" * 5000, b"")),
+        (errno.ENOTDIR, lambda: desk.make_folder("checkpoints/file")),
+        (errno.ENOTDIR, lambda: writer.write("file/a", b"")),
+        (errno.ENOENT, lambda: desk.rename("checkpoints/c/b", "checkpoints/c/d")),
+        (errno.ENOENT, lambda: other.desk.rename("checkpoints/c/a", "checkpoints/c/d")),
+        (errno.EXDEV, lambda: desk.rename("checkpoints/c/a", "checkpoints/d/a")),
+        (errno.EOPNOTSUPP, lambda: desk.rename("checkpoints/c/a", "checkpoints/c/__0.metadata")),
+        (errno.ENOENT, lambda: desk.remove("checkpoints/none")),
+        (errno.ENOENT, lambda: other.desk.remove("checkpoints/c")),
+        (errno.EINVAL, lambda: desk.ask("x", do="dance")),
+        (errno.EINVAL, lambda: desk.ask("x", do="make")),
+        (errno.ESTALE, lambda: other.desk.ask("x", do="part", number=2, size=1)),
+        (errno.EINVAL, lambda: desk.ask("x", do="part", number="many", size=1)),
+        (errno.ESPIPE, lambda: writer.write("b", b"1", finish=False).write(0, b"2")),
+        (errno.EINVAL, lambda: writer.write("b", b"1", finish=False).truncate(9)),
+    ]
+    for number, (code, attempt) in enumerate(refused):
+        assert (number, code_of(attempt)) == (number, code)
+    number = int(desk.ask("x", do="make", path="d")["number"])
+    for size in (0, -1, PART_BYTES + 1, 1 << 70):
+        assert code_of(
+            lambda size=size: desk.ask("x", do="part", number=number, size=size)
+        ) == errno.EINVAL  # fmt: skip
+    writer.write("c/.metadata", b"")
+    assert code_of(lambda: writer.write("c", b"")) == errno.EISDIR
+
+
+def test_garbage_hurts_nobody(shelf: Shelf) -> None:
+    hostile, writer = shelf.writer("hostile"), shelf.writer("one")
+    hostile.peer.allocate(8, lease_name("hostile"))  # too small to be one
+    stranger = shelf.writer("stranger")
+    lease = stranger.peer.allocate(LEASE_BYTES, lease_name("stranger"))
+    box, bell = RemoteMailbox(lease[ASKS]), stranger.peer.region(BELL).word(0)
+    for number, text in enumerate((b"\xff" * 4096, b"[" * 4096, b"null", b'{"do":', b"{}"), 1):
+        box.send(np.frombuffer(text, np.uint8), number).wait(5)
+        bell.fetch_add(1)
+        writer.write(f"n{number}", b"x")
+    bell.set((1 << 64) - 2).wait(5)
+    writer.write("last", b"x")
+    assert len(shelf.tree.names()) == 6
+    assert shelf.read("last") == b"x"
+
+
+# ---- with jobs
+
+PROGRAM = Path(__file__).with_name("checkpoint_program.py")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+class Programs:
+    """Runs PROGRAM, in as many processes as are wanted."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self._folder, self._address, self._count = folder, address, 0
+
+    def run(self, verb: str, world: int, seed: int) -> list[int]:
+        self._count += 1
+        meeting = self._folder / f"meeting-{self._count}"
+        rest = [str(world), str(meeting), str(seed)]
+        command = [sys.executable, str(PROGRAM), verb, self._address]
+        processes = [
+            subprocess.Popen([*command, str(rank), *rest], env={**os.environ, **ONE_THREAD})
+            for rank in range(world)
+        ]
+        try:
+            return [each.wait(100) for each in processes]
+        finally:
+            for each in processes:
+                each.kill()
+                each.wait()
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_of_torch(folder: Path) -> None:
+    with training(folder, "--workers", "1", PAUSE="0.02") as job:
+        programs = Programs(folder, f"tw://{job.address}/checkpoints/step")
+        files = TensorwireFileSystem(job.address)
+        assert programs.run("save", 2, 5) == [0, 0]
+        assert files.ls("checkpoints", detail=False) == ["checkpoints/step"]
+        assert programs.run("load", 1, 5) == [0]
+        assert -signal.SIGKILL in programs.run("die", 2, 6)
+        assert programs.run("load", 3, 5) == [0, 0, 0]  # nothing of the killed one is seen
+        assert programs.run("save", 1, 7) == [0]  # takes its place
+        assert programs.run("load", 2, 7) == [0, 0]
+        files.rm("checkpoints/step", recursive=True)
+        assert files.ls("checkpoints") == []
+        assert not files.exists("checkpoints/step/.metadata")
+        files.close()
+
+
+@pytest.mark.slow
+def test_files_of_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORWIRE_CHECKPOINT_MEMORY", str(1 << 20))
+    with training(folder, "--workers", "1", PAUSE="0.02") as job:
+        files = TensorwireFileSystem(job.address)
+        value = torch.arange(1000.0)
+        with files.open("checkpoints/value.pt", "wb") as file:
+            torch.save(value, file)
+        with files.open("checkpoints/value.pt") as file:
+            assert torch.equal(torch.load(file), value)
+        (folder / "here").write_bytes(b"here")
+        files.put_file(str(folder / "here"), "checkpoints/put")
+        far = TensorwireFileSystem(
+            job.servers[0].door, secret=job.servers[0].reading_secret, transports=["tcp"]
+        )
+        assert far.cat("checkpoints/put") == b"here"
+        assert far.cat_file("checkpoints/put", 1, 3) == b"er"
+        elsewhere = folder / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(elsewhere))
+        assert code_of(lambda: far.pipe("checkpoints/x", b"1")) == errno.EACCES
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        assert code_of(lambda: files.pipe("checkpoints/x", bytes(1 << 20))) == errno.ENOSPC
+        assert code_of(lambda: files.cat("checkpoints/x")) == errno.ENOENT
+        assert code_of(lambda: files.rm("checkpoints/x")) is None
+        assert code_of(lambda: files.touch("checkpoints/t")) == errno.EROFS
+        assert code_of(lambda: files.mv("checkpoints/put", "params/a.npy")) == errno.EROFS
+        files.makedirs("checkpoints/c")
+        files.pipe("checkpoints/c/.metadata", b"")
+        assert files.isdir("checkpoints/c")
+        assert code_of(lambda: files.mkdir("checkpoints/c")) == errno.EEXIST
+        assert code_of(lambda: files.rm("checkpoints/c")) == errno.EISDIR
+        files.rm("checkpoints/c", recursive=True)
+        assert not files.exists("checkpoints/c")
+        for each in (far, files):
+            each.close()
+    TensorwireFileSystem.clear_instance_cache()
