@@ -2,11 +2,11 @@
 
 One client, one servicer that gives back what it got, each in a process; both read the whole
 payload. grpcio: raw bytes, limits raised, on shm over a unix socket. bytes: the same program with
-the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and unary calls go by frames
-in memory instead of HTTP/2 (it has no streams yet). memcpy: a copy there and one back, and a look
-at each, in one process. All take turns, block by block. A call moves its payload twice; of a stream
-of answers a row is one message of eight. clients16: sixteen threads of one client call at a time,
-with 8 bytes; the CPU time of both processes by calls is what counts.
+the two lines changed. tensor: arrays as messages. runtime: as `bytes`, and calls go by frames in
+memory instead of HTTP/2. memcpy: a copy there and one back, and a look at each, in one process. All
+take turns, block by block. A call moves its payload twice; of a stream of answers a row is one
+message of eight. clients16: sixteen threads of one client call at a time, with 8 bytes; the CPU
+time of both processes by calls is what counts.
 
 Not measured: other sizes of pools and threads, clients in several processes, asyncio, protobuf
 around the bytes (which costs grpcio, `bytes` and `runtime` the same copies).
@@ -95,18 +95,13 @@ def run(settings: RpcSettings, tell: Told) -> Report:
         report.rows += [
             Row("rpc", f"{wire}.{case}", system, size, note=str(error))
             for wire, case, size in questions
-            for system in _systems(case)
+            for system in SYSTEMS
             if report.find(f"{wire}.{case}", system, size) is None
         ]
     report.settings["load_average_after"] = machine.load_average()
     report.verdicts = [bar.judge(report) for bar in BARS]
     report.verdicts += [judge(report, wire) for judge in (_tail, _crowd_cpu) for wire in WIRES]
     return report
-
-
-def _systems(case: str) -> tuple[str, ...]:
-    """Those that a case is measured on."""
-    return tuple(each for each in SYSTEMS if each != RUNTIME or case == UNARY)
 
 
 def _measure_crowd(report: Report, pair: ProcessPair, settings: RpcSettings, wire: str) -> None:
@@ -132,9 +127,9 @@ def _measure(
     name = f"{wire}.{case}"
     probe = median(pair.call("time", wire, case, GRPCIO, size, 2))
     count = max(1, min(200, int(settings.block_s / probe)))
-    blocks: dict[str, list[list[float]]] = {system: [] for system in _systems(case)}
+    blocks: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
     for _ in range(settings.rounds):
-        for system in _systems(case):
+        for system in SYSTEMS:
             blocks[system].append(pair.call("time", wire, case, system, size, count))
     middles = {system: [median(block) for block in each] for system, each in blocks.items()}
     for system, each in blocks.items():
@@ -145,7 +140,7 @@ def _measure(
         if system != MEMCPY:
             row = row.beside(paired_ratio(middles[MEMCPY], middles[system]))
         report.rows.append(row)
-    for system in (each for each in _systems(case) if each not in (GRPCIO, MEMCPY)):
+    for system in (each for each in SYSTEMS if each not in (GRPCIO, MEMCPY)):
         ratio = paired_ratio(middles[GRPCIO], middles[system])
         if ratio is not None:
             found = (ratio.median, ratio.interval, ratio.pairs)

@@ -445,14 +445,14 @@ def test_behind_a_load_balancer(options: dict[str, Any], second_is_ours: bool) -
         call, array = channel.unary_unary("/t/m", *serializers), np.arange(5000)
         for turn in range(6):  # until the question has met a server of ours
             if channel.attachment is None:
-                channel._keeper.disconnected()
+                channel.keeper.disconnected()
                 call(rpc.tensor(np.zeros(1)))
                 for _ in range(turn % 2):
                     channel.inner.unary_unary("/t/m")(b"")
         assert channel.attachment is not None
         served.clear()
         for turn in range(24):
-            channel._keeper.disconnected()  # no pause: each one tries
+            channel.keeper.disconnected()  # no pause: each one tries
             message = rpc.tensor(array)
             match turn % 4:
                 case 0:

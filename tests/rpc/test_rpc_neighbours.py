@@ -208,8 +208,8 @@ def test_encrypted_calls_stay_with_grpcio(
     trusted = grpc.ssl_channel_credentials(certificate[1])
     with rpc.secure_channel(f"localhost:{port}", trusted, threshold_bytes=1000) as channel:
         if asks:
-            terms: Terms = channel._keeper._terms
-            channel._keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
+            terms: Terms = channel.keeper._terms
+            channel.keeper._terms = replace(terms, runtime=Offer(MessageLimits()))
         assert channel.unary_unary("/t/m")(BIG) == BIG
         assert channel.payload == "shm"
         assert channel.attachment.runtime is None

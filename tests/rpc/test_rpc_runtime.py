@@ -18,7 +18,7 @@ import pytest
 import rpc_serving
 from ends import RUNTIME_SHM, RUNTIME_TCP, Ends, System
 from test_death import SCRIPT, TYPES
-from test_rpc_conformance import BIG, LONG_S, SS, US, UU, echo, echo_all, wait_for
+from test_rpc_conformance import BIG, LONG_S, SS, SU, US, UU, echo, echo_all, wait_for
 
 from tensorwire import Node, rpc
 from tensorwire.rpc import tensors
@@ -52,6 +52,8 @@ def test_which_calls_go_by_it(both: Ends) -> None:
     both.methods = {
         "/t/way": UU(way),
         "/t/us": US(lambda request, context: iter([way(None, context)])),
+        "/t/su": SU(lambda requests, context: b"".join(requests) + way(None, context)),
+        "/t/ss": SS(lambda requests, context: (each + way(None, context) for each in requests)),
     }
     channel = both.serve().channel()
     assert channel.runtime == "grpcio: no call was made yet"
@@ -61,7 +63,15 @@ def test_which_calls_go_by_it(both: Ends) -> None:
     assert call.with_call(b"")[0] == call.future(b"").result(LONG_S) == b"runtime"
     assert call(BIG, timeout=20, metadata=(("a", "b"),), wait_for_ready=True) == b"runtime"
     assert call(b"", compression=grpc.Compression.Gzip) == b"grpcio"
-    assert list(channel.unary_stream("/t/us")(b"")) == [b"grpcio"]
+    assert list(channel.unary_stream("/t/us")(b"")) == [b"runtime"]
+    back, stream = channel.stream_unary("/t/su"), channel.stream_stream("/t/ss")
+    assert back(iter([b"a", b"b"])) == back.with_call(iter([b"ab"]))[0] == b"abruntime"
+    assert back.future(iter([b"ab"]), timeout=20).result(LONG_S) == b"abruntime"
+    assert list(stream(iter([BIG, b"a"]))) == [BIG + b"runtime", b"aruntime"]
+    plain = {"compression": grpc.Compression.Gzip}
+    assert list(channel.unary_stream("/t/us")(b"", **plain)) == [b"grpcio"]
+    assert back(iter([b"a"]), **plain) == b"agrpcio"
+    assert list(stream(iter([b"a"]), **plain)) == [b"agrpcio"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,7 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
         rpc.insecure_channel("localhost:1")
 
 
-def test_a_method_that_streams_is_called_by_grpcio(both: Ends) -> None:
+def test_a_unary_call_of_a_method_that_streams_is_made_by_grpcio(both: Ends) -> None:
     """What the server refuses to carry out here, grpcio does; futures are then its own."""
     both.methods = {"/t/us": US(lambda request, context: iter([request])), "/t/way": UU(way)}
     channel = both.serve().channel()

@@ -20,10 +20,10 @@ import grpc.aio
 from .aio_server import server
 from .attachment import RpcAttachment
 from .calls import explain, is_refused
-from .channel import call_is_confirmed
 from .envelope import mark
 from .factories import as_limits, as_transports
 from .incoming import Reader
+from .methods import call_is_confirmed
 from .negotiation import MARK, OPEN, AttachmentKeeper, Terms
 from .outgoing import AGAIN, PLAIN, CallLink, SentMessage, always
 from .tensors import delivered

@@ -38,7 +38,7 @@ def insecure_channel(
         pool_bytes: memory here that the server may write responses into.
         patience_s: how long a message waits for memory at the other end before it travels as it is.
         transports: by which payload may travel; () for not at all.
-        runtime: unary calls go by the runtime instead of HTTP/2, where the server has it too.
+        runtime: calls go by the runtime instead of HTTP/2, where the server has it too.
             Default: whether TENSORWIRE_RPC is "runtime".
     """
     limits = as_limits(threshold_bytes, pool_bytes, patience_s)

@@ -266,7 +266,7 @@ class RpcServer(grpc.Server):
 
     @property
     def runtime(self) -> str:
-        """How unary calls may come: "offered" for the runtime, or "grpcio: " and the reason."""
+        """How calls may come: "offered" for the runtime, or "grpcio: " and the reason."""
         return f"grpcio: {self._reason}" if self._service is None else "offered"
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:

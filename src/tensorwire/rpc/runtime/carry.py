@@ -14,8 +14,11 @@ from ..attachment import RpcAttachment
 from ..outgoing import CallLink, SentMessage, always, no_deadline
 from ..tensors import delivered
 from . import observed
-from .client import RuntimeCall, RuntimeClient
-from .frames import as_metadata
+from .call import RuntimeCall, StreamCall
+from .client import RuntimeClient
+from .flow import Outflow
+from .frames import Metadata, as_metadata
+from .requests import THREADS, RequestSender
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _LONGEST_S = 1e9
@@ -24,9 +27,10 @@ Ended = Callable[[CallLink, bool, grpc.StatusCode | None], None]
 
 
 class CarriedMethod:
-    """A unary method of a client.
+    """A method of a client.
 
     Args:
+        arity: "unary_unary" and so on.
         method: its full name.
         serializer: the user's, of requests.
         deserialize: makes the user's response of bytes.
@@ -34,13 +38,20 @@ class CarriedMethod:
     """
 
     def __init__(
-        self, method: str, serializer: Any, deserialize: Callable[[bytes], Any], ended: Ended
+        self,
+        arity: str,
+        method: str,
+        serializer: Any,
+        deserialize: Callable[[bytes], Any],
+        ended: Ended,
     ) -> None:
+        self._arity = arity
         self._method = method
         self._name = method.encode()
         self._serializer = serializer
         self._deserialize = deserialize
         self._ended = ended
+        self._takes_stream = arity.endswith("stream")
 
     def begin(
         self,
@@ -50,19 +61,83 @@ class CarriedMethod:
         metadata: Any,
         again: Callable[[], Any] | None = None,
     ) -> RuntimeCall | None:
-        """Begins a call; None: it is one for grpcio, and nothing has been sent.
+        """Begins a call with one request; None: it is one for grpcio, and nothing has been sent.
 
         Args:
             attachment: of the channel, None if there is none.
             request: the user's.
             timeout: in seconds.
             metadata: the user's.
-            again: makes the call by grpcio, for one that nobody waits for; None: its caller waits,
-                and does that if it was refused.
+            again: makes the call by grpcio, for one with one response that nobody waits for; None:
+                its caller waits, and does that if it was refused.
 
         Raises:
             RuntimeCall: the request cannot be serialized, or the call failed as it began.
         """
+        began = self._new(attachment, timeout, metadata, again, None)
+        if began is None:
+            return None
+        client, call, link, entries, told = began
+        outgoing = SentMessage(request, link, last=False)
+        told.outgoing = outgoing
+        data: Any = None
+        try:
+            data = observed.serialize(told.traced, outgoing, self._serializer)
+        except Exception:
+            _LOG.exception("a request could not be serialized")
+        except BaseException:
+            call.conclude(grpc.StatusCode.CANCELLED, "the caller was interrupted")
+            raise
+        if not isinstance(data, bytes):
+            if data is not None and self._serializer is None:
+                call.leave_to_grpcio()
+                return None  # grpcio says that it takes bytes
+            call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+            raise call
+        if again is not None or self._takes_stream:
+            call.leave_unattended()
+        client.begin(call, self._name, entries, data, streams=self._takes_stream)
+        return call
+
+    def begin_stream(
+        self,
+        attachment: RpcAttachment | None,
+        requests: Any,
+        timeout: float | None,
+        metadata: Any,
+        *,
+        waits: bool,
+    ) -> RuntimeCall | None:
+        """As `begin`, with a stream of requests.
+
+        Args:
+            attachment: as there.
+            requests: an iterator of the user's.
+            timeout: as there.
+            metadata: as there.
+            waits: the caller waits for the only response.
+        """
+        outflow = Outflow()
+        began = self._new(attachment, timeout, metadata, None, outflow)
+        if began is None:
+            return None
+        client, call, link, entries, told = began
+        link.needed = lambda: not outflow.closed
+        if not waits:
+            call.leave_unattended()
+        client.begin(call, self._name, entries, None, streams=self._takes_stream)
+        sender = RequestSender(client, call, link, self._serializer, told.traced)
+        THREADS.run(partial(sender.run, requests))
+        return call
+
+    def _new(
+        self,
+        attachment: RpcAttachment | None,
+        timeout: float | None,
+        metadata: Any,
+        again: Callable[[], Any] | None,
+        outflow: Outflow | None,
+    ) -> tuple[RuntimeClient, RuntimeCall, CallLink, Metadata, _Told] | None:
         client = None if attachment is None else attachment.runtime
         if attachment is None or not isinstance(client, RuntimeClient) or not client.usable:
             return None
@@ -77,43 +152,37 @@ class CarriedMethod:
         deadline = None if timeout is None else time.monotonic() + timeout
         remaining = no_deadline if deadline is None else partial(_left, deadline)
         link = CallLink(attachment, number, remaining, always)
-        outgoing = SentMessage(request, link, last=False)
-        traced = observed.watched("client", self._method)
-        began_ns = 0 if traced is None else traced.begin()
-
-        def ended(code: grpc.StatusCode | None) -> None:
-            ok = code is grpc.StatusCode.OK
-            self._ended(link, ok, code)
-            if ok and outgoing.tickets:
-                delivered(outgoing.tickets)
-            if traced is not None:
-                if code is None:
-                    traced.not_begun()
-                else:
-                    traced.ended(began_ns, code.name)
-
+        told = _Told(self._ended, link, observed.watched("client", self._arity, self._method))
         deserialize = self._deserialize
-        if traced is not None:
-            deserialize = partial(traced.deserialize, deserialize, protocol="runtime")
-        call = RuntimeCall(client, number, deadline, deserialize, ended, again)
-        data: Any = None
-        try:
-            data = observed.serialize(traced, outgoing, self._serializer)
-        except Exception:
-            _LOG.exception("a request could not be serialized")
-        except BaseException:
-            call.conclude(grpc.StatusCode.CANCELLED, "the caller was interrupted")
-            raise
-        if not isinstance(data, bytes):
-            if data is not None and self._serializer is None:
-                ended(None)
-                return None  # grpcio says that it takes bytes
-            call.conclude(grpc.StatusCode.INTERNAL, "Exception serializing request!")
-            raise call
-        if again is not None:
-            call.leave_unattended()
-        client.begin(call, self._name, entries, data)
-        return call
+        if told.traced is not None:
+            deserialize = partial(told.traced.deserialize, deserialize, protocol="runtime")
+        kind = StreamCall if self._takes_stream else RuntimeCall
+        call = kind(client, number, deadline, deserialize, told, again, outflow)
+        return client, call, link, entries, told
+
+
+class _Told:
+    """Told how a call has ended, None if it was not carried out; tells everybody."""
+
+    __slots__ = ("_began_ns", "_ended", "_link", "outgoing", "traced")
+
+    def __init__(self, ended: Ended, link: CallLink, traced: Any) -> None:
+        self._ended = ended
+        self._link = link
+        self.traced = traced
+        self.outgoing: SentMessage | None = None
+        self._began_ns = 0 if traced is None else traced.begin()
+
+    def __call__(self, code: grpc.StatusCode | None) -> None:
+        ok = code is grpc.StatusCode.OK
+        self._ended(self._link, ok, code)
+        if ok and self.outgoing is not None and self.outgoing.tickets:
+            delivered(self.outgoing.tickets)
+        if self.traced is not None:
+            if code is None:
+                self.traced.not_begun()
+            else:
+                self.traced.ended(self._began_ns, code.name)
 
 
 def _left(deadline: float) -> float:

@@ -10,10 +10,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY = range(1, 7)
-MORE, WHOLE, REFUSED = 1, 2, 4
+CALL, MESSAGE, END, HEAD, CANCEL, GOAWAY, CREDIT = range(1, 8)
+MORE, WHOLE, REFUSED, LAST, STREAM = 1, 2, 4, 8, 16
 """Flags: the message goes on in a later frame; this is its end (of an END: it has a message); the
-servicer has not run and will not."""
+servicer has not run and will not; there are no more messages; the client of a CALL takes any number
+of them."""
 
 HEADER = struct.Struct("<IBBHII")
 PIECE_BYTES = 48 << 10
@@ -29,6 +30,8 @@ _END = struct.Struct("<IIHH")
 _CALL_HEADER = struct.Struct("<IBBHIIQHH")
 _END_HEADER = struct.Struct("<IBBHIIIIHH")
 _COUNT = struct.Struct("<H")
+_CREDIT = struct.Struct("<Q")
+_FLAGS = MORE | WHOLE | REFUSED | LAST | STREAM
 _ENTRY = struct.Struct("<HI")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"(?:[!-~](?:[ -~]*[!-~])?)?")
@@ -107,20 +110,70 @@ def _pieces(message: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def call_frames(
-    number: Number, method: bytes, timeout_us: int, metadata: Metadata, message: bytes
+    number: Number,
+    method: bytes,
+    timeout_us: int,
+    metadata: Metadata,
+    message: bytes | None,
+    *,
+    streams: bool = False,
 ) -> list[bytes]:
-    """A call with its only request."""
-    first, others = (message, []) if len(message) <= PIECE_BYTES else _pieces(message)
+    """How a call begins.
+
+    Args:
+        number: of the call.
+        method: its name.
+        timeout_us: or NO_DEADLINE.
+        metadata: of the user's.
+        message: its only request; None: they come in MESSAGEs.
+        streams: the client takes any number of responses.
+    """
+    others: list[bytes] = []
+    if message is None:
+        first, flags = b"", 0
+    elif len(message) <= PIECE_BYTES:
+        first, flags = message, WHOLE
+    else:
+        first, others = _pieces(message)
+        flags = MORE
+    if streams:
+        flags |= STREAM
     block = _encoded(metadata) if metadata else b""
     size = _CALL_HEADER.size + len(method) + len(block) + len(first)
-    head = _CALL_HEADER.pack(
-        size, CALL, MORE if others else WHOLE, 0, *number, timeout_us, len(method), len(metadata)
-    )
-    frames = [b"".join((head, method, block, first))]
-    for place, piece in enumerate(others, 1):
-        flags = MORE if place < len(others) else WHOLE
-        frames.append(_frame(MESSAGE, flags, number, (piece,)))
-    return frames
+    head = _CALL_HEADER.pack(size, CALL, flags, 0, *number, timeout_us, len(method), len(metadata))
+    return [b"".join((head, method, block, first)), *_message_frames(number, others)]
+
+
+def _message_frames(number: Number, pieces: Sequence[bytes]) -> Iterator[bytes]:
+    for place, piece in enumerate(pieces, 1):
+        yield _frame(MESSAGE, MORE if place < len(pieces) else WHOLE, number, (piece,))
+
+
+def message_frames(number: Number, message: bytes) -> Iterator[bytes]:
+    """One message of a stream."""
+    if len(message) <= PIECE_BYTES:
+        yield _frame(MESSAGE, WHOLE, number, (message,))
+    else:
+        first, others = _pieces(message)
+        yield from _message_frames(number, (first, *others))
+
+
+def last_frame(number: Number) -> bytes:
+    """There are no more requests."""
+    return _frame(MESSAGE, LAST, number, ())
+
+
+def credit_frame(number: Number, size_bytes: int) -> bytes:
+    """So much of a stream was taken."""
+    return _frame(CREDIT, 0, number, (_CREDIT.pack(size_bytes),))
+
+
+def parse_credit(body: bytes) -> int:
+    """Decodes the body of a CREDIT; FrameError if it is none."""
+    if len(body) != _CREDIT.size:
+        raise FrameError(f"a credit of {len(body)} bytes")
+    size: int = _CREDIT.unpack(body)[0]
+    return size
 
 
 def end_frames(
@@ -183,7 +236,7 @@ def parse(data: bytes) -> Iterator[Frame]:
         size, kind, flags, zero, slot, generation = HEADER.unpack_from(data, at)
         if not HEADER.size <= size <= min(end - at, MOST_BYTES):
             raise FrameError(f"a frame of {size} bytes in {end - at}")
-        if not CALL <= kind <= GOAWAY or zero or flags & ~(MORE | WHOLE | REFUSED):
+        if not CALL <= kind <= CREDIT or zero or flags & ~_FLAGS:
             raise FrameError(f"a frame of kind {kind} with flags {flags}, {zero}")
         yield Frame(kind, flags, (slot, generation), data[at + HEADER.size : at + size])
         at += size

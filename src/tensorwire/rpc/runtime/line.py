@@ -16,12 +16,14 @@ from typing import Protocol
 from tensorwire.errors import TensorwireError, TimeoutError
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
+from .flow import Waiter, open_latch
 from .frames import Frame, FrameError, parse
 from .ring import RingError, RingReader, RingWriter
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _BATCH_BYTES = 1 << 17
 _SLICE_S = 0.05
+_LAZY_S = 0.004
 
 
 class LineEnd(Protocol):
@@ -186,38 +188,13 @@ class Line:
         return not before
 
 
-class Waiter:
-    """Something that threads wait for, such as the end of a call; an arriving frame ends it.
-
-    Attributes:
-        finished: it has come about.
-        latches: of the threads that wait for it.
-    """
-
-    def __init__(self) -> None:
-        self.finished = False
-        self.latches: list[threading.Lock] = []
-
-    def finish(self) -> None:
-        """Wakes all who wait for it, because it has come about."""
-        self.finished = True
-        for latch in list(self.latches):
-            _open(latch)
-
-
-def _open(latch: threading.Lock) -> None:
-    try:
-        latch.release()
-    except RuntimeError:
-        pass  # it is open
-
-
 class SharedReader:
     """Lets threads that wait read in turns, so that an answer arrives in the thread that wants it.
 
     At most one thread reads, the others sleep until what they wait for is finished, or the turn
     comes to them. While somebody has asked for that by `watch`, a thread of the line reads when no
-    other one does.
+    other one does, or has just done: who asks for one message after the other reads them itself.
+    `hurry` has it read at once.
 
     Args:
         line: that is read.
@@ -229,6 +206,9 @@ class SharedReader:
         self._mutex = threading.Lock()
         self._followers: dict[int, threading.Lock] = {}
         self._watched = 0
+        self._hurried = 0
+        self._led = 0
+        self._hurry = threading.Event()
         self._wanted = threading.Event()
         self._started = False
 
@@ -248,6 +228,7 @@ class SharedReader:
                     return False
                 if self._turn.acquire(blocking=False):
                     chosen = False
+                    self._led += 1
                     try:
                         self._lead(waiter, until, whole=whole)
                     finally:
@@ -301,7 +282,7 @@ class SharedReader:
         """The turn is free: wakes somebody who takes it, if anybody waits."""
         with self._mutex:
             if self._followers:
-                _open(self._followers.pop(next(iter(self._followers))))
+                open_latch(self._followers.pop(next(iter(self._followers))))
                 return
             wanted = self._watched > 0
         if wanted:
@@ -321,9 +302,23 @@ class SharedReader:
         with self._mutex:
             self._watched -= 1
 
+    def hurry(self) -> None:
+        """Has everything read as soon as it arrives, until `unhurry`; within a `watch`."""
+        with self._mutex:
+            self._hurried += 1
+        self._hurry.set()
+
+    def unhurry(self) -> None:
+        """Takes back a `hurry`."""
+        with self._mutex:
+            self._hurried -= 1
+            if not self._hurried:
+                self._hurry.clear()
+
     def stop(self) -> None:
         """Ends the thread, when the line is over."""
         self._wanted.set()
+        self._hurry.set()
 
     def _run(self) -> None:
         line = self._line
@@ -331,6 +326,9 @@ class SharedReader:
             self._wanted.wait()
             self._wanted.clear()
             while self._watched > 0 and not line.is_over:
+                led = self._led
+                if not self._hurry.wait(_LAZY_S) and (led != self._led or self._turn.locked()):
+                    continue
                 if not self._turn.acquire(blocking=False):
                     break  # whoever has it passes it on
                 try:

@@ -11,9 +11,9 @@ OBSERVER: Any = None
 """Given a side, an arity and a method, what counts its calls; see `rpctrace.patches`."""
 
 
-def watched(side: str, method: str) -> Any:
+def watched(side: str, arity: str, method: str) -> Any:
     """What counts the calls of a method at one side, None if nobody does."""
-    return None if OBSERVER is None else OBSERVER(side, "unary_unary", method)
+    return None if OBSERVER is None else OBSERVER(side, arity, method)
 
 
 def serialize(traced: Any, message: SentMessage, serializer: Any) -> Any:

@@ -19,120 +19,40 @@ import grpc
 from tensorwire.memory import Node, Peer, Region, RemoteRegion
 
 from ..attachment import CALLS, RpcAttachment
-from ..inbox import RefusedError
-from ..incoming import Reader
-from ..outgoing import CallLink, SentMessage, no_deadline
-from ..tensors import Holding
 from . import observed
-from .callbacks import Callbacks, call_all
+from .behavior import Performance
+from .callbacks import Callbacks
 from .context import CallContext, CallDetails, Caller
-from .deadlines import DEADLINES, Deadline
+from .deadlines import DEADLINES
 from .frames import (
     CALL,
     CANCEL,
+    CREDIT,
     GOAWAY,
     MESSAGE,
     MORE,
-    MOST_METADATA_BYTES,
-    NO_DEADLINE,
+    STREAM,
     WHOLE,
-    CallBody,
     Frame,
     FrameError,
-    Metadata,
-    Metadatum,
-    Number,
-    as_metadata,
-    end_frames,
-    head_frame,
     parse_call,
+    parse_credit,
     short_frame,
 )
 from .line import Line
 from .options import MessageLimits
+from .served import IncomingCall
 
 _LOG = logging.getLogger("tensorwire.rpc")
 _Code = grpc.StatusCode
 _MOST_BACKLOG = 256
 _LOOK_S = 0.001
-REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
-
-
-class IncomingCall:
-    """A call at its server, from its first frame to its last. Any thread may use it.
-
-    Args:
-        end: of the line it came by.
-        number: of the call.
-        body: of its first frame.
-    """
-
-    def __init__(self, end: ServerEnd, number: Number, body: CallBody) -> None:
-        self.number = number
-        self.method = body.method
-        self.metadata: Metadata = body.metadata + end.caller.user_agent
-        self.deadline: float | None = None
-        if body.timeout_us != NO_DEADLINE:
-            self.deadline = time.monotonic() + body.timeout_us / 1e6
-        self.pieces: list[bytes] = []
-        self.bytes = 0
-        self.whole = False
-        self._end = end
-        self._token = [True]
-        self._callbacks: list[Callable[[], None]] = []
-        self.alarm: Deadline | None = None
-
-    def is_active(self) -> bool:
-        """The call goes on."""
-        return bool(self._token)
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """See `grpc.RpcContext`."""
-        with self._end.mutex:
-            if not self._token:
-                return False
-            self._callbacks.append(callback)
-            return True
-
-    def send_head(self, initial: Metadata) -> bool:
-        """Sends initial metadata; False if the call does not go on."""
-        if not self._token:
-            return False
-        self._end.line.send((head_frame(self.number, initial),))
-        return True
-
-    def finish(self, frames: Sequence[bytes], *, reading: bool = False) -> None:
-        """Ends the call, unless it has ended.
-
-        Args:
-            frames: tell the client.
-            reading: this thread must not be held up.
-        """
-        with self._end.mutex:
-            if not self._token:
-                return
-            self._token.pop()
-            # Who finds it ended finds its slot free: the client may use that again.
-            self._end.forget(self)
-            callbacks, self._callbacks = self._callbacks, []
-        if self.alarm is not None:
-            self.alarm.action = None
-        if frames:
-            self._end.line.send(frames)
-        if callbacks:
-            (self._end.callbacks.call if reading else call_all)(callbacks)
-
-    def fail(self, code: grpc.StatusCode, details: str, *, reading: bool = False) -> None:
-        """Ends the call with a status of the server itself."""
-        self.finish(end_frames(self.number, code.value[0], details.encode()), reading=reading)
-
-    def cancel(self) -> None:
-        """Ends the call as its servicer wants."""
-        self.fail(_Code.CANCELLED, "CANCELLED")
-
-    def refuse(self) -> None:
-        """Lets the client make the call by grpcio; the servicer has not run."""
-        self.finish(end_frames(self.number, 0, refused=True), reading=True)
+_ARITIES = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
 
 
 class ServerEnd:
@@ -140,6 +60,7 @@ class ServerEnd:
 
     Attributes:
         line, caller, attachment: as given, or made of that.
+        limits: of messages.
         mutex: guards the state of calls.
         callbacks: for threads that must not be held up.
 
@@ -162,6 +83,7 @@ class ServerEnd:
     ) -> None:
         self.caller = caller
         self.attachment = attachment
+        self.limits = service.limits
         self.mutex = threading.Lock()
         self.callbacks = Callbacks()
         self._service = service
@@ -184,9 +106,9 @@ class ServerEnd:
         """Calls under way."""
         return len(self._calls)
 
-    def find(self, id: bytes) -> RpcAttachment | None:
-        """The attachment of an id: memory is of the line's own, and of no other one."""
-        return self.attachment if id == self.attachment.id else None
+    def send(self, frames: Sequence[bytes]) -> None:
+        """See `Line.send`."""
+        self.line.send(frames)
 
     def forget(self, call: IncomingCall) -> None:
         """A call has ended."""
@@ -196,28 +118,47 @@ class ServerEnd:
         """See `LineEnd`. Frames of calls that are over are on their way when that happens."""
         slot = frame.number[0]
         if frame.kind == CALL:
-            before = self._calls.get(slot)
-            if slot >= CALLS or (before is not None and before.number == frame.number):
-                raise FrameError(f"a call with the number {frame.number}")
-            if before is not None:  # one of the two was given up; its CANCEL is on its way, or was
-                if before.number[1] > frame.number[1]:
-                    return
-                before.finish((), reading=True)
-            body = parse_call(frame.body)
-            call = self._calls[slot] = IncomingCall(self, frame.number, body)
-            self._piece(call, body.piece, frame.flags)
+            self._begins(frame)
             return
         known = self._calls.get(slot)
         if known is not None and known.number != frame.number:
             known = None
         if frame.kind == CANCEL:
             if known is not None:
-                known.finish((), reading=True)
+                known.finish((), reading=True, cancelled=True)
         elif frame.kind == MESSAGE:
-            if known is not None:
+            if known is None:
+                return
+            if known.requests is None:
                 self._piece(known, frame.body, frame.flags)
+            else:
+                known.arrived(frame.body, frame.flags)
+        elif frame.kind == CREDIT:
+            if known is not None:
+                known.granted(parse_credit(frame.body))
         else:
             raise FrameError(f"a frame of kind {frame.kind} to a server")
+
+    def _begins(self, frame: Frame) -> None:
+        slot = frame.number[0]
+        before = self._calls.get(slot)
+        if slot >= CALLS or (before is not None and before.number == frame.number):
+            raise FrameError(f"a call with the number {frame.number}")
+        if before is not None:  # one of the two was given up; its CANCEL is on its way, or was
+            if before.number[1] > frame.number[1]:
+                return
+            before.finish((), reading=True, cancelled=True)
+        body = parse_call(frame.body)
+        flags = frame.flags & ~STREAM
+        takes_stream = flags != frame.flags
+        call = IncomingCall(self, frame.number, body, streams=not flags, takes_stream=takes_stream)
+        self._calls[slot] = call
+        if flags:
+            self._piece(call, body.piece, flags)
+        elif body.piece:
+            raise FrameError(f"the call {call.number} begins with a piece of nothing")
+        else:
+            self._service.begin(self, call)
 
     def _piece(self, call: IncomingCall, data: bytes, flags: int) -> None:
         if flags not in (MORE, WHOLE) or call.whole:
@@ -225,17 +166,15 @@ class ServerEnd:
         call.whole = flags == WHOLE
         call.pieces.append(data)
         call.bytes += len(data)
-        most = self._service.limits.receive_bytes
-        if 0 <= most < call.bytes:
-            text = f"SERVER: Received message larger than max ({call.bytes} vs. {most})"
-            call.fail(_Code.RESOURCE_EXHAUSTED, text, reading=True)
+        if 0 <= self.limits.receive_bytes < call.bytes:
+            call.too_long(call.bytes)
         elif flags == WHOLE:
             self._service.begin(self, call)
 
     def over(self, reason: str) -> None:
         """See `LineEnd`."""
         for call in list(self._calls.values()):
-            call.finish((), reading=True)
+            call.finish((), reading=True, cancelled=True)
         self.callbacks.stop()
 
     def go_away(self) -> None:
@@ -245,7 +184,7 @@ class ServerEnd:
     def cancel_all(self) -> None:
         """Ends all calls."""
         for call in list(self._calls.values()):
-            call.fail(_Code.UNAVAILABLE, "the server is stopped")
+            call.fail(_Code.UNAVAILABLE, "the server is stopped", cancelled=True)
 
     def close(self, *, lost: bool) -> None:
         """Ends it; calling it again does nothing."""
@@ -343,9 +282,16 @@ class Service:
         return None
 
     def begin(self, end: ServerEnd, call: IncomingCall) -> None:
-        """A call has its request: has it carried out. In the thread that reads."""
+        """Has a call carried out that has its request, or begins its requests.
+
+        In the thread that reads.
+        """
+        once = call.requests is None and not call.takes_stream  # the client can begin it again
         if self._stopping:
-            call.refuse()
+            if once:
+                call.refuse()
+            else:
+                call.fail(_Code.UNAVAILABLE, "the server is stopping", reading=True)
             return
         context = contextvars.Context()
         details = CallDetails(call.method, call.metadata)
@@ -358,8 +304,8 @@ class Service:
         if handler is None:
             call.fail(_Code.UNIMPLEMENTED, "Method not found!", reading=True)
             return
-        if handler.request_streaming or handler.response_streaming:
-            call.refuse()
+        if once and (handler.request_streaming or handler.response_streaming):
+            call.refuse()  # grpcio says what comes of that
             return
         with self._lock:
             if self._most is not None and self._running >= self._most:
@@ -370,9 +316,32 @@ class Service:
             call.fail(_Code.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", reading=True)
             return
         if call.deadline is not None:
-            late = partial(call.fail, _Code.DEADLINE_EXCEEDED, "Deadline Exceeded", reading=True)
+            late = partial(
+                call.fail,
+                _Code.DEADLINE_EXCEEDED,
+                "Deadline Exceeded",
+                reading=True,
+                cancelled=True,
+            )
             call.alarm = DEADLINES.add(call.deadline, late)
-        pool = getattr(handler.unary_unary, "experimental_thread_pool", None) or self._pool
+        submit = partial(self._submit, context, end, call, handler)
+        if call.requests is None or handler.request_streaming:
+            submit()
+        else:  # the first one of the stream is the only one
+            call.awaited.append(submit)
+            never = partial(self._never_ran, call)
+            if not call.add_callback(never):
+                never()
+
+    def _never_ran(self, call: IncomingCall) -> None:
+        """A call has ended; perhaps its only request has never come."""
+        if call.take_awaited() is not None:
+            self._ran()
+
+    def _submit(
+        self, context: contextvars.Context, end: ServerEnd, call: IncomingCall, handler: Any
+    ) -> None:
+        pool = _pool_of(handler) or self._pool
         try:
             pool.submit(context.run, self._run, end, call, handler)
         except RuntimeError as error:
@@ -385,107 +354,30 @@ class Service:
 
     def _run(self, end: ServerEnd, call: IncomingCall, handler: Any) -> None:
         """In a thread of the user's."""
-        traced = observed.watched("server", call.method)
+        arity = _ARITIES[handler.request_streaming, handler.response_streaming]
+        traced = observed.watched("server", arity, call.method)
         began_ns = 0 if traced is None else traced.begin()
-        answered = False
+        context = CallContext(end.caller, call)
+        performance = Performance(
+            end.attachment, call, context, handler, traced, self.limits.send_bytes
+        )
         try:
             if call.is_active():
-                answered = _carry_out(end, call, handler, traced, self.limits.send_bytes)
+                performance.run()
         except Exception as error:
             _LOG.exception("a call could not be carried out")
             call.fail(_Code.INTERNAL, f"the call could not be carried out: {error}")
         finally:
             if traced is not None:
-                traced.ended(began_ns, "answered" if answered else "not answered")
+                outcome = "answered" if performance.answered else "not answered"
+                traced.ended(began_ns, "over" if handler.response_streaming else outcome)
             self._ran()
 
 
-def _carry_out(
-    end: ServerEnd, call: IncomingCall, handler: Any, traced: Any, most_bytes: int
-) -> bool:
-    """Runs the servicer and ends the call; True if it has a response."""
-    context = CallContext(end.caller, call)
-    holdings: list[Holding] = []
-    request = _request(end, call, handler, holdings, traced)
-    if request is None:
-        return False
-    try:
-        response = handler.unary_unary(request, context)
-    except Exception as error:
-        if context.aborted:
-            _finish(call, context, _Code.UNKNOWN, "RPC Aborted")
-        elif error not in context.given_up:
-            try:
-                details = f"Exception calling application: {error}"
-            except Exception:
-                details = "Calling application raised unprintable Exception!"
-            _LOG.exception(details)
-            _finish(call, context, _Code.UNKNOWN, details)
-        return False
-    del request
-    for holding in holdings:
-        holding.look()  # the servicer has the message no longer, unless it keeps it
-    remaining = no_deadline if call.deadline is None else context.time_remaining
-    link = CallLink(end.attachment, call.number, remaining, call.is_active)
-    outgoing = SentMessage(response, link, last=True)
-    try:
-        data = observed.serialize(traced, outgoing, handler.response_serializer)
-    except Exception:
-        _LOG.exception("a response could not be serialized")
-        data = None
-    if not isinstance(data, bytes):
-        _finish(call, context, _Code.INTERNAL, "Failed to serialize response!")
-        return False
-    if 0 <= most_bytes < len(data):
-        text = f"SERVER: Sent message larger than max ({len(data)} vs. {most_bytes})"
-        _finish(call, context, _Code.RESOURCE_EXHAUSTED, text)
-        return False
-    _finish(call, context, _Code.OK, "", data)
-    return True
-
-
-def _request(
-    end: ServerEnd, call: IncomingCall, handler: Any, holdings: list[Holding], traced: Any
-) -> Any:
-    """The user's request; None if there is none, and the call has ended."""
-    data = call.pieces[0] if len(call.pieces) == 1 else b"".join(call.pieces)
-    call.pieces = []
-    reader = Reader(handler.request_deserializer)
-    request = None
-    try:
-        if traced is not None:
-            read = partial(reader.read, find=end.find, holdings=holdings)
-            request = traced.deserialize(read, data, protocol="runtime")
-        else:
-            request = reader.read(data, end.find, holdings)
-    except RefusedError as error:
-        text = f"payload that is not where the message says: {error}"
-        code = _Code.INVALID_ARGUMENT.value[0]
-        call.finish(end_frames(call.number, code, text.encode(), trailing=(REFUSED_PAYLOAD,)))
-        return None
-    except Exception:
-        _LOG.exception("a request could not be deserialized")
-    if request is None:
-        call.fail(_Code.INTERNAL, "Exception deserializing request!")
-    return request
-
-
-def _finish(
-    call: IncomingCall,
-    context: CallContext,
-    code: grpc.StatusCode,
-    details: str,
-    message: bytes | None = None,
-) -> None:
-    """Ends a call as its servicer has said, or else with a status."""
-    number, text = context.status(code, details)
-    trailing = as_metadata(context.trailing_metadata(), reserved=True)
-    if trailing is None:
-        number, trailing, message = _Code.INTERNAL.value[0], (), None
-        text = b"the trailing metadata of the servicer are not valid, or too long"
-    if len(text) > MOST_METADATA_BYTES:
-        number, message = _Code.RESOURCE_EXHAUSTED.value[0], None
-        text = b"the details of the status are too long"
-    if number != 0:
-        message = None
-    call.finish(end_frames(call.number, number, text, (), trailing, message))
+def _pool_of(handler: Any) -> Any:
+    """The threads that a behavior wants for itself, None if it wants none."""
+    for name in _ARITIES.values():
+        behavior = getattr(handler, name)
+        if behavior is not None:
+            return getattr(behavior, "experimental_thread_pool", None)
+    return None

@@ -1,0 +1,234 @@
+"""Runs the servicer of a call, of whichever arity, in a thread of the user's.
+
+The order of things, what they raise and what it is called are grpcio's: see its `_server.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from ..attachment import RpcAttachment
+from ..inbox import RefusedError
+from ..incoming import Reader
+from ..outgoing import CallLink, SentMessage, no_deadline
+from ..tensors import Holding
+from . import observed
+from .context import CallContext
+from .flow import Waiter
+from .frames import MOST_METADATA_BYTES, Metadatum, as_metadata, end_frames
+from .served import IncomingCall
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_Code = grpc.StatusCode
+REFUSED_PAYLOAD = Metadatum("tensorwire-refused", "1")
+
+
+class Performance:
+    """One call and its servicer. One thread at a time, but for responses that are called back.
+
+    Args:
+        attachment: of the line.
+        call: what came.
+        context: for the servicer.
+        handler: the user's.
+        traced: what counts messages, None if nobody does.
+        most_bytes: of a response; negative for no limit.
+    """
+
+    def __init__(
+        self,
+        attachment: RpcAttachment,
+        call: IncomingCall,
+        context: CallContext,
+        handler: Any,
+        traced: Any,
+        most_bytes: int,
+    ) -> None:
+        self._attachment = attachment
+        self.call = call
+        self.context = context
+        self.handler = handler
+        self._traced = traced
+        self._most_bytes = most_bytes
+        self._reader = Reader(handler.request_deserializer)
+        remaining = no_deadline if call.deadline is None else context.time_remaining
+        self._link = CallLink(attachment, call.number, remaining, call.is_active)
+        self.answered = False
+
+    def find(self, id: bytes) -> RpcAttachment | None:
+        """The attachment of an id: memory is of the line's own, and of no other one."""
+        return self._attachment if id == self._attachment.id else None
+
+    def run(self) -> None:
+        """Runs the servicer and ends the call, unless responses are called back."""
+        handler = self.handler
+        holdings: list[Holding] = []
+        request: Any = None
+        if handler.request_streaming:
+            request = self._single() if self.call.requests is None else RequestIterator(self)
+            behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        else:
+            request = self.deserialize(self.call.only_request(), holdings)
+            if request is None:
+                return
+            behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        more: tuple[Any, ...] = ()
+        calls_back = handler.response_streaming and getattr(
+            behavior, "experimental_non_blocking", False
+        )
+        if handler.response_streaming:
+            self.call.stream_responses()
+            if calls_back:
+                more = (self.respond,)
+        try:
+            response = behavior(request, self.context, *more)
+        except Exception as error:
+            self._failed(error, "calling application")
+            return
+        del request
+        for holding in holdings:
+            holding.look()  # the servicer has the message no longer, unless it keeps it
+        if not handler.response_streaming:
+            self._respond_once(response)
+        elif not calls_back:
+            self._respond_all(response)
+
+    def _single(self) -> Iterator[Any]:
+        request = self.deserialize(self.call.only_request())
+        if request is not None:
+            yield request
+
+    def _failed(self, error: Exception, what: str) -> None:
+        if self.context.aborted:
+            self.finish(_Code.UNKNOWN, "RPC Aborted")
+        elif error not in self.context.given_up:
+            try:
+                details = f"Exception {what}: {error}"
+            except Exception:
+                details = "Calling application raised unprintable Exception!"
+            _LOG.exception(details)
+            self.finish(_Code.UNKNOWN, details)
+
+    def deserialize(self, data: bytes, holdings: list[Holding] | None = None) -> Any:
+        """The user's request; None if there is none, and the call has ended."""
+        request = None
+        try:
+            if self._traced is not None:
+                read = partial(self._reader.read, find=self.find, holdings=holdings)
+                request = self._traced.deserialize(read, data, protocol="runtime")
+            else:
+                request = self._reader.read(data, self.find, holdings)
+        except RefusedError as error:
+            text = f"payload that is not where the message says: {error}"
+            code = _Code.INVALID_ARGUMENT.value[0]
+            number = self.call.number
+            self.call.finish(end_frames(number, code, text.encode(), trailing=(REFUSED_PAYLOAD,)))
+            return None
+        except Exception:
+            _LOG.exception("a request could not be deserialized")
+        if request is None:
+            self.call.fail(_Code.INTERNAL, "Exception deserializing request!")
+        return request
+
+    def serialize(self, response: Any) -> bytes | None:
+        """The bytes of a response; None if there are none, and the call has ended."""
+        message = SentMessage(response, self._link, last=True)
+        try:
+            data = observed.serialize(self._traced, message, self.handler.response_serializer)
+        except Exception:
+            _LOG.exception("a response could not be serialized")
+            data = None
+        if not isinstance(data, bytes):
+            self.finish(_Code.INTERNAL, "Failed to serialize response!")
+            return None
+        if 0 <= self._most_bytes < len(data):
+            text = f"SERVER: Sent message larger than max ({len(data)} vs. {self._most_bytes})"
+            self.finish(_Code.RESOURCE_EXHAUSTED, text)
+            return None
+        return data
+
+    def _respond_once(self, response: Any) -> None:
+        data = self.serialize(response)
+        if data is None:
+            return
+        if self.call.takes_stream:  # and gives credits
+            self.call.stream_responses()
+            if self.call.send_message(data):
+                self.finish(_Code.OK, "")
+        else:
+            self.finish(_Code.OK, "", data)
+        self.answered = True
+
+    def _respond_all(self, responses: Any) -> None:
+        while True:
+            try:
+                response = next(responses)
+            except StopIteration:
+                response = None
+            except Exception as error:
+                self._failed(error, "iterating responses")
+                return
+            self.respond(response)
+            if response is None or not self.call.is_active():
+                return
+
+    def respond(self, response: Any) -> None:
+        """Sends one of several responses; None: there are no more."""
+        if response is None:
+            self.finish(_Code.OK, "")
+            self.answered = True
+            return
+        data = self.serialize(response)
+        if data is not None:
+            self.call.send_message(data)
+
+    def finish(self, code: grpc.StatusCode, details: str, message: bytes | None = None) -> None:
+        """Ends the call as its servicer has said, or else with a status."""
+        number, text = self.context.status(code, details)
+        trailing = as_metadata(self.context.trailing_metadata(), reserved=True)
+        if trailing is None:
+            number, trailing, message = _Code.INTERNAL.value[0], (), None
+            text = b"the trailing metadata of the servicer are not valid, or too long"
+        if len(text) > MOST_METADATA_BYTES:
+            number, message = _Code.RESOURCE_EXHAUSTED.value[0], None
+            text = b"the details of the status are too long"
+        if number != 0:
+            message = None
+        self.call.finish(end_frames(self.call.number, number, text, (), trailing, message))
+
+
+class RequestIterator:
+    """The requests of a stream, for the servicer; waits for each."""
+
+    def __init__(self, performance: Performance) -> None:
+        self._performance = performance
+
+    def __iter__(self) -> RequestIterator:
+        return self
+
+    def __next__(self) -> Any:
+        call = self._performance.call
+        taken = call.request()
+        while isinstance(taken, Waiter):
+            taken.block()
+            taken = call.request()
+        if taken is None or not call.is_active():
+            if call.cancelled:
+                error = grpc.RpcError()
+                self._performance.context.given_up.append(error)
+                raise error
+            raise StopIteration
+        try:
+            request = self._performance.deserialize(taken)
+        finally:
+            call.settle()
+        if request is None:
+            raise StopIteration
+        return request
+
+    next = __next__

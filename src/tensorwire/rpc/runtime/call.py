@@ -1,0 +1,526 @@
+"""Calls of a client that go by a line, as grpcio's callers know them.
+
+An answer is read by the thread that waits for it. What becomes of a call is decided once, by
+whoever takes its token: its answer, its deadline, a cancellation or the end of the line.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+import grpc
+
+from ..janitor import JANITOR
+from .callbacks import Callbacks
+from .deadlines import DEADLINES, Deadline
+from .flow import Inflow, Outflow, TooLongError, Waiter
+from .frames import (
+    CANCEL,
+    MORE,
+    REFUSED,
+    WHOLE,
+    EndBody,
+    Frame,
+    FrameError,
+    Metadata,
+    Number,
+    credit_frame,
+    parse_end,
+    short_frame,
+)
+from .line import SharedReader
+from .options import MessageLimits
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_LOOK_S = 0.005
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Client(Protocol):
+    """What calls need of their client.
+
+    Attributes:
+        reader: lets them wait.
+        limits: of messages.
+        mutex: guards lists of callbacks.
+        callbacks: the thread that calls them.
+    """
+
+    reader: SharedReader
+    limits: MessageLimits
+    mutex: threading.Lock
+    callbacks: Callbacks
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends frames; nobody waits for it."""
+
+    def forget(self, call: RuntimeCall) -> None:
+        """A call has ended, or goes on by grpcio."""
+
+    def keep(self, call: RuntimeCall) -> None:
+        """A call goes on though its caller may forget it."""
+
+    def unkeep(self, call: RuntimeCall) -> None:
+        """A call has ended, after `finish`."""
+
+
+class RuntimeCall(Waiter, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
+    """A call with one response: what `future` and `with_call` give back, and what is raised.
+
+    Args:
+        client: whose call it is.
+        number: of the call.
+        deadline: of time.monotonic, None if it has none.
+        deserialize: makes the response of bytes.
+        ended: told once how the call has ended: its code, None if it was not carried out.
+        again: makes the call by grpcio, and gives back its future, if the server refuses to carry
+            it out here. None: whoever waits for it does that, see `refused`.
+        outflow: of its requests, if they are a stream.
+
+    Attributes:
+        outflow: as given.
+        refused: it has ended because the server refuses to carry it out here.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        number: Number,
+        deadline: float | None,
+        deserialize: Callable[[bytes], Any],
+        ended: Callable[[grpc.StatusCode | None], None],
+        again: Callable[[], Any] | None = None,
+        outflow: Outflow | None = None,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.outflow = outflow
+        self.refused = False
+        self._client = client
+        self._deadline = deadline
+        self._deserialize = deserialize
+        self._ended: Callable[[grpc.StatusCode | None], None] | None = ended
+        self._again = again
+        self._second: Any = None
+        self._token = [True]
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._whole = False
+        self._initial: Metadata | None = None
+        self._trailing: Metadata = ()
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._response: Any = None
+        self._cancelled = False
+        self._callbacks: list[Callable[[], None]] | None = []
+        self._alarm: Deadline | None = None
+        self._unattended = False
+        self._hurries = False
+
+    # What arrives.
+
+    def head(self, initial: Metadata) -> None:
+        """Initial metadata came ahead."""
+        if self._initial is None:
+            self._initial = initial
+
+    def message(self, frame: Frame) -> None:
+        """A piece of the response came ahead of the end."""
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        if self._whole:
+            return  # of one response too many, which grpcio does not look at either
+        self._piece(frame.body)
+        self._whole = frame.flags == WHOLE
+
+    def _piece(self, data: bytes) -> bool:
+        """A piece of the response; False if it is longer than it may be, which ends the call."""
+        self._bytes += len(data)
+        if 0 <= self._client.limits.receive_bytes < self._bytes:
+            self._too_long(self._bytes)
+            return False
+        self._pieces.append(data)
+        return True
+
+    def _too_long(self, size: int) -> None:
+        most = self._client.limits.receive_bytes
+        self.end_here(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"CLIENT: Received message larger than max ({size} vs. {most})",
+        )
+
+    def granted(self, size_bytes: int) -> None:
+        """The server has taken so much of the requests."""
+        if self.outflow is not None:
+            self.outflow.grant(size_bytes)
+
+    def answered(self, frame: Frame) -> None:
+        """The server has ended the call."""
+        if frame.flags & REFUSED:
+            self._refused()
+            return
+        body = parse_end(frame.body)
+        code, details = _status(body)
+        if frame.flags & WHOLE and not self._whole:
+            if not self._piece(body.piece):
+                return
+            self._whole = True
+        response = None
+        if code is grpc.StatusCode.OK:
+            if not self._whole:
+                code, details = grpc.StatusCode.INTERNAL, "the server sent no response"
+            else:
+                pieces = self._pieces
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                response = self._message_of(data)
+                if response is None:
+                    code = grpc.StatusCode.INTERNAL
+                    details = "Exception deserializing response!"
+        self.conclude(code, details, body.initial, body.trailing, response)
+
+    def _message_of(self, data: bytes) -> Any:
+        """The user's response; None if it cannot be deserialized."""
+        try:
+            return self._deserialize(data)
+        except Exception:
+            _LOG.exception("a response could not be deserialized")
+            return None
+
+    def conclude(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        initial: Metadata = (),
+        trailing: Metadata = (),
+        response: Any = None,
+        *,
+        cancelled: bool = False,
+    ) -> bool:
+        """Ends the call; False if it had ended."""
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        self._client.forget(self)
+        if self._initial is None:
+            self._initial = initial
+        self._trailing, self._response, self._cancelled = trailing, response, cancelled
+        self._details = details
+        self._pieces = []
+        if self._alarm is not None:
+            self._alarm.action = None
+        self._stop_messages()
+        self._tell(code)
+        self._code = code
+        with self._client.mutex:
+            callbacks, self._callbacks = self._callbacks, None
+        self.finish()
+        self._client.unkeep(self)
+        if self._unattended:
+            self._client.reader.unwatch()
+            if self._hurries:
+                self._client.reader.unhurry()
+        if callbacks:
+            self._client.callbacks.call(callbacks)
+        return True
+
+    def _stop_messages(self) -> None:
+        """The call has ended: nobody waits for messages, nor to send them, any more."""
+        if self.outflow is not None:
+            self.outflow.close()
+
+    def _tell(self, code: grpc.StatusCode | None) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(code)
+
+    def _refused(self) -> None:
+        if self.outflow is not None:  # requests cannot be sent again
+            self.conclude(grpc.StatusCode.UNAVAILABLE, "the server refuses the call")
+            return
+        if self._again is not None:
+            self._client.forget(self)
+            self._tell(None)
+            self._client.callbacks.call([self._make_again])
+            return
+        try:
+            self._token.pop()
+        except IndexError:
+            return
+        self._client.forget(self)
+        self._tell(None)
+        self.refused = True
+        self.finish()
+
+    def _make_again(self) -> None:
+        assert self._again is not None
+        try:
+            second = self._again()
+        except Exception as error:
+            self.conclude(grpc.StatusCode.UNAVAILABLE, f"the channel is closed: {error}")
+            return
+        self._second = second
+        if self._token:
+            second.add_done_callback(self._take_over)
+        else:
+            second.cancel()
+
+    def _take_over(self, second: Any) -> None:
+        code = second.code()
+        response = second.result() if code is grpc.StatusCode.OK else None
+        self.conclude(
+            code,
+            second.details(),
+            second.initial_metadata(),
+            second.trailing_metadata(),
+            response,
+            cancelled=second.cancelled(),
+        )
+
+    def end_here(self, code: grpc.StatusCode, details: str, *, cancelled: bool = False) -> bool:
+        """Ends the call at this end, and tells the server."""
+        if not self.conclude(code, details, cancelled=cancelled):
+            return False
+        if self._second is not None:
+            self._second.cancel()
+            return True
+        self._client.send((short_frame(CANCEL, self.number),))
+        return True
+
+    def leave_to_grpcio(self) -> None:
+        """It has not begun, and will not."""
+        if self._token:
+            self._token.pop()
+            self._tell(None)
+
+    def deadline_passed(self) -> None:
+        """Ends the call because its time is over."""
+        self.end_here(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def leave_unattended(self) -> None:
+        """Lets it end though nobody waits for it. To be called before it begins."""
+        self._unattended = True
+        self._client.reader.watch()
+        if self._deadline is not None:
+            late = weakref.WeakMethod(self.deadline_passed)
+            self._alarm = DEADLINES.add(self._deadline, partial(_call_weakly, late))
+
+    def __del__(self) -> None:
+        # As in grpcio, a call that is forgotten is cancelled. Not in this thread, which may be
+        # anywhere, with any lock.
+        if self._token:
+            JANITOR.soon(self.cancel)
+
+    def wait(self, timeout_s: float | None = None, *, blocking: bool = False) -> bool:
+        """Waits until it has ended; True if it has.
+
+        Args:
+            timeout_s: None waits for ever.
+            blocking: this is the only thread that has the call.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._client.reader.wait(self, until, whole=blocking)
+
+    def wait_blocking(self) -> bool:
+        """Waits for a call that nobody else has, until its deadline at most.
+
+        Returns:
+            False: it has to be made by grpcio, because the server refuses to carry it out here.
+        """
+        try:
+            # Whoever sends the requests may end it too.
+            whole = self.outflow is None
+            if not self._client.reader.wait(self, self._deadline, whole=whole):
+                self.deadline_passed()
+                while not self.finished:  # it is ending at this moment
+                    self.wait(1.0)
+        except BaseException:
+            self.end_here(grpc.StatusCode.CANCELLED, "the caller was interrupted", cancelled=True)
+            raise
+        return not self.refused
+
+    # grpc.RpcContext, grpc.Call
+
+    def is_active(self) -> bool:
+        return self._code is None
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        with self._client.mutex:
+            if self._callbacks is None:
+                return False
+            self._callbacks.append(callback)
+            hurries = self._unattended and not self._hurries
+            self._hurries = self._hurries or hurries
+            if hurries:  # nobody is to wait for it
+                self._client.reader.hurry()
+        self._client.keep(self)  # until it has been called
+        return True
+
+    def initial_metadata(self) -> Any:
+        while self._initial is None and not self.finished:
+            self.wait(_LOOK_S)
+        return self._initial
+
+    def trailing_metadata(self) -> Any:
+        self.wait()
+        return self._trailing
+
+    def code(self) -> Any:
+        self.wait()
+        return self._code
+
+    def details(self) -> Any:
+        self.wait()
+        return self._details
+
+    def debug_error_string(self) -> str:
+        """What grpcio's objects have too: the status once more."""
+        self.wait()
+        return f"tensorwire: {self._details}"
+
+    # grpc.Future
+
+    def cancel(self) -> bool:
+        return self.end_here(
+            grpc.StatusCode.CANCELLED, "Locally cancelled by application!", cancelled=True
+        )
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def running(self) -> bool:
+        return self._code is None
+
+    def done(self) -> bool:
+        return self._code is not None
+
+    def _outcome(self, timeout: float | None) -> Any:
+        if not self.finished and not self.wait(timeout):
+            raise grpc.FutureTimeoutError()
+        if self._cancelled:
+            raise grpc.FutureCancelledError()
+        return None if self._code is grpc.StatusCode.OK else self
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self._outcome(timeout)
+        if error is None:
+            return self._response
+        raise error
+
+    def exception(self, timeout: float | None = None) -> Any:
+        return self._outcome(timeout)
+
+    def traceback(self, timeout: float | None = None) -> TracebackType | None:
+        error = self._outcome(timeout)
+        if error is None:
+            return None
+        try:
+            raise error
+        except grpc.RpcError:
+            return sys.exc_info()[2]
+
+    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
+        if not self.add_callback(partial(fn, self)):
+            fn(self)
+
+    def __repr__(self) -> str:
+        if self._code is None:
+            return f"<{type(self).__name__} object>"
+        text = f"<{type(self).__name__} of RPC that terminated with:\n\tstatus = {self._code}\n"
+        return f'{text}\tdetails = "{self._details}"\n>'
+
+    __str__ = __repr__
+
+
+class StreamCall(RuntimeCall):
+    """A call with a stream of responses, which is their iterator too.
+
+    Args: as of `RuntimeCall`.
+    """
+
+    def __init__(self, client: Client, *given: Any, **named: Any) -> None:
+        super().__init__(client, *given, **named)
+        self._inflow = Inflow(client.limits.receive_bytes)
+        self._end: tuple[grpc.StatusCode, str, Metadata, Metadata] | None = None
+
+    def message(self, frame: Frame) -> None:
+        if frame.flags not in (MORE, WHOLE):
+            raise FrameError(f"a piece of a response with the flags {frame.flags}")
+        self.head(())
+        self._add(frame.body, frame.flags)
+
+    def _add(self, data: bytes, flags: int) -> bool:
+        try:
+            credit = self._inflow.add(data, flags)
+        except TooLongError as error:
+            self._too_long(error.args[0])
+            return False
+        if credit:
+            self._client.send((credit_frame(self.number, credit),))
+        return True
+
+    def answered(self, frame: Frame) -> None:
+        body = parse_end(frame.body)
+        code, details = _status(body)
+        if frame.flags & REFUSED:
+            code, details = grpc.StatusCode.UNAVAILABLE, "the server refuses the call"
+        elif frame.flags & WHOLE and not self._add(body.piece, WHOLE):
+            return
+        self.head(body.initial)
+        self._end = code, details, body.initial, body.trailing
+        # As in grpcio, a stream ends when all that came before its end is taken.
+        if self._inflow.close(drop=False):
+            self.conclude(*self._end)
+
+    def _stop_messages(self) -> None:
+        super()._stop_messages()
+        self._inflow.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        taken = self._inflow.take()
+        while isinstance(taken, Waiter):
+            self._client.reader.wait(taken, None)
+            taken = self._inflow.take()
+        if taken is None:
+            self.wait()
+            if self._code is grpc.StatusCode.OK:
+                raise StopIteration
+            raise self
+        response = self._message_of(taken)
+        credit, was_last = self._inflow.settle()
+        if response is None:
+            self.end_here(grpc.StatusCode.INTERNAL, "Exception deserializing response!")
+            raise self
+        if credit:
+            self._client.send((credit_frame(self.number, credit),))
+        if was_last and self._end is not None:
+            self.conclude(*self._end)
+        return response
+
+    next = __next__
+
+
+def _status(body: EndBody) -> tuple[grpc.StatusCode, str]:
+    code = _CODES.get(body.code)
+    if code is None:
+        return grpc.StatusCode.UNKNOWN, f"the server sent the unknown code {body.code}"
+    return code, body.details
+
+
+def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (strong := method()) is not None:
+        strong()

@@ -1,0 +1,244 @@
+"""How much of a stream may be under way: what one end may send, and what the other has to take.
+
+Each direction of a call that streams has a window of so many bytes. What arrives and is not taken
+uses it up, so a slow reader bounds memory at both ends; what is taken opens it again, by credits
+that travel back. A message that is longer than the window arrives while somebody waits for it, or
+is next in turn. Knows neither lines nor threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from .frames import LAST, MORE, WHOLE, FrameError
+
+WINDOW_BYTES = 1 << 18
+_OVERHEAD_BYTES = 64  # so that messages of no bytes use up the window too
+_TELL_BYTES = WINDOW_BYTES // 4
+
+
+class TooLongError(Exception):
+    """A message is longer than it may be; the argument is its size so far, in bytes."""
+
+
+class Waiter:
+    """Something that threads wait for, such as the end of a call; an arriving frame ends it.
+
+    Attributes:
+        finished: it has come about.
+        latches: of the threads that wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.latches: list[threading.Lock] = []
+
+    def finish(self) -> None:
+        """Wakes all who wait for it, because it has come about."""
+        self.finished = True
+        for latch in list(self.latches):
+            open_latch(latch)
+
+    def block(self) -> None:
+        """Sleeps until another thread finishes it."""
+        latch = threading.Lock()
+        latch.acquire()
+        self.latches.append(latch)
+        if not self.finished:  # whoever finishes it from here on finds the latch
+            latch.acquire()
+
+
+def open_latch(latch: threading.Lock) -> None:
+    """Lets whoever waits for a latch go on; an open one stays open."""
+    try:
+        latch.release()
+    except RuntimeError:
+        pass
+
+
+NewWaiter = Callable[[], Waiter]
+
+
+class Outflow:
+    """What may be sent in one direction of a call. Any thread may use it.
+
+    Args:
+        limited: False: the other end takes one message, of any length, and gives no credits.
+    """
+
+    def __init__(self, *, limited: bool = True) -> None:
+        self._lock = threading.Lock()
+        self._left = WINDOW_BYTES
+        self._limited = limited
+        self._waiter: Waiter | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """The call is over."""
+        return self._closed
+
+    def reserve(self, size_bytes: int, new: NewWaiter = Waiter) -> Waiter | None:
+        """Takes room for a frame; None: it is taken, else what to wait for before asking again."""
+        with self._lock:
+            if self._left > 0 or self._closed or not self._limited:
+                self._left -= size_bytes + _OVERHEAD_BYTES
+                return None
+            if self._waiter is None:
+                self._waiter = new()
+            return self._waiter
+
+    def grant(self, size_bytes: int) -> None:
+        """The other end has taken so much.
+
+        Raises:
+            FrameError: it has taken more than was sent.
+        """
+        with self._lock:
+            self._left += size_bytes
+            if self._left > WINDOW_BYTES and self._limited and not self._closed:
+                raise FrameError(f"a credit of {size_bytes} bytes for what was not sent")
+            if self._left <= 0:
+                return
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.finish()
+
+    def close(self) -> None:
+        """Nobody waits any more: the call is over."""
+        with self._lock:
+            self._closed = True
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.finish()
+
+
+class Inflow:
+    """The messages that have arrived in one direction of a call, until they are taken.
+
+    Any thread may use it; one takes at a time.
+
+    Args:
+        most_bytes: of a message; negative for no limit.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._most_bytes = most_bytes
+        self._messages: deque[tuple[list[bytes], int]] = deque()
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._cost = 0
+        self._open = WINDOW_BYTES
+        self._owed = 0
+        self._waiter: Waiter | None = None
+        self._ended = False
+        self._discards = False
+        self._taking = False
+
+    def add(self, data: bytes, flags: int) -> int:
+        """What has arrived: a piece of a message, or LAST.
+
+        Returns:
+            The credit that is to be sent now, in bytes; 0 for none.
+
+        Raises:
+            FrameError: more has arrived than there was credit for, or behind the last message.
+            TooLongError: the message is longer than it may be.
+        """
+        if flags not in (MORE, WHOLE, LAST):
+            raise FrameError(f"a piece of a stream with the flags {flags}")
+        waiter = None
+        with self._lock:
+            if self._ended and not self._discards:
+                raise FrameError("a message behind the last one")
+            if flags == LAST:
+                if self._pieces or data:
+                    raise FrameError("a stream that ends in the middle of a message")
+                self._ended = True
+                waiter, self._waiter = self._waiter, None
+            else:
+                if self._open <= 0:
+                    raise FrameError("more of a stream than there was credit for")
+                cost = len(data) + _OVERHEAD_BYTES
+                self._open -= cost
+                if self._discards:
+                    self._owed += cost
+                    return self._credit()
+                self._pieces.append(data)
+                self._bytes += len(data)
+                self._cost += cost
+                if 0 <= self._most_bytes < self._bytes:
+                    raise TooLongError(self._bytes)
+                if flags == WHOLE:
+                    self._messages.append((self._pieces, self._cost))
+                    self._pieces, self._bytes, self._cost = [], 0, 0
+                    waiter, self._waiter = self._waiter, None
+                elif not self._messages:  # it is the next one in turn, however long it is
+                    self._owed, self._cost = self._owed + self._cost, 0
+            credit = self._credit()
+        if waiter is not None:
+            waiter.finish()
+        return credit
+
+    def take(self, new: NewWaiter = Waiter) -> bytes | Waiter | None:
+        """The next message; what to wait for before asking again; None: there are no more.
+
+        Whoever has got a message calls `settle` when it is of use, or is not.
+        """
+        with self._lock:
+            if self._messages:
+                pieces, cost = self._messages.popleft()
+                self._owed += cost
+                self._taking = True
+                if not self._messages:
+                    self._owed, self._cost = self._owed + self._cost, 0
+            elif self._ended:
+                return None
+            else:
+                if self._waiter is None:
+                    self._waiter = new()
+                return self._waiter
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def settle(self) -> tuple[int, bool]:
+        """The message that was taken last is done with.
+
+        Returns:
+            The credit that is to be sent now, in bytes; and whether that was the last message.
+        """
+        with self._lock:
+            self._taking = False
+            return self._credit(), self._ended and not self._messages
+
+    def _credit(self) -> int:
+        owed = self._owed
+        if owed < _TELL_BYTES:
+            return 0
+        self._owed = 0
+        self._open += owed
+        return owed
+
+    def discard(self) -> None:
+        """Drops what arrives from now on."""
+        with self._lock:
+            self._discards = True
+
+    def close(self, *, drop: bool = True) -> bool:
+        """Nothing more arrives; True if nothing is left to be taken, or to be settled.
+
+        Args:
+            drop: what was not taken will not be.
+        """
+        with self._lock:
+            self._ended = self._discards = True
+            if drop:
+                self._messages.clear()
+            self._pieces = []
+            waiter, self._waiter = self._waiter, None
+            drained = not self._messages and not self._taking
+        if waiter is not None:
+            waiter.finish()
+        return drained

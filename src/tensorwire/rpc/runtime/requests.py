@@ -1,0 +1,149 @@
+"""The requests of a call that streams them: taken from the user's iterator, in a thread, and sent.
+
+The thread keeps the call only weakly, so that a call that is forgotten is cancelled, as in grpcio.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import grpc
+
+from ..outgoing import CallLink, SentMessage
+from . import observed
+from .call import Client, RuntimeCall
+from .flow import Outflow
+from .frames import HEADER, Number, last_frame, message_frames
+
+_LOG = logging.getLogger("tensorwire.rpc")
+_KEEP_S = 2.0
+
+
+class Threads:
+    """Threads for work that may block, each used again if there is more within two seconds."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._idle = 0
+
+    def forked(self) -> None:
+        """In a forked child, where the threads are not."""
+        self._begin()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Has it done by a thread of its own."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                self._queue.put(work)
+                return
+        threading.Thread(
+            target=self._run, args=(work,), name="tensorwire-rpc-requests", daemon=True
+        ).start()
+
+    def _run(self, work: Callable[[], object] | None) -> None:
+        queue = self._queue
+        while work is not None:
+            try:
+                contextvars.Context().run(work)
+            except Exception:
+                _LOG.exception("sending requests failed")
+            work = None
+            with self._lock:
+                self._idle += 1
+            try:
+                work = queue.get(timeout=_KEEP_S)
+            except Empty:
+                with self._lock:
+                    if self._idle:  # nobody counts on this one
+                        self._idle -= 1
+                        return
+                work = queue.get()
+
+
+THREADS = Threads()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=THREADS.forked)
+
+
+class RequestSender:
+    """Sends the requests of one call.
+
+    Args:
+        client: by which it goes.
+        call: with an `outflow`.
+        link: of the call.
+        serializer: the user's.
+        traced: what counts messages, None if nobody does.
+    """
+
+    def __init__(
+        self, client: Client, call: RuntimeCall, link: CallLink, serializer: Any, traced: Any
+    ) -> None:
+        assert call.outflow is not None
+        self._client = client
+        self._call = weakref.ref(call)
+        self._number: Number = call.number
+        self._outflow: Outflow = call.outflow
+        self._link = link
+        self._serializer = serializer
+        self._traced = traced
+
+    def run(self, requests: Iterator[Any]) -> None:
+        """Sends all of them, and that there are no more; ends early with the call."""
+        while True:
+            try:
+                request = next(requests)
+            except StopIteration:
+                break
+            except Exception:
+                _LOG.exception("Exception iterating requests!")
+                self._abort(grpc.StatusCode.UNKNOWN, "Exception iterating requests!")
+                return
+            if self._outflow.closed or not self._send(request):
+                return
+            del request
+        if not self._outflow.closed:
+            self._client.send((last_frame(self._number),))
+
+    def _send(self, request: Any) -> bool:
+        """Sends one; False if the call is over."""
+        message = SentMessage(request, self._link, last=True)
+        try:
+            data = observed.serialize(self._traced, message, self._serializer)
+        except Exception:
+            _LOG.exception("a request could not be serialized")
+            data = None
+        if not isinstance(data, bytes):
+            self._abort(grpc.StatusCode.INTERNAL, "Exception serializing request!")
+            return False
+        most = self._client.limits.send_bytes
+        if 0 <= most < len(data):
+            text = f"CLIENT: Sent message larger than max ({len(data)} vs. {most})"
+            self._abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            return False
+        outflow = self._outflow
+        for frame in message_frames(self._number, data):
+            while (waiter := outflow.reserve(len(frame) - HEADER.size)) is not None:
+                self._client.reader.wait(waiter, None)
+            if outflow.closed:
+                return False
+            self._client.send((frame,))
+        return True
+
+    def _abort(self, code: grpc.StatusCode, details: str) -> None:
+        call = self._call()
+        if call is not None:
+            call.end_here(code, details)

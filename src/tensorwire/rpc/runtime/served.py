@@ -1,0 +1,259 @@
+"""A call at its server, from its first frame to its last: what arrives, and what leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+
+from .callbacks import Callbacks, call_all
+from .context import Caller
+from .deadlines import Deadline
+from .flow import Inflow, Outflow, TooLongError, Waiter
+from .frames import (
+    HEADER,
+    LAST,
+    NO_DEADLINE,
+    WHOLE,
+    CallBody,
+    Metadata,
+    Number,
+    credit_frame,
+    end_frames,
+    head_frame,
+    message_frames,
+)
+from .options import MessageLimits
+
+_Code = grpc.StatusCode
+
+
+class Receiver(Protocol):
+    """What calls need of their end of a line.
+
+    Attributes:
+        caller: the client.
+        limits: of messages.
+        mutex: guards the state of calls.
+        callbacks: for threads that must not be held up.
+    """
+
+    caller: Caller
+    limits: MessageLimits
+    mutex: threading.Lock
+    callbacks: Callbacks
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Sends frames; nobody waits for it."""
+
+    def forget(self, call: IncomingCall) -> None:
+        """A call has ended."""
+
+
+class IncomingCall:
+    """A call at its server. Any thread may use it.
+
+    Attributes:
+        number, method, metadata: of the call.
+        deadline: of time.monotonic, None if it has none.
+        alarm: at the deadline.
+        takes_stream: the client takes any number of responses.
+        pieces, bytes, whole: of the only request.
+        requests: a stream of them; None: there is only one.
+        awaited: who is told when the first request of a stream has come, if anybody is.
+        cancelled: it has ended otherwise than by its servicer.
+
+    Args:
+        end: of the line it came by.
+        number: of the call.
+        body: of its first frame.
+        streams: its requests come as a stream.
+        takes_stream: as above.
+    """
+
+    def __init__(
+        self, end: Receiver, number: Number, body: CallBody, *, streams: bool, takes_stream: bool
+    ) -> None:
+        self.number = number
+        self.method = body.method
+        self.metadata: Metadata = body.metadata + end.caller.user_agent
+        self.deadline: float | None = None
+        if body.timeout_us != NO_DEADLINE:
+            self.deadline = time.monotonic() + body.timeout_us / 1e6
+        self.takes_stream = takes_stream
+        self.pieces: list[bytes] = []
+        self.bytes = 0
+        self.whole = False
+        self.requests = Inflow(end.limits.receive_bytes) if streams else None
+        self.awaited: list[Callable[[], object]] = []
+        self.cancelled = False
+        self.alarm: Deadline | None = None
+        self._responses: Outflow | None = None
+        self._end = end
+        self._token = [True]
+        self._callbacks: list[Callable[[], None]] = []
+
+    def is_active(self) -> bool:
+        """The call goes on."""
+        return bool(self._token)
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """See `grpc.RpcContext`."""
+        with self._end.mutex:
+            if not self._token:
+                return False
+            self._callbacks.append(callback)
+            return True
+
+    # What arrives.
+
+    def arrived(self, data: bytes, flags: int) -> None:
+        """A piece of a request of the stream, or LAST. In the thread that reads."""
+        assert self.requests is not None
+        try:
+            credit = self.requests.add(data, flags)
+        except TooLongError as error:
+            self.too_long(error.args[0])
+            return
+        if credit:
+            self._end.send((credit_frame(self.number, credit),))
+        if not self.awaited:
+            return
+        if flags == LAST:
+            text = f'"{self.method}" requires exactly one request message.'
+            self.fail(_Code.UNIMPLEMENTED, text, reading=True)
+        elif flags == WHOLE and (awaited := self.take_awaited()) is not None:
+            awaited()
+
+    def take_awaited(self) -> Callable[[], object] | None:
+        """Who is to be told of the first request of a stream; once."""
+        try:
+            return self.awaited.pop()
+        except IndexError:
+            return None
+
+    def too_long(self, size: int) -> None:
+        """A request is longer than it may be."""
+        most = self._end.limits.receive_bytes
+        text = f"SERVER: Received message larger than max ({size} vs. {most})"
+        self.fail(_Code.RESOURCE_EXHAUSTED, text, reading=True)
+
+    def request(self, new: Callable[[], Waiter] = Waiter) -> bytes | Waiter | None:
+        """The next request of a stream, see `Inflow.take`; `settle` follows."""
+        assert self.requests is not None
+        return self.requests.take(new)
+
+    def settle(self) -> None:
+        """The request that was taken last is done with."""
+        assert self.requests is not None
+        credit, _ = self.requests.settle()
+        if credit and self._token:
+            self._end.send((credit_frame(self.number, credit),))
+
+    def only_request(self) -> bytes:
+        """The request of a method that takes one; it has arrived."""
+        if self.requests is not None:
+            taken = self.requests.take()
+            self.requests.discard()
+            self.settle()
+            assert isinstance(taken, bytes)
+            return taken
+        pieces, self.pieces = self.pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def granted(self, size_bytes: int) -> None:
+        """The client has taken so much of the responses."""
+        if self._responses is not None:
+            self._responses.grant(size_bytes)
+
+    # What leaves.
+
+    def send_head(self, initial: Metadata) -> bool:
+        """Sends initial metadata; False if the call does not go on."""
+        if not self._token:
+            return False
+        self._end.send((head_frame(self.number, initial),))
+        return True
+
+    def stream_responses(self) -> None:
+        """There will be any number of responses. To be called before the first one."""
+        with self._end.mutex:
+            self._responses = Outflow(limited=self.takes_stream)
+            if not self._token:
+                self._responses.close()
+
+    def send_message(self, message: bytes) -> bool:
+        """Sends one of several responses, when there is room; False if the call is over."""
+        for frame in message_frames(self.number, message):
+            while (waiter := self.reserve(frame)) is not None:
+                waiter.block()
+            if not self.send_frame(frame):
+                return False
+        return True
+
+    def reserve(self, frame: bytes, new: Callable[[], Waiter] = Waiter) -> Waiter | None:
+        """Takes room for a frame of a response, see `Outflow.reserve`."""
+        assert self._responses is not None
+        return self._responses.reserve(len(frame) - HEADER.size, new)
+
+    def send_frame(self, frame: bytes) -> bool:
+        """Sends a frame that has room; False if the call is over."""
+        if not self._token:
+            return False
+        self._end.send((frame,))
+        return True
+
+    # How it ends.
+
+    def finish(
+        self, frames: Sequence[bytes], *, reading: bool = False, cancelled: bool = False
+    ) -> None:
+        """Ends the call, unless it has ended.
+
+        Args:
+            frames: tell the client.
+            reading: this thread must not be held up.
+            cancelled: it is not the servicer that ends it.
+        """
+        with self._end.mutex:
+            if not self._token:
+                return
+            self._token.pop()
+            self.cancelled = cancelled
+            # Who finds it ended finds its slot free: the client may use that again.
+            self._end.forget(self)
+            callbacks, self._callbacks = self._callbacks, []
+            responses = self._responses
+        if self.alarm is not None:
+            self.alarm.action = None
+        if frames:
+            self._end.send(frames)
+        if responses is not None:
+            responses.close()
+        if self.requests is not None:
+            self.requests.close()
+        if callbacks:
+            (self._end.callbacks.call if reading else call_all)(callbacks)
+
+    def fail(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        *,
+        reading: bool = False,
+        cancelled: bool = False,
+    ) -> None:
+        """Ends the call with a status of the server itself."""
+        frames = end_frames(self.number, code.value[0], details.encode())
+        self.finish(frames, reading=reading, cancelled=cancelled)
+
+    def cancel(self) -> None:
+        """Ends the call as its servicer wants."""
+        self.fail(_Code.CANCELLED, "CANCELLED", cancelled=True)
+
+    def refuse(self) -> None:
+        """Lets the client make the call by grpcio; the servicer has not run."""
+        self.finish(end_frames(self.number, 0, refused=True), reading=True)
