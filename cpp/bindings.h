@@ -46,6 +46,8 @@ struct Buffer {
   uint64_t size;
   bool writable;
   nb::object owner;
+  Gpu* gpu = nullptr;                // whose memory it is; null: the host's
+  std::shared_ptr<Mapping> mapping;  // of the region that it is in, if it is in one
 };
 
 // The local side of a transfer while the call runs; handed to the transfer if that goes on.
@@ -60,12 +62,18 @@ class Local {
         has_view_(std::exchange(other.has_view_, false)),
         data_(other.data_),
         size_(other.size_),
+        gpu_(other.gpu_),
+        mapping_(std::move(other.mapping_)),
         owner_(std::move(other.owner_)) {}
   Local(const Local&) = delete;
   Local& operator=(Local&&) = delete;
 
   std::byte* data() const { return data_; }
   uint64_t size() const { return size_; }
+  Gpu* gpu() const { return gpu_; }
+  Piece piece(const RemoteRegion& remote, uint64_t offset) const {
+    return {data_, &remote, offset, size_, gpu_, mapping_};
+  }
   void keep_until_done(Transfer& transfer);
 
  private:
@@ -73,8 +81,17 @@ class Local {
   bool has_view_ = false;
   std::byte* data_ = nullptr;
   uint64_t size_ = 0;
+  Gpu* gpu_ = nullptr;
+  std::shared_ptr<Mapping> mapping_;
   nb::object owner_;
 };
+
+// A stream of a GPU, as Python gives it: its handle and the number of the GPU.
+using OnStream = std::optional<std::pair<uint64_t, int>>;
+
+inline cuda::Stream stream_of(uint64_t handle) {
+  return reinterpret_cast<cuda::Stream>(static_cast<uintptr_t>(handle));
+}
 
 // Python objects whose transfers ended on a thread without the GIL wait for a call that has it.
 void release_object(void* object);

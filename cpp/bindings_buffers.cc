@@ -72,6 +72,12 @@ Error read_only() {
   return Error(Code::kInvalid, "the destination is read-only; pass a writable array");
 }
 
+void check_on_host(const Local& local) {
+  if (local.gpu() == nullptr) return;
+  throw Error(Code::kInvalid, "the memory is on " + local.gpu()->label() +
+                                  "; only memory of the host can be looked at here");
+}
+
 [[noreturn]] void explain(nb::handle object, bool writable) {
   if (!PyObject_CheckBuffer(object.ptr())) {
     throw Error(Code::kType, std::string("expected an array, tensor, bytes-like object or Region, "
@@ -119,6 +125,8 @@ Local::Local(nb::handle object, bool writable) {
     if (writable && !buffer->writable) throw read_only();
     data_ = reinterpret_cast<std::byte*>(buffer->address);
     size_ = buffer->size;
+    gpu_ = buffer->gpu;
+    mapping_ = buffer->mapping;
     owner_ = nb::borrow(object);
     return;
   }
@@ -158,13 +166,45 @@ void Local::keep_until_done(Transfer& transfer) {
 
 void bind_buffers(nb::module_& m) {
   nb::class_<Buffer>(m, "Buffer")
-      .def(nb::init<uint64_t, uint64_t, bool, nb::object>(), "address"_a, "size_bytes"_a,
-           "writable"_a, "owner"_a)
-      .def_ro("size_bytes", &Buffer::size);
+      .def(
+          "__init__",
+          [](Buffer* made, uint64_t address, uint64_t size_bytes, bool writable, nb::object owner,
+             int gpu, std::optional<std::shared_ptr<Region>> region, bool verify) {
+            Gpu* of = gpu < 0 ? nullptr : &Gpu::at(gpu);
+            auto* memory = reinterpret_cast<const void*>(static_cast<uintptr_t>(address));
+            if (verify && of != nullptr && size_bytes > 0 &&
+                of->kind_of(memory, size_bytes) != Gpu::Kind::kGpu) {
+              throw Error(Code::kInvalid,
+                          "what was given as memory of " + of->label() + " is none there");
+            }
+            new (made) Buffer{address, size_bytes, writable, std::move(owner), of,
+                              region ? (*region)->mapping : nullptr};
+          },
+          "address"_a, "size_bytes"_a, "writable"_a, "owner"_a, "gpu"_a = -1,
+          "region"_a.none() = nb::none(), "verify"_a = false)
+      .def_ro("size_bytes", &Buffer::size)
+      .def_prop_ro("gpu", [](const Buffer& b) { return b.gpu == nullptr ? -1 : b.gpu->ordinal(); });
+  m.def(
+      "gpu_of",
+      [](uint64_t address) {
+        auto* memory = reinterpret_cast<const void*>(static_cast<uintptr_t>(address));
+        return Gpu::holding(memory).ordinal();
+      },
+      "address"_a, "The number of the GPU whose memory is at an address.");
+  m.def(
+      "gpu_dlpack",
+      [](nb::ndarray<nb::ro, nb::c_contig, nb::device::cuda> array) {
+        nb::object owner = nb::cast(array);
+        return nb::make_tuple(reinterpret_cast<uint64_t>(array.data()),
+                              static_cast<uint64_t>(array.nbytes()), array.device_id(), owner);
+      },
+      "array"_a, "Address, bytes, GPU and owner of the memory of a contiguous DLPack object.");
   m.def(
       "same_bytes",
       [](nb::handle one, nb::handle other) {
         Local first(one, false), second(other, false);
+        check_on_host(first);
+        check_on_host(second);
         WithoutGil release;
         return first.size() == second.size() &&
                std::memcmp(first.data(), second.data(), first.size()) == 0;
@@ -174,6 +214,7 @@ void bind_buffers(nb::module_& m) {
       "checksum",
       [](nb::handle local) {
         Local bytes(local, false);
+        check_on_host(bytes);
         WithoutGil release;
         return checksum({bytes.data(), bytes.size()});
       },

@@ -45,10 +45,12 @@ void bind_node(nb::module_& m) {
       .def(
           "allocate",
           [](Node& n, uint64_t size_bytes, const std::string& name, bool writable, bool readable,
-             bool mappable) {
-            return n.allocate(size_bytes, name, {readable, writable}, mappable);
+             bool mappable, int gpu) {
+            WithoutGil release;  // starting a GPU takes long
+            return n.allocate(size_bytes, name, {readable, writable}, mappable, gpu);
           },
-          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false)
+          "size_bytes"_a, "name"_a, "writable"_a, "readable"_a, "mappable"_a = false,
+          "gpu"_a = -1)
       .def(
           "restore",
           [](Node& n, int descriptor, const std::string& name, uint32_t id, uint64_t generation,
@@ -125,6 +127,8 @@ void bind_node(nb::module_& m) {
              put("writes", n.traffic().writes);
              put("reads", n.traffic().reads);
              put("signals", n.traffic().signals);
+             put("gpu_bytes_direct", n.gpu_traffic().bytes_direct);
+             put("gpu_bytes_staged", n.gpu_traffic().bytes_staged);
              put("transfers_started", n.transfers().started);
              put("transfers_completed", n.transfers().completed);
              put("doorbell_rings", n.progress()->counters().rings);

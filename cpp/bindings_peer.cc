@@ -40,27 +40,38 @@ PyTransfer hand_over(TransferPtr transfer, std::span<Local> locals) {
   return {std::move(transfer)};
 }
 
+How how_of(uint64_t inline_limit, const OnStream& on_stream) {
+  How how(inline_limit);
+  if (on_stream) {
+    Gpu& gpu = Gpu::at(on_stream->second);
+    cuda::Stream stream = stream_of(on_stream->first);
+    GpuEvent::check_stream(gpu, stream);
+    how.after = GpuEvent::record(gpu, stream);
+  }
+  return how;
+}
+
 template <class Start>
-TransferPtr start_transfer(const Peer& peer, uint64_t bytes, const Start& start) {
+TransferPtr start_transfer(const Peer& peer, uint64_t bytes, bool by_gpu, const Start& start) {
   bury_the_dead();
-  if (bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
+  if (!by_gpu && bytes <= (peer.transport() == "shm" ? kKeepGilShmBytes : kKeepGilBytes)) return start();
   WithoutGil release;
   return start();
 }
 
 PyTransfer transfer_one(Peer& peer, nb::handle object, const RemoteRegion& remote, uint64_t offset,
                         uint64_t limit, const SignalTo& signal, uint64_t inline_limit,
-                        bool is_write) {
+                        const OnStream& on_stream, bool is_write) {
   Local local(object, !is_write);
   if (local.size() > limit) {
     throw Error(Code::kInvalid, "the local memory has " + std::to_string(local.size()) +
                                     " bytes, the target only " + std::to_string(limit) +
                                     "; slice one of them");
   }
-  Piece piece{local.data(), &remote, offset, local.size()};
-  auto transfer = start_transfer(peer, local.size(), [&] {
-    return is_write ? peer.write({&piece, 1}, signal, inline_limit)
-                    : peer.read({&piece, 1}, inline_limit);
+  Piece piece = local.piece(remote, offset);
+  How how = how_of(inline_limit, on_stream);
+  auto transfer = start_transfer(peer, local.size(), needs_gpu({&piece, 1}, how), [&] {
+    return is_write ? peer.write({&piece, 1}, signal, how) : peer.read({&piece, 1}, how);
   });
   return hand_over(std::move(transfer), {&local, 1});
 }
@@ -88,7 +99,7 @@ PieceList piece_list(const Objects& objects, const Remotes& remotes, const Offse
     Local& local = list.locals.emplace_back(object, writable);
     size_t i = list.pieces.size();
     if (!remotes[i]) throw Error(Code::kType, "a remote piece is a RemoteRegion, not None");
-    list.pieces.push_back({local.data(), remotes[i].get(), offsets[i], local.size()});
+    list.pieces.push_back(local.piece(*remotes[i], offsets[i]));
     list.bytes += local.size();
   }
   return list;
@@ -96,11 +107,11 @@ PieceList piece_list(const Objects& objects, const Remotes& remotes, const Offse
 
 PyTransfer transfer_many(Peer& peer, const Objects& objects, const Remotes& remotes,
                          const Offsets& offsets, const SignalTo& signal, uint64_t inline_limit,
-                         bool is_write) {
+                         const OnStream& on_stream, bool is_write) {
   PieceList list = piece_list(objects, remotes, offsets, !is_write);
-  auto transfer = start_transfer(peer, list.bytes, [&] {
-    return is_write ? peer.write(list.pieces, signal, inline_limit)
-                    : peer.read(list.pieces, inline_limit);
+  How how = how_of(inline_limit, on_stream);
+  auto transfer = start_transfer(peer, list.bytes, needs_gpu(list.pieces, how), [&] {
+    return is_write ? peer.write(list.pieces, signal, how) : peer.read(list.pieces, how);
   });
   return hand_over(std::move(transfer), list.locals);
 }
@@ -117,13 +128,15 @@ void bind_peer(nb::module_& m) {
       .def(
           "start",
           [](nb::handle self, const std::optional<Indices>& indices, const MaybeWord& word,
-             uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+             uint64_t word_offset, uint64_t value, uint64_t inline_limit,
+             const OnStream& on_stream) {
             auto& prepared = *nb::cast<PyPrepared&>(self).prepared;
             SignalTo signal = signal_to(word, word_offset, value);
-            auto transfer = start_transfer(*prepared.peer(), prepared.bytes(), [&] {
-              return indices
-                         ? prepared.start({indices->data(), indices->size()}, signal, inline_limit)
-                         : prepared.start(signal, inline_limit);
+            How how = how_of(inline_limit, on_stream);
+            bool by_gpu = prepared.by_gpu() || how.after;
+            auto transfer = start_transfer(*prepared.peer(), prepared.bytes(), by_gpu, [&] {
+              return indices ? prepared.start({indices->data(), indices->size()}, signal, how)
+                             : prepared.start(signal, how);
             });
             if (!transfer->done()) {
               Py_INCREF(self.ptr());
@@ -131,7 +144,8 @@ void bind_peer(nb::module_& m) {
             }
             return PyTransfer{std::move(transfer)};
           },
-          "indices"_a.none(), "word"_a.none(), "word_offset"_a, "value"_a, "inline_limit"_a);
+          "indices"_a.none(), "word"_a.none(), "word_offset"_a, "value"_a, "inline_limit"_a,
+          "on_stream"_a.none() = nb::none());
 
   nb::class_<FaultPlan>(m, "FaultPlan")
       .def(nb::init<uint64_t, const std::string&, double>(), "nth"_a, "action"_a, "delay_s"_a = 0.0)
@@ -184,35 +198,40 @@ void bind_peer(nb::module_& m) {
       .def(
           "write",
           [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
-             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit,
+             const OnStream& on_stream) {
             return transfer_many(p, locals, remotes, offsets, signal_to(word, word_offset, value),
-                                 inline_limit, true);
+                                 inline_limit, on_stream, true);
           },
           "locals"_a, "remotes"_a, "offsets"_a, "word"_a.none(), "word_offset"_a, "value"_a,
-          "inline_limit"_a)
+          "inline_limit"_a, "on_stream"_a.none() = nb::none())
       .def(
           "read",
           [](Peer& p, const Objects& locals, const Remotes& remotes, const Offsets& offsets,
-             uint64_t inline_limit) {
-            return transfer_many(p, locals, remotes, offsets, {}, inline_limit, false);
+             uint64_t inline_limit, const OnStream& on_stream) {
+            return transfer_many(p, locals, remotes, offsets, {}, inline_limit, on_stream, false);
           },
-          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a)
+          "locals"_a, "remotes"_a, "offsets"_a, "inline_limit"_a,
+          "on_stream"_a.none() = nb::none())
       .def(
           "write_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit) {
+             const MaybeWord& word, uint64_t word_offset, uint64_t value, uint64_t inline_limit,
+             const OnStream& on_stream) {
             return transfer_one(p, local, remote, offset, limit,
-                                signal_to(word, word_offset, value), inline_limit, true);
+                                signal_to(word, word_offset, value), inline_limit, on_stream, true);
           },
           "local"_a, "remote"_a, "offset"_a, "limit"_a, "word"_a.none(), "word_offset"_a, "value"_a,
-          "inline_limit"_a)
+          "inline_limit"_a, "on_stream"_a.none() = nb::none())
       .def(
           "read_one",
           [](Peer& p, nb::handle local, const RemoteRegion& remote, uint64_t offset, uint64_t limit,
-             uint64_t inline_limit) {
-            return transfer_one(p, local, remote, offset, limit, {}, inline_limit, false);
+             uint64_t inline_limit, const OnStream& on_stream) {
+            return transfer_one(p, local, remote, offset, limit, {}, inline_limit, on_stream,
+                                false);
           },
-          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a)
+          "local"_a, "remote"_a, "offset"_a, "limit"_a, "inline_limit"_a,
+          "on_stream"_a.none() = nb::none())
       .def(
           "signal",
           [](Peer& p, const RemoteRegion& word, uint64_t word_offset, uint64_t value,
@@ -240,8 +259,9 @@ void bind_peer(nb::module_& m) {
             PieceList list = piece_list(locals, remotes, offsets, !write);
             std::vector<Prepared::Item> items;
             for (size_t i = 0; i < list.pieces.size(); ++i) {
-              items.push_back(
-                  {list.pieces[i].local, remotes[i], offsets[i], list.pieces[i].length});
+              const Piece& piece = list.pieces[i];
+              items.push_back({piece.local, remotes[i], offsets[i], piece.length, piece.gpu,
+                               piece.mapping});
             }
             return new PyPrepared(std::make_shared<Prepared>(p, write, std::move(items)),
                                   std::move(list.locals));

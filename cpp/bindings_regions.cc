@@ -18,6 +18,9 @@ struct LocalMemory {
 
 std::shared_ptr<PrivateMapping> map_private(const std::shared_ptr<Mapping>& mapping) {
   check_not_forked(*mapping);
+  if (mapping->gpu() != nullptr) {
+    throw Error(Code::kUnavailable, "memory of a GPU has no private mapping");
+  }
   if (mapping->descriptor() < 0) {
     throw Error(Code::kUnavailable,
                 "the region's memory cannot be mapped again: this Node shares none");
@@ -33,7 +36,7 @@ struct View {
       : mapping(std::move(of)), size(size), writable(writable) {
     if (!mapping) throw Error(Code::kUnavailable, "the region has no memory in this process");
     check_not_forked(*mapping);
-    if (!mapping->add_view()) throw Error(Code::kClosed, kGone);
+    if (!mapping->add_view(true)) throw Error(Code::kClosed, kGone);
   }
   ~View() { mapping->drop_view(); }
   View(const View&) = delete;
@@ -50,9 +53,12 @@ struct Shown {
   std::byte* data;
   size_t size;
   bool read_only = false;
+  const Gpu* gpu = nullptr;
 };
 
-Shown shown(const View& v) { return {v.mapping->usable(), v.mapping->data(), v.size, !v.writable}; }
+Shown shown(const View& v) {
+  return {v.mapping->usable(), v.mapping->data(), v.size, !v.writable, v.mapping->gpu()};
+}
 Shown shown(const PrivateMapping& p) { return {p.usable(), p.data(), p.size()}; }
 Shown shown(const LocalMemory& l) {
   return {l.mapping->usable(), l.mapping->data(), l.mapping->size()};
@@ -65,6 +71,12 @@ nb::type_slots exporter() {
     buffer->obj = nullptr;
     if (!memory.usable) {
       set_error(Code::kClosed, kForked);
+      return -1;
+    }
+    if (memory.gpu != nullptr) {
+      set_error(Code::kUnavailable, "the region's memory is on " + memory.gpu->label() +
+                                        ", where no CPU can look at it: use tensor(), or read() "
+                                        "and write() by a peer");
       return -1;
     }
     return PyBuffer_FillInfo(buffer, object, memory.data, static_cast<Py_ssize_t>(memory.size),
@@ -83,7 +95,11 @@ nb::class_<T> region_class(nb::module_& m, const char* name) {
       .def_prop_ro("id", [](const T& r) { return r.id; })
       .def_prop_ro("generation", [](const T& r) { return r.generation; })
       .def_prop_ro("writable", [](const T& r) { return r.access.write; })
-      .def_prop_ro("readable", [](const T& r) { return r.access.read; });
+      .def_prop_ro("readable", [](const T& r) { return r.access.read; })
+      .def_prop_ro("on_gpu", [](const T& r) { return r.on_gpu; })
+      .def_prop_ro("gpu", [](const T& r) {
+        return r.mapping && r.mapping->gpu() != nullptr ? r.mapping->gpu()->ordinal() : -1;
+      });
 }
 
 }  // namespace
@@ -107,7 +123,10 @@ void bind_regions(nb::module_& m) {
   nb::class_<LocalMemory>(m, "LocalMemory", exporter<LocalMemory>())
       .def(nb::init<uint64_t>(), "size_bytes"_a)
       .def("map_private", [](const LocalMemory& l) { return map_private(l.mapping); });
-  nb::class_<View>(m, "View", exporter<View>());
+  nb::class_<View>(m, "View", exporter<View>())
+      .def_prop_ro("address",
+                   [](const View& v) { return reinterpret_cast<uint64_t>(v.mapping->data()); })
+      .def_prop_ro("writable", [](const View& v) { return v.writable; });
   region_class<Region>(m, "Region")
       .def("view", [](const Region& r) { return new View(r.mapping, r.size, true); })
       .def_prop_ro("freed", [](const Region& r) { return r.freed.load(); })
@@ -126,9 +145,7 @@ void bind_regions(nb::module_& m) {
       .def(
           "load_word",
           [](const Region& r, uint64_t offset) {
-            if (offset % 8 != 0 || !r.contains(offset, 8)) {
-              throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region");
-            }
+            check_word(r, offset);
             check_not_forked(*r.mapping);
             uint64_t value = word_at(r.data() + offset).load(std::memory_order_acquire);
             if (r.mapping->gone()) throw Error(Code::kClosed, kGone);
@@ -139,7 +156,7 @@ void bind_regions(nb::module_& m) {
           "reaches",  // for event loops: throws nothing but in a forked child
           [](const Region& r, uint64_t offset, uint64_t value) {
             check_not_forked(*r.mapping);
-            bool high = r.contains(offset, 8) &&
+            bool high = !r.on_gpu && r.contains(offset, 8) &&
                         word_at(r.data() + offset).load(std::memory_order_acquire) >= value;
             return high || r.mapping->gone();
           },

@@ -31,6 +31,23 @@ void wait_transfer(const TransferPtr& transfer, std::optional<double> timeout_s,
   if (!transfer->status().ok()) throw Error(transfer->status());
 }
 
+// What is put on the stream later waits until the transfer is complete, well or not.
+void block_stream(const PyTransfer& t, uint64_t handle, int ordinal) {
+  if (t.transfer->done()) return;
+  if (t.epoch != fork::epoch()) {
+    throw Error(Code::kClosed, "the transfer belongs to the process that this one was forked from");
+  }
+  Gpu& gpu = Gpu::at(ordinal);
+  cuda::Stream stream = stream_of(handle);
+  GpuEvent::check_stream(gpu, stream);
+  if (t.transfer->landing()) {
+    t.transfer->landing()->hold(gpu, stream);
+    return;
+  }
+  auto gate = std::make_shared<GpuGate>(gpu, stream);
+  t.transfer->then([gate] { gate->open(); });
+}
+
 // Tells an event loop of completions and doorbells of one Node.
 struct PyNotifier {
   explicit PyNotifier(const Node& node) : PyNotifier(node.progress()) {}
@@ -76,6 +93,29 @@ void bind_transfer(nb::module_& m) {
           "    ClosedError: the Peer or Node was closed on this side, or this is a forked child.\n"
           "    StaleHandleError: the region was freed; nothing was placed in other memory.\n"
           "    PermissionError, ValueError: the owner of the memory refused.")
+      .def(
+          "block_stream",
+          [](const PyTransfer& t, nb::handle stream) {
+            const GpuEventPtr& landing = t.transfer->landing();
+            auto given = nb::module_::import_("tensorwire.memory.gpu")
+                             .attr("on_stream")(stream, landing ? landing->gpu().ordinal() : -1);
+            auto [handle, gpu] = nb::cast<std::pair<uint64_t, int>>(given);
+            block_stream(t, handle, gpu);
+          },
+          "stream"_a, nb::sig("def block_stream(self, stream: typing.Any) -> None"),
+          "Lets what is put on a stream of a GPU from now on wait until the transfer is complete.\n\n"
+          "The calling thread does not wait. The stream goes on whether the transfer ends well or "
+          "not;\n"
+          "`wait` tells.\n\n"
+          "Args:\n"
+          "    stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a handle as an "
+          "int.\n\n"
+          "Raises:\n"
+          "    TypeError: none of these.\n"
+          "    ValueError: it is being captured into a CUDA graph, or a handle alone does not tell "
+          "the\n"
+          "        GPU.\n"
+          "    UnavailableError: the driver refused.")
       .def_prop_ro(
           "progress_id", [](const PyTransfer& t) { return progress_id(t.transfer->progress()); },
           "Equals that of its Node.")

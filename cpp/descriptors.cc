@@ -108,6 +108,11 @@ std::shared_ptr<Mapping> DescriptorMessage::map(size_t index, size_t size, bool 
   return Mapping::import(descriptors_.at(index), size, writable);
 }
 
+std::shared_ptr<Mapping> DescriptorMessage::map_gpu(size_t index, size_t size,
+                                                    bool writable) const {
+  return Mapping::import_from_gpu(descriptors_.at(index), size, writable);
+}
+
 std::shared_ptr<PrivateMapping> DescriptorMessage::map_private(
     size_t index, std::shared_ptr<Mapping> shared) const {
   return std::make_shared<PrivateMapping>(std::move(shared), descriptors_.at(index));

@@ -46,6 +46,8 @@ class DescriptorMessage {
 
   // Maps the memfd at this place, see Mapping::import. Throws kInvalid, kNoMemory.
   std::shared_ptr<Mapping> map(size_t index, size_t size, bool writable) const;
+  // Maps the memory of a GPU at this place, see Mapping::import_from_gpu. Throws as that does.
+  std::shared_ptr<Mapping> map_gpu(size_t index, size_t size, bool writable) const;
   // Maps the memory that is `shared` once more, copy-on-write. Throws kNoMemory.
   std::shared_ptr<PrivateMapping> map_private(size_t index, std::shared_ptr<Mapping> shared) const;
   // The doorbell at this place. Throws kInvalid if it is not an eventfd, kBusy.

@@ -3,6 +3,10 @@
 namespace tensorwire {
 
 void Exposures::expose(const Header& request, const std::shared_ptr<Region>& region) {
+  if (region->on_gpu) {
+    throw Error(Code::kUnavailable,
+                "memory of a GPU cannot be reached by rdma: connect by tcp, or by shm on one host");
+  }
   auto exposed = fabric_->expose(*region);
   if (exposed->key.size() > kMaxBodyBytes) {
     throw Error(Code::kUnavailable, "the key of registered memory has " +

@@ -63,17 +63,17 @@ TransferPtr FaultyChannel::run(uint64_t bytes, const std::function<TransferPtr()
 }
 
 TransferPtr FaultyChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
-                                 uint64_t inline_limit) {
+                                 const How& how) {
   return run(total_bytes(pieces),
-             [kept = KeptCall(pieces, signal), channel = channel_.lock(), inline_limit] {
-               return channel->write(kept.pieces, kept.signal, inline_limit);
+             [kept = KeptCall(pieces, signal), channel = channel_.lock(), how] {
+               return channel->write(kept.pieces, kept.signal, how);
              });
 }
 
-TransferPtr FaultyChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
+TransferPtr FaultyChannel::read(std::span<const Piece> pieces, const How& how) {
   return run(total_bytes(pieces),
-             [kept = KeptCall(pieces, {}), channel = channel_.lock(), inline_limit] {
-               return channel->read(kept.pieces, inline_limit);
+             [kept = KeptCall(pieces, {}), channel = channel_.lock(), how] {
+               return channel->read(kept.pieces, how);
              });
 }
 

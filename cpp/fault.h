@@ -54,8 +54,8 @@ class FaultyChannel : public Channel {
   TransferPtr run(uint64_t bytes, const std::function<TransferPtr()>& operation);
 
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    uint64_t inline_limit) override;
-  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
+                    const How& how) override;
+  TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
   void shutdown(const Status& status) override;  // ends what was dropped, and nothing else

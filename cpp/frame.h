@@ -37,7 +37,8 @@ inline constexpr uint8_t kLast = 1;      // ends the transfer (kWrite, kSignal) 
 inline constexpr uint8_t kAwait = 1;     // kLookup by name: the answer waits for such a region
 inline constexpr uint8_t kReadable = 2;  // kGrant: peers may read
 inline constexpr uint8_t kWritable = 4;  // kGrant, kAllocate: peers may write
-inline constexpr uint8_t kAllFlags = 7;
+inline constexpr uint8_t kOnGpu = 8;     // kGrant: the memory is that of a GPU
+inline constexpr uint8_t kAllFlags = 15;
 
 inline constexpr uint8_t kFrameMagic = 0x54;
 inline constexpr size_t kMaxBodyBytes = 1024;         // of every frame but kWrite and kData

@@ -11,12 +11,16 @@
 #include <cerrno>
 #include <string>
 
+#include "blocking.h"
 #include "error.h"
 
 namespace tensorwire {
 namespace {
 
 constexpr size_t kLargePageBytes = 2 << 20;
+// Pinning takes all pages of the memory, which may be large and hardly used.
+constexpr size_t kPinAtOnceBytes = 256 << 20;
+constexpr uint64_t kPinAtPart = 16;
 
 // What speaks against mapping so many bytes of this memory, which could fault later; "" if nothing.
 std::string flaw(int memory, size_t pages) {
@@ -104,7 +108,27 @@ std::shared_ptr<Mapping> Mapping::import(int memory, size_t size, bool writable)
   std::shared_ptr<Mapping> result(new Mapping);
   result->size_ = size;
   result->map(memory, pages, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED);
+  result->writable_ = writable;
   return result;
+}
+
+std::shared_ptr<Mapping> Mapping::of(std::unique_ptr<GpuMemory> memory, size_t size) {
+  std::shared_ptr<Mapping> result(new Mapping);
+  result->data_ = memory->data();
+  result->size_ = size;
+  result->epoch_ = fork::epoch();
+  result->descriptor_ = memory->take_descriptor();
+  result->gpu_ = &memory->gpu();
+  result->gpu_memory_ = std::move(memory);
+  return result;
+}
+
+std::shared_ptr<Mapping> Mapping::create_on(int gpu, size_t size, bool shareable) {
+  return of(GpuMemory::create(Gpu::at(gpu), size, shareable), size);
+}
+
+std::shared_ptr<Mapping> Mapping::import_from_gpu(int memory, size_t size, bool writable) {
+  return of(GpuMemory::import(memory, size, writable), size);
 }
 
 std::shared_ptr<Mapping> Mapping::restore(int memory, size_t size) {
@@ -146,12 +170,18 @@ std::shared_ptr<Mapping> Mapping::lend(int memory, size_t size) {
   std::shared_ptr<Mapping> result(new Mapping);
   result->size_ = size;
   result->map(own.get(), whole_pages(size), PROT_READ, MAP_SHARED);
+  result->writable_ = false;
   result->descriptor_ = std::move(own);
   return result;
 }
 
 int Mapping::duplicate() {
   std::lock_guard lock(mutex_);
+  if (gpu_ != nullptr) {
+    throw Error(Code::kUnavailable,
+                "the region's memory is on " + gpu_->label() +
+                    ": only a region of the host's memory can be passed on by a descriptor");
+  }
   if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");
   if (!descriptor_) {
     throw Error(Code::kUnavailable,
@@ -169,9 +199,10 @@ void Mapping::retire() {
   if (views_ == 0) give_back();
 }
 
-bool Mapping::add_view() {
+bool Mapping::add_view(bool shown) {
   std::lock_guard lock(mutex_);
   if (retired_) return false;
+  shown_ = shown_ || shown;
   ++views_;
   return true;
 }
@@ -184,6 +215,8 @@ void Mapping::drop_view() {
 
 void Mapping::give_back() {
   if (gone_.exchange(true)) return;
+  pin_.reset();
+  if (gpu_ != nullptr) return let_go_of_gpu();
   // Other threads may look at the pages meanwhile, and see the old ones or zeros. As a plain system
   // call, because ThreadSanitizer takes mmap() for a write to each byte.
   long result = ::syscall(SYS_mmap, data_, mapped_, PROT_READ | PROT_WRITE,
@@ -216,6 +249,12 @@ void Mappings::retire_all() {
 
 void Mapping::discard() {
   std::lock_guard lock(mutex_);
+  if (gpu_ != nullptr) {
+    throw Error(Code::kInvalid, "memory of a GPU has no pages to give back: free the region");
+  }
+  if (pinned_) {
+    throw Error(Code::kInvalid, "a GPU has this memory pinned: its pages cannot be given back");
+  }
   if (retired_) throw Error(Code::kClosed, "the Node of this region is closed");
   if (keep_.load()) {
     throw Error(Code::kInvalid, "a NIC has this memory registered: its pages cannot be given back");
@@ -225,8 +264,45 @@ void Mapping::discard() {
   }
 }
 
+// What a tensor showed may still be used by streams of this process, and waiting for them must hold
+// up nobody. Its mapping has no other user any more.
+void Mapping::let_go_of_gpu() {
+  if (!shown_) {
+    gpu_memory_.reset();
+    return;
+  }
+  std::shared_ptr<GpuMemory> memory(gpu_memory_.release());
+  try {
+    spawn_blocking([memory] { memory->settle(); });
+  } catch (const Error&) {
+    new std::shared_ptr<GpuMemory>(memory);  // without a thread it stays until the process ends
+  }
+}
+
+bool Mapping::reach(Gpu& gpu, uint64_t copied) {
+  if (gpu_ != nullptr || pinned_.load(std::memory_order_acquire)) return true;
+  std::lock_guard lock(pin_mutex_);
+  if (pinned_) return true;
+  if (unpinnable_) return false;
+  copied_ += copied;
+  if (mapped_ > kPinAtOnceBytes && copied_ < mapped_ / kPinAtPart) return false;
+  pin_ = GpuPin::pin(gpu, data_, mapped_, writable_);
+  unpinnable_ = pin_ == nullptr;
+  pinned_.store(!unpinnable_, std::memory_order_release);
+  return !unpinnable_;
+}
+
+MappingView::MappingView(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {
+  if (mapping_->add_view()) return;
+  mapping_.reset();
+  throw Error(Code::kClosed, "the Node of this region is closed");
+}
+
 Mapping::~Mapping() {
   if (data_ == nullptr || epoch_ != fork::epoch()) return;
+  pin_.reset();
+  if (gpu_memory_) let_go_of_gpu();
+  if (gpu_ != nullptr) return;
   fork::remove_range(data_);
   ::munmap(data_, mapped_);
 }

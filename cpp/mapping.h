@@ -1,4 +1,5 @@
-// Memory that can be shared: an owned mapping of a sealed memfd, or of anonymous pages.
+// Memory that can be shared: an owned mapping of a sealed memfd, of anonymous pages, or of memory of
+// a GPU.
 #pragma once
 
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "fork.h"
+#include "gpu.h"
 
 namespace tensorwire {
 
@@ -37,11 +39,24 @@ class Mapping {
   // kInvalid, kNoMemory or kBusy.
   static std::shared_ptr<Mapping> lend(int memory, size_t size);
 
+  // Zeroed memory of a GPU. Throws as Gpu::at and GpuMemory::create.
+  static std::shared_ptr<Mapping> create_on(int gpu, size_t size, bool shareable);
+  // Maps memory of a GPU that a peer made. Throws as GpuMemory::import.
+  static std::shared_ptr<Mapping> import_from_gpu(int memory, size_t size, bool writable);
+
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
+  // Memory of a GPU is at an address of that GPU, to which only the driver's copies and kernels may
+  // go: see gpu().
   std::byte* data() const { return data_; }
+  // Whose memory it is; null for the host's.
+  Gpu* gpu() const { return gpu_; }
+  // Whether a GPU may copy to and from the memory by itself. Memory of the host is pinned for that,
+  // once: at the first call if it is small, else when copies of a part of its size were asked for.
+  // Any thread; may take some tenths of a second.
+  bool reach(Gpu& gpu, uint64_t copied);
   size_t size() const { return size_; }
   // False in a forked child, where the range is not accessible.
   bool usable() const { return epoch_ == fork::epoch(); }
@@ -54,7 +69,8 @@ class Mapping {
   // of anybody. No NIC has the memory registered any more.
   void retire();
   // A view of the memory keeps it. False, and no view, once it is retired.
-  bool add_view();
+  // shown: to whom it is not known what his streams do with it.
+  bool add_view(bool shown = false);
   void drop_view();
   // The bytes are gone; what was read before this was looked at is true.
   bool gone() const { return gone_.load(std::memory_order_acquire); }
@@ -69,19 +85,46 @@ class Mapping {
 
  private:
   Mapping() = default;
+  static std::shared_ptr<Mapping> of(std::unique_ptr<GpuMemory> memory, size_t size);
   void map(int fd, size_t size, int protection, int flags);
   void give_back();  // locked
+  void let_go_of_gpu();
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   size_t mapped_ = 0;
+  bool writable_ = true;
   uint32_t epoch_ = 0;
   std::atomic<bool> keep_{false};
+  Gpu* gpu_ = nullptr;
+  std::unique_ptr<GpuMemory> gpu_memory_;
+
+  std::mutex pin_mutex_;
+  std::unique_ptr<GpuPin> pin_;
+  std::atomic<bool> pinned_{false};
+  bool unpinnable_ = false;
+  uint64_t copied_ = 0;
   Descriptor descriptor_;
 
   std::mutex mutex_;
   size_t views_ = 0;
   bool retired_ = false;
+  bool shown_ = false;
   std::atomic<bool> gone_{false};
+};
+
+// A view as long as it lives.
+class MappingView {
+ public:
+  // Throws kClosed if the mapping is retired.
+  explicit MappingView(std::shared_ptr<Mapping> mapping);
+  ~MappingView() {
+    if (mapping_) mapping_->drop_view();
+  }
+  MappingView(MappingView&& other) noexcept = default;
+  MappingView& operator=(MappingView&&) = delete;
+
+ private:
+  std::shared_ptr<Mapping> mapping_;
 };
 
 // The mappings of one Node, those of its own regions and those of peers' memory, as long as

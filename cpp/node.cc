@@ -56,6 +56,8 @@ Node::Node(NodeOptions options)
       incarnation_(options_.incarnation != 0 ? options_.incarnation : random_id()) {
   fabric_.progress = std::make_shared<Progress>();
   fabric_.traffic = std::make_shared<Traffic>();
+  fabric_.gpu_queue = std::make_shared<GpuQueue>(fabric_.progress);
+  fabric_.gpu_traffic = std::make_shared<GpuTraffic>();
   NodePage* page = fabric_.progress->page();
   page->incarnation = incarnation_;
   fabric_.mappings = std::make_shared<Mappings>();
@@ -157,9 +159,9 @@ Hello Node::hello() const {
 // ---- regions
 
 std::shared_ptr<Region> Node::allocate(uint64_t size, const std::string& name, Access access,
-                                       bool mappable) {
+                                       bool mappable, int gpu) {
   check_open();
-  return regions_->allocate(size, name, access, fabric_.shareable || mappable, 0);
+  return regions_->allocate(size, name, access, fabric_.shareable || mappable, 0, gpu);
 }
 
 std::shared_ptr<Region> Node::restore(int memory, const RegionFacts& facts) {
@@ -381,7 +383,7 @@ std::vector<PeerPtr> Node::all_peers() const {
 bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Deadline deadline,
                      const PeerPtr& watch) {
   check_open();
-  check_word(offset, region.size);
+  check_word(region, offset);
   auto word = word_at(region.data() + offset);
   const std::atomic<bool>* closed = &closed_;
   const Peer* peer = watch.get();
@@ -407,7 +409,7 @@ bool Node::wait_word(const Region& region, uint64_t offset, uint64_t value, Dead
 
 void Node::raise_word(Region& region, uint64_t offset, uint64_t value) {
   check_open();
-  check_word(offset, region.size);
+  check_word(region, offset);
   store_max(region.data() + offset, value);
   fabric_.progress->notify();
 }
@@ -420,9 +422,10 @@ void Node::close() {
       peer->lose({Code::kClosed, "this Node was closed"}, kClosedByUser);
     }
     if (fabric_.rdma) {
-      fabric_.progress->drive(nullptr);
+      fabric_.progress->undrive(*fabric_.rdma);
       fabric_.rdma->stop();
     }
+    fabric_.gpu_queue->stop();
   });
   fabric_.progress->stop();
   // Nobody drives any more. Objects of the user may stay; memory and descriptors do not, except

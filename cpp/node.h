@@ -49,14 +49,17 @@ class Node : public std::enable_shared_from_this<Node> {
   bool closed() const { return closed_ || epoch_ != fork::epoch(); }
   const std::shared_ptr<Progress>& progress() const { return fabric_.progress; }
   const Traffic& traffic() const { return *fabric_.traffic; }
+  const GpuTraffic& gpu_traffic() const { return *fabric_.gpu_traffic; }
+  const std::shared_ptr<GpuQueue>& gpu_queue() const { return fabric_.gpu_queue; }
   const Progress::Transfers& transfers() const { return fabric_.progress->transfers(); }
 
   // Throws kClosed unless this process made the Node and has not closed it.
   void check_open() const;
 
   // mappable: this process can map the memory again, also if no peer can.
+  // gpu: see RegionTable::allocate.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
-                                   bool mappable = false);
+                                   bool mappable = false, int gpu = -1);
   // A region of an earlier process, see RegionTable::restore. Throws kUnavailable without shm.
   std::shared_ptr<Region> restore(int memory, const RegionFacts& facts);
   // A region over memory of another Node of this process, see RegionTable::lend. Throws

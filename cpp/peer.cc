@@ -123,26 +123,36 @@ void Peer::refuse(const RemoteRegion& region, const char* how, const char* why) 
 
 void Peer::check_word(const RemoteRegion& region, uint64_t offset) const {
   check_region(region);
-  tensorwire::check_word(offset, region.size);
+  tensorwire::check_word(region, offset);
   if (!region.access.write) refuse(region, "read-only");
 }
 
 // ---- one-sided operations
 
 TransferPtr Peer::write(std::span<const Piece> pieces, const SignalTo& signal,
-                        uint64_t inline_limit) {
-  if (Peer* next = successor()) return next->write(pieces, signal, inline_limit);
+                        const How& how) {
+  if (Peer* next = successor()) return next->write(pieces, signal, how);
   check_alive();
   check(pieces, true);
   if (signal.region != nullptr) check_word(*signal.region, signal.offset);
-  return channel().write(pieces, signal, inline_limit);
+  check_gpu(pieces, how);
+  return channel().write(pieces, signal, how);
 }
 
-TransferPtr Peer::read(std::span<const Piece> pieces, uint64_t inline_limit) {
-  if (Peer* next = successor()) return next->read(pieces, inline_limit);
+TransferPtr Peer::read(std::span<const Piece> pieces, const How& how) {
+  if (Peer* next = successor()) return next->read(pieces, how);
   check_alive();
   check(pieces, false);
-  return channel().read(pieces, inline_limit);
+  check_gpu(pieces, how);
+  return channel().read(pieces, how);
+}
+
+void Peer::check_gpu(std::span<const Piece> pieces, const How& how) const {
+  if (shm_ || !needs_gpu(pieces, how)) return;
+  throw Error(Code::kUnavailable,
+              describe() + " is reached by " + transport() +
+                  ", by which memory of a GPU cannot be moved: copy it to memory of the host "
+                  "first, or connect by another transport (require=)");
 }
 
 TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> after) {
@@ -276,7 +286,8 @@ bool Peer::wait_for_memory(const Header& header, std::string_view body) {
 }
 
 void Peer::start_shm(std::shared_ptr<DescriptorSocket> descriptors) {
-  shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.traffic);
+  shm_ = std::make_shared<ShmChannel>(fabric_.progress, fabric_.traffic, fabric_.gpu_queue,
+                                      fabric_.gpu_traffic);
   channel_ = shm_;
   descriptors_ = std::move(descriptors);
   auto weak = weak_from_this();
@@ -468,7 +479,13 @@ bool Peer::granted(const Header& header, std::string_view body) {
   auto examine = [header, copied = asked->wants.copied](const DescriptorMessage& message,
                                                         Passed& passed) {
     if (message.count() != 1) throw Error(Code::kInvalid, "one descriptor was expected");
-    passed.mapping = message.map(0, header.total, (header.flags & kWritable) != 0);
+    bool writable = (header.flags & kWritable) != 0;
+    if (header.flags & kOnGpu) {
+      if (copied) throw Error(Code::kUnavailable, "memory of a GPU has no private mapping");
+      passed.mapping = message.map_gpu(0, header.total, writable);
+      return;
+    }
+    passed.mapping = message.map(0, header.total, writable);
     if (copied) passed.copied = message.map_private(0, passed.mapping);
   };
   return receive_memory(header, examine, [this, header, name = std::string(body)](Passed& passed) {

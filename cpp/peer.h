@@ -38,6 +38,8 @@ struct Fabric {
   uint64_t quota_bytes = 0;            // of all regions that peers allocated here
   bool shareable = false;
   uint64_t incarnation = 0;
+  std::shared_ptr<GpuQueue> gpu_queue;
+  std::shared_ptr<GpuTraffic> gpu_traffic;
   std::shared_ptr<RdmaFabric> rdma;                                 // null: not offered
   std::function<void(const std::shared_ptr<Region>&)> free_region;  // driving thread
 };
@@ -96,8 +98,8 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
 
   // One-sided operations. Throws kInvalid, kPermission or kStaleHandle for what can be seen here;
   // everything else is told by the transfer.
-  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t inline_limit);
-  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit);
+  TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal, const How& how);
+  TransferPtr read(std::span<const Piece> pieces, const How& how);
   TransferPtr signal(const SignalTo& signal, std::span<const TransferPtr> after);
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value);
   void check(std::span<const Piece> pieces, bool write) const;
@@ -124,6 +126,7 @@ class Peer : public FrameSink, public std::enable_shared_from_this<Peer> {
   std::string describe() const;
   void check_alive() const;
   void check_region(const RemoteRegion& region) const;
+  void check_gpu(std::span<const Piece> pieces, const How& how) const;
   // Throws that the grant does not allow it.
   [[noreturn]] void refuse(const RemoteRegion& region, const char* how, const char* why = "") const;
   // Loses the peer, if there still is one.

@@ -7,12 +7,14 @@ void append(std::vector<Piece>& pieces, const Prepared::Item& item) {
   if (!pieces.empty()) {
     Piece& last = pieces.back();
     if (last.remote == item.remote.get() && last.local + last.length == item.local &&
-        last.offset + last.length == item.offset) {
+        last.offset + last.length == item.offset && last.gpu == item.gpu &&
+        last.mapping == item.mapping) {
       last.length += item.length;
       return;
     }
   }
-  pieces.push_back({item.local, item.remote.get(), item.offset, item.length});
+  pieces.push_back(
+      {item.local, item.remote.get(), item.offset, item.length, item.gpu, item.mapping});
 }
 
 }  // namespace
@@ -27,16 +29,16 @@ Prepared::Prepared(PeerPtr peer, bool is_write, std::vector<Item> items)
 }
 
 TransferPtr Prepared::fire(std::span<const Piece> pieces, const SignalTo& signal,
-                           uint64_t limit) const {
-  return is_write_ ? peer_->write(pieces, signal, limit) : peer_->read(pieces, limit);
+                           const How& how) const {
+  return is_write_ ? peer_->write(pieces, signal, how) : peer_->read(pieces, how);
 }
 
-TransferPtr Prepared::start(const SignalTo& signal, uint64_t inline_limit) const {
-  return fire(merged_, signal, inline_limit);
+TransferPtr Prepared::start(const SignalTo& signal, const How& how) const {
+  return fire(merged_, signal, how);
 }
 
 TransferPtr Prepared::start(std::span<const int64_t> indices, const SignalTo& signal,
-                            uint64_t inline_limit) const {
+                            const How& how) const {
   std::vector<Piece> pieces;
   pieces.reserve(indices.size());
   for (int64_t index : indices) {
@@ -46,7 +48,7 @@ TransferPtr Prepared::start(std::span<const int64_t> indices, const SignalTo& si
     }
     append(pieces, items_[static_cast<size_t>(index)]);
   }
-  return fire(pieces, signal, inline_limit);
+  return fire(pieces, signal, how);
 }
 
 }  // namespace tensorwire

@@ -15,6 +15,8 @@ class Prepared {
     RemoteRegionPtr remote;
     uint64_t offset;
     uint64_t length;
+    Gpu* gpu = nullptr;
+    std::shared_ptr<Mapping> mapping;
   };
 
   // Local memory and the peer must stay as long as this lives. Throws as Peer::write does.
@@ -22,17 +24,18 @@ class Prepared {
 
   // All pieces, or those that the indices name, in their order; neighbours that touch on both
   // sides are merged. Throws kInvalid for an index out of range.
-  TransferPtr start(const SignalTo& signal, uint64_t inline_limit) const;
+  TransferPtr start(const SignalTo& signal, const How& how) const;
   TransferPtr start(std::span<const int64_t> indices, const SignalTo& signal,
-                    uint64_t inline_limit) const;
+                    const How& how) const;
 
   size_t size() const { return items_.size(); }
   uint64_t bytes() const { return bytes_; }
   size_t runs() const { return merged_.size(); }
   const PeerPtr& peer() const { return peer_; }
+  bool by_gpu() const { return needs_gpu(merged_, {}); }
 
  private:
-  TransferPtr fire(std::span<const Piece> pieces, const SignalTo& signal, uint64_t limit) const;
+  TransferPtr fire(std::span<const Piece> pieces, const SignalTo& signal, const How& how) const;
 
   PeerPtr peer_;
   bool is_write_;

@@ -177,11 +177,36 @@ void Progress::drive(std::shared_ptr<Poller> poller) {
   class Nothing : public Handler {  // a ready descriptor ends the sleep; polling does the work
     void on_ready(uint32_t) override {}
   };
-  if (poller_) unwatch(poller_->descriptor());
-  poller_ = nullptr;
-  if (poller) watch(poller->descriptor(), EPOLLIN, std::make_shared<Nothing>());
-  poller_ = std::move(poller);
-  polled_ = poller_ != nullptr;
+  watch(poller->descriptor(), EPOLLIN, std::make_shared<Nothing>());
+  pollers_.push_back(std::move(poller));
+  polled_ = true;
+}
+
+void Progress::undrive(const Poller& poller) {
+  auto found = std::find_if(pollers_.begin(), pollers_.end(),
+                            [&](const auto& each) { return each.get() == &poller; });
+  if (found == pollers_.end()) return;
+  unwatch(poller.descriptor());
+  pollers_.erase(found);
+  polled_ = !pollers_.empty();
+}
+
+// What one of them does may take one away, or add one.
+bool Progress::poll() {
+  bool any = false;
+  for (size_t i = 0; i < pollers_.size(); ++i) {
+    auto poller = pollers_[i];
+    any = poller->poll() || any;
+  }
+  return any;
+}
+
+bool Progress::arm() {
+  for (size_t i = 0; i < pollers_.size(); ++i) {
+    auto poller = pollers_[i];
+    if (!poller->arm()) return false;
+  }
+  return true;
 }
 
 void Progress::flush() {
@@ -374,7 +399,7 @@ void Progress::release_drive() {
 void Progress::drive_once(int timeout_ms) {
   counters_.rounds.fetch_add(1, std::memory_order_relaxed);
   urgent_.store(false);
-  if (auto poller = poller_; poller && poller->poll()) changed_ = true;
+  if (poll()) changed_ = true;
   bool more = run_jobs();
   run_timers();
   flush();
@@ -384,7 +409,10 @@ void Progress::drive_once(int timeout_ms) {
     timeout_ms = 0;  // the driver's own condition may hold now
   }
   timeout_ms = more ? 0 : bounded(timeout_ms);
-  if (timeout_ms != 0 && poller_ && !poller_->arm()) timeout_ms = 0;
+  if (timeout_ms != 0 && !pollers_.empty()) {
+    if (!arm()) timeout_ms = 0;
+    timeout_ms = bounded(timeout_ms);
+  }
   epoll_event events[kMaxEvents];
   int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, timeout_ms);
   if (count < 0 && errno == EINTR) interrupted_ = true;

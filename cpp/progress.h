@@ -98,8 +98,9 @@ class Progress {
   void change(int fd, uint32_t events);
   void unwatch(int fd);
   void flush_later(std::shared_ptr<Handler> handler);  // driving thread only
-  // At most one; null takes it away. Driving thread only.
+  // Driving thread only.
   void drive(std::shared_ptr<Poller> poller);
+  void undrive(const Poller& poller);
 
   // Jobs run in the driving thread. post: later, again while it returns true. run: now, and waits;
   // must not be called by a handler.
@@ -156,6 +157,8 @@ class Progress {
   void release_drive();
   void drive_once(int timeout_ms);
   int bounded(int timeout_ms);
+  bool poll();
+  bool arm();
   void run_timers();
   bool run_jobs();
   void flush();
@@ -185,8 +188,8 @@ class Progress {
   std::mutex handlers_mutex_;
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;
   std::vector<std::shared_ptr<Handler>> to_flush_;  // driving thread only
-  std::shared_ptr<Poller> poller_;                  // driving thread only
-  std::atomic<bool> polled_{false};                 // there is one
+  std::vector<std::shared_ptr<Poller>> pollers_;    // driving thread only
+  std::atomic<bool> polled_{false};                 // there are some
 
   std::mutex jobs_mutex_;
   std::deque<std::function<bool()>> jobs_;

@@ -63,6 +63,7 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
     region->incarnation = incarnation_;
     region->access = access_of(header);
     region->name = body;
+    region->on_gpu = (header.flags & kOnGpu) != 0;
     status.message.clear();
     bool memory = region->access.any();
     if (memory && transport_ == kShmBit) {
@@ -77,8 +78,9 @@ bool Questions::answered(const Header& header, std::string_view body, Granted gr
         status = granted.status;
         if (region->mapping) mappings_->add(region->mapping);
       }
-      // Out of address space or descriptors is our trouble; anything else is a lie.
-      well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy;
+      // Out of address space, descriptors or GPUs is our trouble; anything else is a lie.
+      well_formed = status.ok() || status.code == Code::kNoMemory || status.code == Code::kBusy ||
+                    status.code == Code::kUnavailable;
       region->copied = std::move(granted.copied);
       if (status.ok()) {
         known_[region->generation] = {region->id, region->size, region->access.write,

@@ -366,7 +366,7 @@ void RdmaChannel::finished(const WorkPtr& work) {
   work->transfer->complete(std::move(status));
 }
 
-TransferPtr RdmaChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {
+TransferPtr RdmaChannel::write(std::span<const Piece> pieces, const SignalTo& signal, const How&) {
   auto transfer = start(pieces, signal, false);
   traffic_->writes.fetch_add(1, std::memory_order_relaxed);
   traffic_->bytes_written.fetch_add(transfer->bytes, std::memory_order_relaxed);
@@ -374,7 +374,7 @@ TransferPtr RdmaChannel::write(std::span<const Piece> pieces, const SignalTo& si
   return transfer;
 }
 
-TransferPtr RdmaChannel::read(std::span<const Piece> pieces, uint64_t) {
+TransferPtr RdmaChannel::read(std::span<const Piece> pieces, const How&) {
   auto transfer = start(pieces, {}, true);
   traffic_->reads.fetch_add(1, std::memory_order_relaxed);
   traffic_->bytes_read.fetch_add(transfer->bytes, std::memory_order_relaxed);

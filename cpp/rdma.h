@@ -56,8 +56,8 @@ class RdmaChannel : public Channel,
   void revoke(uint32_t region, uint64_t generation);
 
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    uint64_t inline_limit) override;
-  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
+                    const How& how) override;
+  TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
   void shutdown(const Status& status) override;

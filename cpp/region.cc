@@ -28,10 +28,15 @@ void check_region_name(const std::string& name) {
   }
 }
 
-void check_word(uint64_t offset, uint64_t size) {
-  if (offset % 8 == 0 && offset <= size && size - offset >= 8) return;
+void check_word(const RegionFacts& region, uint64_t offset) {
+  if (region.on_gpu) {
+    throw Error(Code::kInvalid, "the region '" + region.name +
+                                    "' is memory of a GPU, where no word can be: put the word into "
+                                    "a region of the host's memory");
+  }
+  if (offset % 8 == 0 && region.contains(offset, 8)) return;
   throw Error(Code::kInvalid, "a word is 8 bytes at a multiple of 8 inside the region; offset " +
-                                  std::to_string(offset) + " of " + std::to_string(size) +
+                                  std::to_string(offset) + " of " + std::to_string(region.size) +
                                   " bytes is not");
 }
 
@@ -57,9 +62,9 @@ Region::~Region() {
 }
 
 std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& name, Access access,
-                                              bool shareable, uint64_t lessee) {
+                                              bool shareable, uint64_t lessee, int gpu) {
   if (size == 0) throw Error(Code::kInvalid, "a region has at least 1 byte");
-  check_fits(size);
+  if (gpu < 0) check_fits(size);
   check_region_name(name);
   {
     std::lock_guard lock(mutex_);
@@ -71,8 +76,12 @@ std::shared_ptr<Region> RegionTable::allocate(uint64_t size, const std::string& 
   region->name = name;
   region->lessee = lessee;
   region->generation = random_id();
-  // Who may read and not write gets a descriptor that is good for no more.
-  region->mapping = Mapping::create(size, shareable, access.write || !access.read);
+  region->on_gpu = gpu >= 0;
+  // Who may read and not write gets a descriptor that is good for no more; the driver of a GPU has
+  // none of that kind.
+  region->mapping = region->on_gpu
+                        ? Mapping::create_on(gpu, size, shareable)
+                        : Mapping::create(size, shareable, access.write || !access.read);
   return enter(std::move(region), false);
 }
 

@@ -23,8 +23,6 @@ inline constexpr const char* kStale =
 // Throws kInvalid if no region can have this name: it is too long, or peers could not show it. ""
 // is no name.
 void check_region_name(const std::string& name);
-// Throws kInvalid unless a region of so many bytes has a word at this offset.
-void check_word(uint64_t offset, uint64_t size);
 
 // What peers may do with a region.
 struct Access {
@@ -46,6 +44,7 @@ struct RegionFacts {
   uint64_t size = 0;
   Access access;
   std::string name;                  // "" = unnamed, reachable by handle only
+  bool on_gpu = false;               // its bytes are none that a CPU may touch
   std::shared_ptr<Mapping> mapping;  // null at a peer that does not map it
 
   // Overflow-safe: [offset, offset + length) lies inside.
@@ -53,6 +52,9 @@ struct RegionFacts {
     return offset <= size && length <= size - offset;
   }
 };
+
+// Throws kInvalid unless the region has a word at this offset, which is in memory of the host.
+void check_word(const RegionFacts& region, uint64_t offset);
 
 struct Region : RegionFacts {
   Region() = default;
@@ -76,8 +78,9 @@ class RegionTable {
       : page_(page), mappings_(std::move(mappings)), on_awaited_(std::move(on_awaited)) {}
 
   // Throws kInvalid (size, name too long or taken), kBusy (table full), kNoMemory, kClosed.
+  // gpu: its number in this process, -1 for memory of the host; then also as Gpu::at.
   std::shared_ptr<Region> allocate(uint64_t size, const std::string& name, Access access,
-                                   bool shareable, uint64_t lessee);
+                                   bool shareable, uint64_t lessee, int gpu = -1);
   // Maps the memory of a region of an earlier process again, in the same slot and with the same
   // generation, so that handles of then are good now. See Mapping::restore. Throws kInvalid (also:
   // name or slot taken, access "r"), kNoMemory, kBusy, kClosed.

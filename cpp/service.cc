@@ -91,6 +91,10 @@ Region* Service::granted(const Header& header, uint64_t offset, uint64_t length,
 
 Region* Service::granted_word(const Header& header, Status& status) {
   Region* region = granted(header, header.offset, sizeof(uint64_t), true, status);
+  if (region != nullptr && region->on_gpu) {
+    status = {Code::kInvalid, "no word can be in memory of a GPU"};
+    return nullptr;
+  }
   if (region != nullptr && header.offset % sizeof(uint64_t) != 0) {
     status = {Code::kInvalid, "a word's offset must be a multiple of 8"};
     return nullptr;
@@ -219,7 +223,7 @@ void Service::grant(const Header& header, const std::shared_ptr<Region>& region)
   if (expose_ && region->access.any()) expose_(header, region);
   grants_[region->id] = region;
   Header answer{.type = FrameType::kGrant,
-                .flags = flags_of(region->access),
+                .flags = static_cast<uint8_t>(flags_of(region->access) | (region->on_gpu ? kOnGpu : 0)),
                 .region = region->id,
                 .generation = region->generation,
                 .length = region->name.size(),

@@ -78,37 +78,16 @@ void ShmChannel::raise(const SignalTo& signal) {
 // Copies by the driver, a chunk a round, for callers that must not be held up.
 struct ShmChannel::CopyJob : KeptCall {
   bool is_read;
-  TransferPtr transfer;
+  std::function<void(Status)> then;
   size_t piece = 0;
   uint64_t from = 0;
 };
 
-TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& signal,
-                             uint64_t inline_limit, bool is_read) {
-  uint64_t total = total_bytes(pieces);
-  auto transfer = std::make_shared<Transfer>(progress_, total);
-  Status status = check(pieces, signal);
-  if (!status.ok()) {
-    transfer->complete(std::move(status));
-    return transfer;
-  }
-  if (!pieces.empty()) {
-    (is_read ? traffic_->reads : traffic_->writes).fetch_add(1, std::memory_order_relaxed);
-    (is_read ? traffic_->bytes_read : traffic_->bytes_written)
-        .fetch_add(total, std::memory_order_relaxed);
-  }
-  if (signal.region != nullptr) traffic_->signals.fetch_add(1, std::memory_order_relaxed);
-  if (inline_limit == 0 || total <= inline_limit) {
-    for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
-    if (signal.region != nullptr) raise(signal);
-    transfer->complete(ended());
-    return transfer;
-  }
-  auto job = std::make_shared<CopyJob>(CopyJob{KeptCall(pieces, signal), is_read, transfer});
+bool ShmChannel::copy_later(std::shared_ptr<CopyJob> job) {
   // Jobs may outlive the peer but not the Node, which runs or fails them all before it stops.
-  bool taken = progress_->post([this, self = shared_from_this(), job] {
+  return progress_->post([this, self = shared_from_this(), job] {
     if (Status broken = check(job->pieces, job->signal); !broken.ok()) {
-      job->transfer->complete(std::move(broken));
+      job->then(std::move(broken));
       return false;
     }
     uint64_t budget = kJobChunkBytes;
@@ -124,21 +103,78 @@ TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& sign
       }
     }
     if (job->piece < job->pieces.size()) return true;
-    if (job->signal.region != nullptr) raise(job->signal);
-    job->transfer->complete(ended());
+    job->then({});
     return false;
   });
-  if (!taken) transfer->complete({Code::kClosed, "the Node is closed"});
+}
+
+TransferPtr ShmChannel::copy(std::span<const Piece> pieces, const SignalTo& signal, const How& how,
+                             bool is_read) {
+  uint64_t total = total_bytes(pieces);
+  auto transfer = std::make_shared<Transfer>(progress_, total);
+  Status status = check(pieces, signal);
+  if (!status.ok()) {
+    transfer->complete(std::move(status));
+    return transfer;
+  }
+  if (!pieces.empty()) {
+    (is_read ? traffic_->reads : traffic_->writes).fetch_add(1, std::memory_order_relaxed);
+    (is_read ? traffic_->bytes_read : traffic_->bytes_written)
+        .fetch_add(total, std::memory_order_relaxed);
+  }
+  if (signal.region != nullptr) traffic_->signals.fetch_add(1, std::memory_order_relaxed);
+  if (needs_gpu(pieces, how)) {
+    copy_by_gpu(pieces, signal, how, is_read, transfer);
+    return transfer;
+  }
+  if (how.inline_limit == 0 || total <= how.inline_limit) {
+    for (const Piece& piece : pieces) copy_piece(piece, 0, piece.length, is_read);
+    if (signal.region != nullptr) raise(signal);
+    transfer->complete(ended());
+    return transfer;
+  }
+  auto job = std::make_shared<CopyJob>(CopyJob{KeptCall(pieces, signal), is_read, {}});
+  job->then = [this, kept = job.get(), transfer](Status failure) {
+    if (failure.ok() && kept->signal.region != nullptr) raise(kept->signal);
+    transfer->complete(failure.ok() ? ended() : std::move(failure));
+  };
+  if (!copy_later(job)) transfer->complete({Code::kClosed, "the Node is closed"});
   return transfer;
 }
 
-TransferPtr ShmChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
-                              uint64_t inline_limit) {
-  return copy(pieces, signal, inline_limit, false);
+void ShmChannel::copy_by_gpu(std::span<const Piece> pieces, const SignalTo& signal, const How& how,
+                             bool is_read, const TransferPtr& transfer) {
+  auto self = shared_from_this();
+  auto by_cpu = [self, is_read](std::vector<Piece> rest, const GpuThen& then) {
+    auto job = std::make_shared<CopyJob>(CopyJob{KeptCall(rest, {}), is_read, {}});
+    job->then = [then](const Status& status) { then({status}); };
+    if (!self->copy_later(job)) then({{Code::kClosed, "the Node is closed"}});
+  };
+  SignalTo word = signal;
+  RemoteRegionPtr of_word = signal.region ? signal.region->shared_from_this() : nullptr;
+  auto finish = [self, word, of_word, transfer](const GpuOutcome& outcome) {
+    if (outcome.left) return transfer->abandon(outcome.status);
+    if (outcome.ok() && word.region != nullptr) self->raise(word);
+    transfer->complete(outcome.ok() ? self->ended() : outcome.status);
+  };
+  auto copy = std::make_shared<GpuCopy>(pieces, signal, is_read, how, progress_, gpu_queue_,
+                                        gpu_staging_, gpu_traffic_, by_cpu, finish);
+  try {
+    copy->start();
+  } catch (const Error& error) {
+    transfer->complete(error.status());
+    return;
+  }
+  transfer->set_landing(copy->landing());
 }
 
-TransferPtr ShmChannel::read(std::span<const Piece> pieces, uint64_t inline_limit) {
-  return copy(pieces, {}, inline_limit, true);
+TransferPtr ShmChannel::write(std::span<const Piece> pieces, const SignalTo& signal,
+                              const How& how) {
+  return copy(pieces, signal, how, false);
+}
+
+TransferPtr ShmChannel::read(std::span<const Piece> pieces, const How& how) {
+  return copy(pieces, {}, how, true);
 }
 
 TransferPtr ShmChannel::signal(const SignalTo& signal) { return copy({}, signal, 0, false); }

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "event.h"
+#include "gpu_copy.h"
 #include "page.h"
 #include "service.h"
 #include "transport.h"
@@ -14,16 +15,21 @@ namespace tensorwire {
 
 class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChannel> {
  public:
-  ShmChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic)
-      : progress_(std::move(progress)), traffic_(std::move(traffic)) {}
+  ShmChannel(std::shared_ptr<Progress> progress, std::shared_ptr<Traffic> traffic,
+             std::shared_ptr<GpuQueue> gpu_queue, std::shared_ptr<GpuTraffic> gpu_traffic)
+      : progress_(std::move(progress)),
+        traffic_(std::move(traffic)),
+        gpu_queue_(std::move(gpu_queue)),
+        gpu_traffic_(std::move(gpu_traffic)),
+        gpu_staging_(std::make_shared<GpuStaging>(gpu_queue_)) {}
 
   // The peer's page and doorbell, when they arrived. Before that no region is known, so nothing
   // can be written. Throws kInvalid if the page is not what it should be.
   void attach(std::shared_ptr<Mapping> page, Descriptor doorbell, uint64_t incarnation);
 
   TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                    uint64_t inline_limit) override;
-  TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) override;
+                    const How& how) override;
+  TransferPtr read(std::span<const Piece> pieces, const How& how) override;
   TransferPtr signal(const SignalTo& signal) override;
   TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) override;
   void refuse(const Status& status) override;
@@ -38,11 +44,18 @@ class ShmChannel : public Channel, public std::enable_shared_from_this<ShmChanne
   Status ended() const;
   void raise(const SignalTo& signal);
   void ring();
-  TransferPtr copy(std::span<const Piece> pieces, const SignalTo& signal, uint64_t inline_limit,
+  TransferPtr copy(std::span<const Piece> pieces, const SignalTo& signal, const How& how,
                    bool is_read);
+  // Copies in turns, and then calls the function. False if the Node is closed.
+  bool copy_later(std::shared_ptr<CopyJob> job);
+  void copy_by_gpu(std::span<const Piece> pieces, const SignalTo& signal, const How& how,
+                   bool is_read, const TransferPtr& transfer);
 
   std::shared_ptr<Progress> progress_;
   std::shared_ptr<Traffic> traffic_;
+  const std::shared_ptr<GpuQueue> gpu_queue_;
+  const std::shared_ptr<GpuTraffic> gpu_traffic_;
+  const std::shared_ptr<GpuStaging> gpu_staging_;
   std::shared_ptr<Mapping> page_mapping_;
   const NodePage* page_ = nullptr;
   std::atomic<bool> down_{false};

@@ -202,7 +202,7 @@ void TcpChannel::answered(std::unique_lock<std::mutex>& lock) {
   if (next() != nullptr) issue(lock);
 }
 
-TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& signal, uint64_t) {
+TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& signal, const How&) {
   auto request = make(pieces, signal, false);
   traffic_->writes.fetch_add(1, std::memory_order_relaxed);
   traffic_->bytes_written.fetch_add(request->transfer->bytes, std::memory_order_relaxed);
@@ -210,7 +210,7 @@ TransferPtr TcpChannel::write(std::span<const Piece> pieces, const SignalTo& sig
   return start(std::move(request));
 }
 
-TransferPtr TcpChannel::read(std::span<const Piece> pieces, uint64_t) {
+TransferPtr TcpChannel::read(std::span<const Piece> pieces, const How&) {
   auto request = make(pieces, {}, true);
   traffic_->reads.fetch_add(1, std::memory_order_relaxed);
   traffic_->bytes_read.fetch_add(request->transfer->bytes, std::memory_order_relaxed);

@@ -30,6 +30,15 @@ void Transfer::complete(Status status, uint64_t value) {
   for (auto& function : then) function();
 }
 
+void Transfer::abandon(Status status) {
+  {
+    std::lock_guard lock(mutex_);
+    new std::vector<Keepalive>(std::move(held_));
+    held_.clear();
+  }
+  complete(std::move(status));
+}
+
 bool Transfer::hold(Keepalive keepalive) {
   std::lock_guard lock(mutex_);
   if (done_.load(std::memory_order_relaxed)) return false;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "error.h"
+#include "gpu.h"
 #include "progress.h"
 
 namespace tensorwire {
@@ -45,6 +46,12 @@ class Transfer {
   // Called by whoever carries it out, exactly once; later calls are a broken invariant.
   void complete(Status status = {}, uint64_t value = 0);
 
+  // As complete(), of an operation that may still touch its memory: what it keeps stays for ever.
+  void abandon(Status status);
+  // What streams of a GPU may wait for in its place; set before anybody else sees the transfer.
+  void set_landing(GpuEventPtr event) { landing_ = std::move(event); }
+  const GpuEventPtr& landing() const { return landing_; }
+
   // Keeps an object until the end. False if the transfer is over already: the caller releases.
   bool hold(Keepalive keepalive);
   // Runs the function at the end, on the completing thread; at once if it is over already.
@@ -58,6 +65,7 @@ class Transfer {
   std::mutex mutex_;
   std::vector<Keepalive> held_;
   std::vector<std::function<void()>> then_;
+  GpuEventPtr landing_;
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;

@@ -44,6 +44,16 @@ struct Piece {
   const RemoteRegion* remote = nullptr;
   uint64_t offset = 0;
   uint64_t length = 0;
+  Gpu* gpu = nullptr;                // whose memory `local` is; null: the host's
+  std::shared_ptr<Mapping> mapping;  // of the region that `local` is in, if it is in one
+};
+
+// How a write or read is to be carried out.
+struct How {
+  How(uint64_t limit = 0) : inline_limit(limit) {}  // NOLINT: a number alone is the limit
+
+  uint64_t inline_limit;  // bytes that may be copied by the calling thread; 0 = any number
+  GpuEventPtr after;      // nothing of local or remote memory is touched before; null: at once
 };
 
 struct SignalTo {
@@ -71,16 +81,24 @@ inline uint64_t total_bytes(std::span<const Piece> pieces) {
   return total;
 }
 
+// Whether it is more than copies by a CPU.
+inline bool needs_gpu(std::span<const Piece> pieces, const How& how) {
+  if (how.after) return true;
+  for (const Piece& piece : pieces) {
+    if (piece.gpu != nullptr || piece.remote->on_gpu) return true;
+  }
+  return false;
+}
+
 // The data path to one peer. Any thread may call, several at a time. Arguments are only valid
 // during the call; local memory must stay until the transfer is done.
 class Channel {
  public:
   virtual ~Channel() = default;
 
-  // inline_limit: bytes that may be copied by the calling thread; 0 = any number.
   virtual TransferPtr write(std::span<const Piece> pieces, const SignalTo& signal,
-                            uint64_t inline_limit) = 0;
-  virtual TransferPtr read(std::span<const Piece> pieces, uint64_t inline_limit) = 0;
+                            const How& how) = 0;
+  virtual TransferPtr read(std::span<const Piece> pieces, const How& how) = 0;
   virtual TransferPtr signal(const SignalTo& signal) = 0;
   virtual TransferPtr fetch_add(const RemoteRegion& region, uint64_t offset, uint64_t value) = 0;
 

@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="tests/gpu use NVIDIA's driver and a GPU, not the stand-in for them",
+    )
+
+    parser.addoption(
         "--part",
         choices=["everyday", "rest"],
         help="everyday: what a newcomer waits for, `make test`; rest: all others. Default: all",

@@ -45,10 +45,13 @@ ROOT_IMPORTS = {"errors", "memory"}
 # Components of the core (x.h with x.cc), lowest first, by the same rule.
 CPP_LAYERS = (
     ("clock", "copy", "error", "fork", "memory_limit", "page", "sha256", "text", "word"),
-    ("blocking", "event", "frame", "fuse", "mapping", "rdma_ports", "silence", "spin", "ucx"),
+    ("blocking", "cuda", "event", "frame", "fuse", "rdma_ports", "silence", "spin", "ucx"),
+    ("gpu",),
+    ("mapping",),
     ("private_mapping", "progress", "region", "resolve"),
-    ("descriptors", "handshake", "rdma_fabric", "stream", "transfer"),
-    ("exposures", "listener", "service", "transport"),
+    ("descriptors", "gpu_queue", "handshake", "rdma_fabric", "stream", "transfer"),
+    ("exposures", "gpu_staging", "listener", "service", "transport"),
+    ("gpu_copy",),
     ("connect", "fault", "questions", "rdma", "shm", "tcp"),
     ("peer",),
     ("node", "prepared"),

@@ -33,6 +33,15 @@ def name_text(name: Any, what: str) -> str:
     return name
 
 
+def check_word_memory(region: Any, on_gpu: bool) -> None:
+    """Refuses a word in memory of a GPU, where no CPU can raise one."""
+    if on_gpu:
+        raise ValueError(
+            f"{region!r} is memory of a GPU, where no word can be: put the word into a region of "
+            "the host's memory"
+        )
+
+
 def byte_count(size_bytes: Any) -> int:
     """Checks the size of a new region."""
     try:

@@ -17,10 +17,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from tensorwire._core import Buffer
 
+from .gpu import OnStream, dlpack_buffer, interface_buffer, on_stream, tensor_buffer
+
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _PLAIN = frozenset({np.ndarray, bytes, bytearray, memoryview})
 
 
-def as_local(local: Any) -> object:
+def as_local(local: Any) -> tuple[object, OnStream | None]:
     """Turns an object into one that the core accepts: a buffer exporter or a `Buffer`.
 
     The result keeps the memory alive. Whether a buffer is contiguous, free of Python objects and,
@@ -28,30 +31,52 @@ def as_local(local: Any) -> object:
 
     Args:
         local: numpy array, bytes-like object, torch tensor, `Region`, or any object with DLPack
-            on the CPU.
+            or, on a GPU, `__cuda_array_interface__`.
+
+    Returns:
+        The object, and for memory of a GPU the stream that its values come from, if one is known.
 
     Raises:
         TypeError: none of these, or a masked array.
-        ValueError: a tensor that is not contiguous, not on the CPU, or not dense.
+        ValueError: a tensor that is not contiguous, not on the CPU or a GPU, or not dense.
+        UnavailableError: the driver of its GPU cannot be used.
     """
     if type(local) in _PLAIN:
-        return local
+        return local, None
     if isinstance(local, np.ndarray):
         check_unmasked(local)
-        return local
+        return local, None
     if is_tensor(local):
         return _tensor_buffer(local)
     region_buffer = getattr(local, "_local_buffer", None)
     if region_buffer is not None:
-        return region_buffer()
+        found: tuple[object, OnStream | None] = region_buffer()
+        return found
     try:
         memoryview(local)
-        return local
+        return local, None
     except TypeError:
         pass
+    if hasattr(local, "__cuda_array_interface__"):
+        return interface_buffer(local)
     if hasattr(local, "__dlpack__") and hasattr(local, "__dlpack_device__"):
         return _from_dlpack(local)
     raise TypeError(f"{describe(local)} has no memory to transfer; {_advice(local)}")
+
+
+def placed(local: Any, stream: Any, gpu_there: int) -> tuple[object, OnStream | None]:
+    """As `as_local`, with the stream that the transfer starts behind.
+
+    Args:
+        local: as for `as_local`.
+        stream: as the user gave it, None for the one that the values come from.
+        gpu_there: of the other side's memory, -1 if it is on none.
+    """
+    found, order = as_local(local)
+    if stream is None:
+        return found, order
+    gpu = getattr(found, "gpu", -1)
+    return found, on_stream(stream, gpu if gpu >= 0 else gpu_there)
 
 
 def size_bytes(local: Any) -> int:
@@ -93,16 +118,17 @@ def describe(value: Any) -> str:
 
 
 def check_tensor(tensor: Any) -> None:
-    """Refuses a torch tensor whose bytes are not one plain piece of this process's memory.
+    """Refuses a torch tensor whose bytes are not one plain piece of memory of this process.
 
     Raises:
-        ValueError: it is on a device, sparse, not contiguous, or a lazy view (conjugate, negative).
+        ValueError: it is on a device that is no GPU of CUDA, sparse, not contiguous, or a lazy view
+            (conjugate, negative).
         TypeError: it has no memory at all (fake or functional tensors).
     """
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(
-            f"{describe(tensor)} is on {tensor.device}; transfers take tensors on the CPU: "
-            "pass tensor.cpu()"
+            f"{describe(tensor)} is on {tensor.device}; transfers take tensors on the CPU or on a "
+            "GPU of CUDA: pass tensor.cpu()"
         )
     if tensor.layout is not modules["torch"].strided:
         raise ValueError(f"{describe(tensor)} is sparse; pass tensor.to_dense() or its parts")
@@ -118,23 +144,27 @@ def check_tensor(tensor: Any) -> None:
         )
 
 
-def _tensor_buffer(tensor: Any) -> Buffer:
+def _tensor_buffer(tensor: Any) -> tuple[Buffer, OnStream | None]:
     check_tensor(tensor)
+    if tensor.is_cuda:
+        return tensor_buffer(tensor)
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     if nbytes and not address:
         raise TypeError(f"{describe(tensor)} has no memory: it only stands for a tensor")
-    return Buffer(address, nbytes, True, tensor)
+    return Buffer(address, nbytes, True, tensor), None
 
 
-def _from_dlpack(local: Any) -> object:
+def _from_dlpack(local: Any) -> tuple[object, OnStream | None]:
     device, _ = local.__dlpack_device__()
-    if device != 1:
+    if device == _DLPACK_CUDA:
+        return dlpack_buffer(local)
+    if device != _DLPACK_CPU:
         raise ValueError(
             f"{describe(local)} is on DLPack device type {device}; "
-            "transfers take memory of the CPU (1): copy it there first"
+            "transfers take memory of the CPU (1) and of CUDA (2): copy it there first"
         )
     try:
-        return np.from_dlpack(local)
+        return np.from_dlpack(local), None
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{describe(local)} cannot be shared by DLPack: {error}") from error
 

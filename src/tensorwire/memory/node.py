@@ -17,6 +17,7 @@ from tensorwire._core import Transfer
 
 from .arguments import byte_count, descriptor_number, name_text, whole_number
 from .bandwidth import source_address
+from .gpu import gpu_number
 from .handle import Handle, access_flags, join_address, split_address
 from .lent import LentRegion
 from .open_node import OpenNode
@@ -182,6 +183,7 @@ class Node:
         name: str | None = None,
         access: str = "rw",
         mappable: bool = False,
+        device: Any = None,
     ) -> Region:
         """Allocates zeroed memory that peers can reach.
 
@@ -192,17 +194,24 @@ class Node:
             access: what peers may do: "rw", "r" (a write grant cannot be revoked later on one
                 host, so give it only where it is needed), "w", or "none".
             mappable: `Region.private` works also if this Node's transports leave out shm.
+            device: None or "cpu" is memory of the host, "cuda:N" or a torch.device memory of a GPU
+                as this process counts them, which comes in whole 2 MiB. No words are in it, and
+                access "r" is a promise that processes of this host keep by themselves.
 
         Raises:
-            ValueError: size, access or name is not valid, or the name is taken.
-            MemoryError: the system has not so much memory.
+            TypeError: the device is none.
+            ValueError: size, access, name or device is not valid, the name is taken, or there is no
+                such GPU.
+            UnavailableError: NVIDIA's driver cannot be used; the message tells why.
+            MemoryError: the system, or the GPU, has not so much memory.
             BusyError: the Node has as many regions as it can have.
             ClosedError: the Node was closed.
         """
         readable, writable = access_flags(access)
         size_bytes = byte_count(size_bytes)
+        gpu = gpu_number(device)
         core = self._core.allocate(
-            size_bytes, name_text(name or "", "region"), writable, readable, mappable
+            size_bytes, name_text(name or "", "region"), writable, readable, mappable, gpu
         )
         return Region(self._open, core, 0, core.size_bytes)
 
@@ -285,16 +294,17 @@ class Node:
     def adopt(self, tensor: Any, *, name: str | None = None, access: str = "rw") -> Region:
         """Allocates a region of the right size and moves an array or tensor in.
 
-        See `Region.adopt`: a torch tensor lives in the region afterwards; of a numpy array a copy
-        does, reached by `region.array(dtype, shape)`.
+        See `Region.adopt`: a torch tensor lives in the region afterwards, which is on its device;
+        of a numpy array a copy does, reached by `region.array(dtype, shape)`.
 
         Raises:
             TypeError: neither an array nor a tensor, or it holds Python objects.
-            ValueError: it is empty, not contiguous, or not on the CPU.
-            MemoryError, BusyError, ClosedError: as for `allocate`.
+            ValueError: it is empty, not contiguous, or neither on the CPU nor on a GPU of CUDA.
+            UnavailableError, MemoryError, BusyError, ClosedError: as for `allocate`.
         """
         size, _ = adoptable(tensor)
-        region = self.allocate(size, name=name, access=access)
+        device = tensor.device if getattr(tensor, "is_cuda", False) else None
+        region = self.allocate(size, name=name, access=access, device=device)
         region.adopt(tensor)
         return region
 

@@ -17,11 +17,21 @@ from tensorwire._core import Transfer
 from tensorwire.errors import UnavailableError
 
 from .aio import inline_limit
-from .arguments import addend, byte_count, byte_range, name_text, word_offset, word_value
-from .buffers import array_over, as_local, check_batch, describe, index_vector, size_bytes
+from .arguments import (
+    addend,
+    byte_count,
+    byte_range,
+    check_word_memory,
+    name_text,
+    word_offset,
+    word_value,
+)
+from .buffers import as_local, check_batch, describe, index_vector, placed, size_bytes
 from .connection import Connection
 from .handle import Handle, access_name
+from .gpu import OnStream, current_stream, on_stream
 from .private import PrivateMapping
+from .remote_view import RemoteView
 
 Signal = tuple["RemoteWord", int]
 
@@ -95,7 +105,9 @@ class Peer(Connection):
         )
         return RemoteRegion(self, core, 0, core.size_bytes)
 
-    def write(self, local: Any, remote: Any, *, signal: Signal | None = None) -> Transfer:
+    def write(
+        self, local: Any, remote: Any, *, signal: Signal | None = None, stream: Any = None
+    ) -> Transfer:
         """Starts to write one local object, or a batch of them as one transfer.
 
         Args:
@@ -103,30 +115,31 @@ class Peer(Connection):
             remote: a RemoteRegion (slice), or a sequence of the same length. Pieces of one batch
                 must not overlap at the target.
             signal: as in `RemoteRegion.write`: raised after every piece is in place.
+            stream: as in `RemoteRegion.write`, one for the whole batch.
 
         Raises:
-            TypeError, ValueError: as for `RemoteRegion.write`; also if the lengths differ or a
-                remote belongs to another peer. Nothing was written then.
+            TypeError, ValueError: as for `RemoteRegion.write`; also if the lengths differ, a
+                remote belongs to another peer, or locals come from several streams. Nothing was
+                written then.
             PermissionError, ClosedError, PeerLostError, StaleHandleError: as for
                 `RemoteRegion.write`.
         """
         if isinstance(remote, RemoteRegion):
             self._check_mine(remote)
-            return remote.write(local, signal=signal)
-        locals_, remotes, offsets = self._pieces(local, remote)
+            return remote.write(local, signal=signal, stream=stream)
+        pieces, order = self._pieces(local, remote, stream)
         if signal is None:
-            return self._core.write(locals_, remotes, offsets, None, 0, 0, inline_limit())
+            return self._core.write(*pieces, None, 0, 0, inline_limit(), order)
         word, value = _check_signal(signal, self)
-        return self._core.write(
-            locals_, remotes, offsets, word._core, word.offset, value, inline_limit()
-        )
+        return self._core.write(*pieces, word._core, word.offset, value, inline_limit(), order)
 
-    def read(self, local: Any, remote: Any) -> Transfer:
+    def read(self, local: Any, remote: Any, *, stream: Any = None) -> Transfer:
         """Starts to fill one local object, or a batch of them as one transfer.
 
         Args:
             local: an object as in `RemoteRegion.read`, or a sequence of them.
             remote: a RemoteRegion (slice), or a sequence of the same length.
+            stream: as in `write`.
 
         Raises:
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
@@ -134,9 +147,9 @@ class Peer(Connection):
         """
         if isinstance(remote, RemoteRegion):
             self._check_mine(remote)
-            return remote.read(local)
-        locals_, remotes, offsets = self._pieces(local, remote)
-        return self._core.read(locals_, remotes, offsets, inline_limit())
+            return remote.read(local, stream=stream)
+        pieces, order = self._pieces(local, remote, stream)
+        return self._core.read(*pieces, inline_limit(), order)
 
     def signal(self, word: RemoteWord, value: int, after: Sequence[Transfer] = ()) -> Transfer:
         """Raises a word of this peer; see `RemoteWord.set`."""
@@ -162,11 +175,16 @@ class Peer(Connection):
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
                 as for `write`.
         """
-        return Prepared(self, True, self._core.prepare(True, *self._pieces(local, remote)))
+        return self._prepare(True, local, remote)
 
     def prepare_read(self, local: Any, remote: Any) -> Prepared:
         """As `prepare_write`, for reading."""
-        return Prepared(self, False, self._core.prepare(False, *self._pieces(local, remote)))
+        return self._prepare(False, local, remote)
+
+    def _prepare(self, is_write: bool, local: Any, remote: Any) -> Prepared:
+        pieces, order = self._pieces(local, remote, None)
+        gpu = -1 if order is None else order[1]
+        return Prepared(self, is_write, self._core.prepare(is_write, *pieces), gpu)
 
     def succeed(self, successor: Peer) -> None:
         """Makes `successor` what is behind this object, whose connection was lost.
@@ -206,28 +224,40 @@ class Peer(Connection):
             raise ValueError(f"{remote!r} belongs to peer {owner.name!r}, not to {self.name!r}")
 
     def _pieces(
-        self, local: Any, remote: Any
-    ) -> tuple[list[object], list[_core.RemoteRegion], list[int]]:
+        self, local: Any, remote: Any, stream: Any
+    ) -> tuple[tuple[list[object], list[_core.RemoteRegion], list[int]], OnStream | None]:
         if type(local) is not list or type(remote) is not list or len(local) != len(remote):
             check_batch(local, remote)
         locals_, remotes, offsets = [], [], []
+        order: OnStream | None = None
+        gpu = -1
         for position, (source, target) in enumerate(zip(local, remote, strict=True)):
             if type(target) is not RemoteRegion:
                 raise TypeError(f"remote {position} is {describe(target)}, not a RemoteRegion")
             if target.peer is not self:
                 self._check_mine(target)
             if type(source) is not np.ndarray:
-                source = as_local(source)
+                source, behind = as_local(source)
+                gpu = max(gpu, getattr(source, "gpu", -1))
+                if behind is not None and stream is None:
+                    if order is not None and order != behind:
+                        raise ValueError(
+                            f"local {position} comes from another stream than those before it: "
+                            "name one that is behind all of them by stream="
+                        )
+                    order = behind
             # The core knows the region's end, not the slice's.
             if (size := size_bytes(source)) > target.size_bytes:
                 raise ValueError(f"local {position} has {size} bytes, more than {target!r}")
             locals_.append(source)
             remotes.append(target._core)
             offsets.append(target._offset)
-        return locals_, remotes, offsets
+        if stream is not None:
+            order = on_stream(stream, max([gpu, *(each.gpu for each in remotes)]))
+        return (locals_, remotes, offsets), order
 
 
-class RemoteRegion:
+class RemoteRegion(RemoteView):
     """Memory of a peer, or a slice of it: where `write` and `read` go.
 
     Made by `Peer.allocate`, `Peer.region` and `RemoteRegion[a:b]`. Methods may be called by any
@@ -239,13 +269,11 @@ class RemoteRegion:
         size_bytes: length of this slice.
     """
 
-    __slots__ = ("__weakref__", "_core", "_offset", "_read_one", "_write_one", "peer", "size_bytes")
+    __slots__ = ("__weakref__", "_read_one", "_write_one", "peer")
 
     def __init__(self, peer: Peer, core: _core.RemoteRegion, offset: int, size_bytes: int) -> None:
+        RemoteView.__init__(self, core, offset, size_bytes)
         self.peer = peer
-        self._core = core
-        self._offset = offset
-        self.size_bytes = size_bytes
         # Bound once: an 8-byte write should cost little more than the call into the core.
         self._write_one = peer._core.write_one
         self._read_one = peer._core.read_one
@@ -277,17 +305,23 @@ class RemoteRegion:
         start, stop = byte_range(piece, self.size_bytes)
         return RemoteRegion(self.peer, self._core, self._offset + start, stop - start)
 
-    def write(self, local: Any, *, signal: Signal | None = None) -> Transfer:
+    def write(self, local: Any, *, signal: Signal | None = None, stream: Any = None) -> Transfer:
         """Starts to write `local` to the start of this slice.
 
         The source is kept alive until the transfer is complete and must not change before. It may
         be shorter than the slice.
 
         Args:
-            local: numpy array, bytes-like object, torch tensor on the CPU (also one that requires
-                grad), `Region`, or DLPack object; contiguous, without Python objects.
+            local: numpy array, bytes-like object, torch tensor on the CPU or a GPU (also one that
+                requires grad), `Region`, or object with DLPack or `__cuda_array_interface__`;
+                contiguous, without Python objects.
             signal: (word of the same peer, value). The word is raised to the value after every byte
                 of this call is in place: whoever sees it sees them.
+            stream: the transfer starts behind all that is on this stream of a GPU now, a
+                torch.cuda.Stream, an object with `__cuda_stream__` or a handle. None: for memory
+                of a GPU the stream that its values come from (torch's current one, or what the
+                object tells), else nothing is waited for. What the stream does later may change
+                the source when the transfer is complete: see `Transfer.block_stream`.
 
         Returns:
             The Transfer. It is complete when the bytes (and the signal) are in the peer's memory,
@@ -295,7 +329,10 @@ class RemoteRegion:
 
         Raises:
             TypeError: `local` has no memory, or the signal is no (RemoteWord, int).
-            ValueError: `local` is larger than this slice, not contiguous, or not on the CPU.
+            ValueError: `local` is larger than this slice, not contiguous, or on a device that is
+                neither the CPU nor a GPU of CUDA; the stream is being captured into a graph.
+            UnavailableError: a GPU has a part in it, and its driver cannot be used, or the
+                transport moves none of its memory (rdma).
             PermissionError: the owner does not let peers write here.
             ClosedError: the Peer or Node was closed.
             PeerLostError: the other process or the link is gone.
@@ -303,17 +340,18 @@ class RemoteRegion:
 
             The last two, like every failure after the start, may instead come from the Transfer.
         """
-        if type(local) is not np.ndarray:
-            local = as_local(local)
-        if signal is None:
-            return self._write_one(
-                local, self._core, self._offset, self.size_bytes, None, 0, 0, inline_limit()
-            )
-        word, value = _check_signal(signal, self.peer)
+        order = None
+        if type(local) is not np.ndarray or stream is not None:
+            local, order = placed(local, stream, self._core.gpu)
         target = self._core, self._offset, self.size_bytes
-        return self._write_one(local, *target, word._core, word.offset, value, inline_limit())
+        if signal is None:
+            return self._write_one(local, *target, None, 0, 0, inline_limit(), order)
+        word, value = _check_signal(signal, self.peer)
+        return self._write_one(
+            local, *target, word._core, word.offset, value, inline_limit(), order
+        )
 
-    def read(self, local: Any) -> Transfer:
+    def read(self, local: Any, *, stream: Any = None) -> Transfer:
         """Starts to fill `local` from the start of this slice.
 
         `local` is kept alive until the transfer is complete; its content is undefined before, and
@@ -321,55 +359,19 @@ class RemoteRegion:
 
         Args:
             local: as for `write`, and writable. A torch tensor is filled behind autograd's back.
+            stream: as for `write`: nothing is read or filled before. What the stream does later
+                sees the bytes when the transfer is complete, or by `Transfer.block_stream`.
 
         Raises:
             TypeError, ValueError, PermissionError, ClosedError, PeerLostError, StaleHandleError:
                 as for `write`; also ValueError if `local` is read-only.
         """
-        if type(local) is not np.ndarray:
-            local = as_local(local)
-        return self._read_one(local, self._core, self._offset, self.size_bytes, inline_limit())
-
-    @property
-    def mapped(self) -> bool:
-        """Whether this process sees the memory itself: on shm it does, on a network it cannot."""
-        return self._core.mapped
-
-    def memoryview(self) -> memoryview:
-        """The bytes of this slice where they are, at the peer; nothing is copied.
-
-        Only on one host (`mapped`). Both processes then use the same memory: nothing orders their
-        loads and stores but signals. The view keeps the memory alive, also after the owner freed
-        the region, ended or was lost, when nobody else looks at it any more. It is read-only where
-        the owner does not let peers write.
-
-        Raises:
-            UnavailableError: the path to the peer maps nothing; use `read` and `write`.
-            ClosedError: this side's Node was closed; or this process was forked from the one that
-                has the grant.
-        """
-        if not self.mapped:
-            raise UnavailableError(
-                f"{self!r} is on another host or was reached by {self.peer.path.transport}: its "
-                "memory cannot be mapped here; use read() and write()"
-            )
-        view: Any = self._core.view()  # before Python 3.12 stubs cannot say that it is a buffer
-        return memoryview(view)[self._offset : self._offset + self.size_bytes]
-
-    def array(
-        self, dtype: DTypeLike = "uint8", shape: int | Sequence[int] | None = None
-    ) -> NDArray[Any]:
-        """A numpy array over `memoryview()`, with its conditions.
-
-        Args:
-            dtype: as for `Region.array`.
-            shape: as for `Region.array`.
-
-        Raises:
-            TypeError, ValueError: as for `Region.array`.
-            UnavailableError, ClosedError: as for `memoryview`.
-        """
-        return array_over(self, dtype, shape)
+        order = None
+        if type(local) is not np.ndarray or stream is not None:
+            local, order = placed(local, stream, self._core.gpu)
+        return self._read_one(
+            local, self._core, self._offset, self.size_bytes, inline_limit(), order
+        )
 
     def private(self, timeout_s: float | None = 10.0) -> PrivateMapping:
         """The peer's memory copy-on-write: what is written there stays in this process.
@@ -397,8 +399,10 @@ class RemoteRegion:
         """The 64-bit word at a byte offset of this slice.
 
         Raises:
-            ValueError: outside the slice, or not a multiple of 8 from the region's start.
+            ValueError: outside the slice, not a multiple of 8 from the region's start, or in memory
+                of a GPU, where no word can be.
         """
+        check_word_memory(self, self._core.on_gpu)
         return RemoteWord(self.peer, self._core, word_offset(self._offset, self.size_bytes, offset))
 
     def handle(self) -> Handle:
@@ -496,10 +500,11 @@ class Prepared:
         peer: where the batch goes.
     """
 
-    __slots__ = ("__weakref__", "_core", "_is_write", "peer")
+    __slots__ = ("__weakref__", "_core", "_gpu", "_is_write", "peer")
 
-    def __init__(self, peer: Peer, is_write: bool, core: _core.Prepared) -> None:
+    def __init__(self, peer: Peer, is_write: bool, core: _core.Prepared, gpu: int) -> None:
         self.peer = peer
+        self._gpu = gpu  # whose values torch may still be computing, -1 for none
         self._is_write = is_write
         self._core = core
 
@@ -523,13 +528,21 @@ class Prepared:
             f"to {self.peer.name!r}>"
         )
 
-    def start(self, indices: ArrayLike | None = None, *, signal: Signal | None = None) -> Transfer:
+    def start(
+        self,
+        indices: ArrayLike | None = None,
+        *,
+        signal: Signal | None = None,
+        stream: Any = None,
+    ) -> Transfer:
         """Starts the batch, or the pieces that `indices` names.
 
         Args:
             indices: whole numbers from 0 to len - 1, in any order, repeats allowed; None starts all
                 pieces. An int64 array is used without a copy.
             signal: for a write, as in `RemoteRegion.write`.
+            stream: as in `RemoteRegion.write`. None: torch's current one, if a local was a tensor
+                on a GPU.
 
         Raises:
             ValueError: an index out of range, or a signal with a read.
@@ -538,12 +551,17 @@ class Prepared:
         """
         if indices is not None:
             indices = index_vector(indices)
+        order = None
+        if stream is not None:
+            order = on_stream(stream, self._gpu)
+        elif self._gpu >= 0:
+            order = current_stream(self._gpu)
         if signal is None:
-            return self._core.start(indices, None, 0, 0, inline_limit())
+            return self._core.start(indices, None, 0, 0, inline_limit(), order)
         if not self._is_write:
             raise ValueError("a read cannot signal; when it is complete, raise the word yourself")
         word, value = _check_signal(signal, self.peer)
-        return self._core.start(indices, word._core, word.offset, value, inline_limit())
+        return self._core.start(indices, word._core, word.offset, value, inline_limit(), order)
 
 
 def _check_signal(signal: Any, peer: Peer) -> Signal:

@@ -19,8 +19,9 @@ from tensorwire import _core
 from tensorwire.errors import ClosedError, TimeoutError, UnavailableError
 
 from . import aio
-from .arguments import byte_range, word_offset, word_value
+from .arguments import byte_range, check_word_memory, word_offset, word_value
 from .buffers import array_over, check_tensor, check_unmasked, describe, is_tensor, shape_in
+from .gpu import GpuView, OnStream, current_stream, device_name, tensor_over
 from .handle import Handle, access_name
 from .open_node import OpenNode
 from .peer import Peer
@@ -66,9 +67,15 @@ class Region:
         """True once `free` was called, here or by the peer that allocated the region."""
         return self._core.freed
 
+    @property
+    def device(self) -> str:
+        """Where the memory is: "cpu" or "cuda:N"."""
+        return device_name(self._core.on_gpu, self._core.gpu)
+
     def __repr__(self) -> str:
         end = self._offset + self.size_bytes
         state = ", freed" if self.freed else ""
+        state = f", on {self.device}{state}" if self._core.on_gpu else state
         return f"<Region {self.name!r} [{self._offset}:{end}] access {self.access}{state}>"
 
     def __getitem__(self, piece: slice) -> Region:
@@ -104,8 +111,10 @@ class Region:
         """The 64-bit signal word at a byte offset of this slice.
 
         Raises:
-            ValueError: outside the slice, or not a multiple of 8 from the region's start.
+            ValueError: outside the slice, not a multiple of 8 from the region's start, or in memory
+                of a GPU, where no word can be.
         """
+        check_word_memory(self, self._core.on_gpu)
         return Word(self._node, self._core, word_offset(self._offset, self.size_bytes, offset))
 
     def array(
@@ -122,6 +131,7 @@ class Region:
             TypeError: dtype has Python objects, or is none.
             ValueError: the shape does not fit, the slice is no multiple of the dtype's size, or
                 that is 0.
+            UnavailableError: the memory is on a GPU.
             ClosedError: the Node was closed; or this is a forked child.
         """
         return array_over(self, dtype, shape)
@@ -134,7 +144,8 @@ class Region:
             shape: as for `array`.
 
         Raises:
-            UnavailableError: torch has not been imported.
+            UnavailableError: torch has not been imported, or the memory is on a GPU and torch
+                cannot use CUDA.
             ValueError, ClosedError: as for `array`.
         """
         torch = modules.get("torch")
@@ -147,23 +158,35 @@ class Region:
         shape = shape_in(self, shape, dtype.itemsize, str(dtype))
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if self._core.on_gpu:
+            return tensor_over(self._gpu_view(), self._core.gpu, dtype, shape, count)
         return torch.frombuffer(self.memoryview(), dtype=dtype, count=count).reshape(shape)
 
     def memoryview(self) -> memoryview:
         """The bytes of this slice, writable.
 
         Raises:
-            ClosedError: as for `array`.
+            UnavailableError, ClosedError: as for `array`.
         """
         view: Any = self._core.view()  # before Python 3.12 stubs cannot say that it is a buffer
         return memoryview(view)[self._offset : self._offset + self.size_bytes]
 
+    def _gpu_view(self) -> GpuView:
+        return GpuView(self._core.view(), self._offset, self.size_bytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes of a slice that is on a GPU. Keep the Region as long as they are used."""
+        if not self._core.on_gpu:
+            raise AttributeError("only memory of a GPU has this")
+        return self._gpu_view().__cuda_array_interface__
+
     def __dlpack__(self, **options: Any) -> Any:
-        return self.array().__dlpack__(**options)
+        return (self.tensor() if self._core.on_gpu else self.array()).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
+        return (2, self._core.gpu) if self._core.on_gpu else (1, 0)
 
     def adopt(self, tensor: Any, offset: int = 0) -> Any:
         """Moves an array or tensor into this memory.
@@ -174,7 +197,8 @@ class Region:
         result instead of it.
 
         Args:
-            tensor: numpy array, or dense contiguous torch tensor on the CPU.
+            tensor: numpy array, or dense contiguous torch tensor, on the CPU or a GPU. Into memory
+                of a GPU torch tensors alone can be moved.
             offset: in bytes from the start of this slice; a multiple of the item size.
 
         Returns:
@@ -182,8 +206,9 @@ class Region:
 
         Raises:
             TypeError: neither an array nor a tensor, it is masked, or it holds Python objects.
-            ValueError: it does not fit, the offset is misaligned, or the tensor is not contiguous
-                or not on the CPU.
+            ValueError: it does not fit, the offset is misaligned, or the tensor is not contiguous,
+                or on a device that is neither the CPU nor a GPU of CUDA.
+            UnavailableError: as for `tensor`; an array for memory of a GPU.
         """
         size, item_bytes = adoptable(tensor)
         offset = index(offset)
@@ -276,10 +301,12 @@ class Region:
                 f"{self._core.size_bytes} bytes; keep the region that allocate() returned"
             )
 
-    def _local_buffer(self) -> _core.Buffer:
-        return _core.Buffer(
-            self._core.address + self._offset, self.size_bytes, True, self.memoryview()
+    def _local_buffer(self) -> tuple[_core.Buffer, OnStream | None]:
+        core, gpu = self._core, self._core.gpu
+        buffer = _core.Buffer(
+            core.address + self._offset, self.size_bytes, True, core.view(), gpu, core
         )
+        return buffer, current_stream(gpu) if gpu >= 0 else None
 
 
 class Word:

@@ -9,51 +9,77 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from .checks import data, grants, lifetime, words
+from .checks import data, gpu, grants, lifetime, words
 from .leaks import assert_no_leak
-from .setup import PLACES, CheckSetup, Elsewhere, setup, warm_up
+from .setup import HOST, MEMORY_PAIRS, PLACES, CheckSetup, Elsewhere, setup, warm_up, warm_up_gpu
 
 Check = Callable[[CheckSetup], None]
 
-_CHECKS: dict[str, Check] = {
-    name: check
-    for module in (data, words, grants, lifetime)
-    for name, check in vars(module).items()
-    if getattr(check, "__module__", None) == module.__name__ and not name.startswith("_")
-}
+def _checks_of(*modules: Any) -> dict[str, Check]:
+    return {
+        name: check
+        for module in modules
+        for name, check in vars(module).items()
+        if getattr(check, "__module__", None) == module.__name__ and not name.startswith("_")
+    }
 
 
-def check_names(place: str) -> list[str]:
-    """Names of the checks that can run in a place, "one process" or "two processes"."""
+_CHECKS = _checks_of(data, words, grants, lifetime)
+_GPU_CHECKS = _checks_of(gpu)
+
+
+def check_names(place: str, memory: tuple[str, str] | None = None) -> list[str]:
+    """Names of the checks that can run in a place, "one process" or "two processes".
+
+    Args:
+        place: the place.
+        memory: the kinds of memory on the local side ("host", "pinned" or "gpu") and on the remote
+            side ("host" or "gpu"): checks that need a GPU. None: those that need none.
+    """
     if place not in PLACES:
         raise ValueError(f"a place is one of {PLACES}, not {place!r}")
+    if memory is not None and memory not in MEMORY_PAIRS:
+        raise ValueError(f"memory is one of {MEMORY_PAIRS}, not {memory!r}")
+    apart = (*lifetime.TWO_PROCESSES, *gpu.TWO_PROCESSES)
     return [
-        name for name in _CHECKS if place == "two processes" or name not in lifetime.TWO_PROCESSES
+        name
+        for name in (_CHECKS if memory is None else _GPU_CHECKS)
+        if (place == "two processes" or name not in apart)
+        and (name != "gpu_stream_order" or memory is None or memory[0] == "gpu")
+        and (name != "gpu_stream_and_host" or memory is None or memory[0] != "gpu")
     ]
 
 
-def run_check(name: str, transport: str, place: str | Elsewhere) -> None:
+def run_check(
+    name: str, transport: str, place: str | Elsewhere, memory: tuple[str, str] | None = None
+) -> None:
     """Runs one check.
 
     Args:
-        name: one of `check_names(place)`.
+        name: one of `check_names(place, memory)`.
         transport: the only one that its Nodes may use.
         place: "one process", "two processes", or where else the target runs; there the checks of
             two processes can run.
+        memory: as for `check_names`.
 
     Raises:
         Exception: the check failed; an AssertionError also if it left something behind.
     """
     warm_up(transport)
+    if memory is not None:
+        warm_up_gpu()
     with assert_no_leak():
-        _run(name, transport, place)
+        _run(name, transport, place, memory)
 
 
-def _run(name: str, transport: str, place: str | Elsewhere) -> None:
+def _run(
+    name: str, transport: str, place: str | Elsewhere, memory: tuple[str, str] | None
+) -> None:
     # A function of its own: its names keep Nodes alive.
-    with setup(transport, place, **grants.OPTIONS.get(name, {})) as scene:
-        _CHECKS[name](scene)
+    with setup(transport, place, memory or HOST, **grants.OPTIONS.get(name, {})) as scene:
+        (_CHECKS if memory is None else _GPU_CHECKS)[name](scene)
 
 
 def check_transport(

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorwire.memory import Node, Peer, RemoteRegion, Transfer, Word
+from tensorwire.memory import Node, Peer, RemoteRegion, RemoteWord, Transfer, Word
 
+from .gpu import GpuArray, pinned_array
 from .group import Member, PeerGroup
 from .target import Target, beside, serve_target, target_elsewhere
 
@@ -23,6 +24,17 @@ from .target import Target, beside, serve_target, target_elsewhere
 WAIT_S = 30.0
 
 PLACES = ("one process", "two processes")
+
+HOST = ("host", "host")
+# Kinds of memory on the local and on the remote side.
+MEMORY_PAIRS = (
+    HOST,
+    ("host", "gpu"),
+    ("pinned", "host"),
+    ("pinned", "gpu"),
+    ("gpu", "host"),
+    ("gpu", "gpu"),
+)
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -57,6 +69,7 @@ class CheckSetup:
         target: tells the far side what to do.
         member: the target's process, None in one process.
         options: of the near Node, for a check that needs a further Node.
+        memory: the kinds of memory on both sides, for checks that are for each pair.
     """
 
     transport: str
@@ -66,10 +79,30 @@ class CheckSetup:
     target: Target
     member: Member | None
     options: dict[str, Any] = field(default_factory=dict)
+    memory: tuple[str, str] = HOST
 
-    def remote(self, key: str, size_bytes: int, access: str = "rw") -> RemoteRegion:
-        """Lets the target allocate a region and gives it as the near side sees it."""
-        return self.peer.region(self.target.allocate(key, size_bytes, access))
+    def remote(
+        self, key: str, size_bytes: int, access: str = "rw", *, on: str = "host"
+    ) -> RemoteRegion:
+        """Lets the target allocate a region, "host" or "gpu", and gives it as it is seen here."""
+        device = "cuda:0" if on == "gpu" else None
+        return self.peer.region(self.target.allocate(key, size_bytes, access, None, device))
+
+    def local(self, data: NDArray[np.uint8]) -> Any:
+        """A copy of these bytes in the local kind of memory; slices of it are locals too."""
+        if self.memory[0] == "gpu":
+            return GpuArray(data)
+        return data.copy() if self.memory[0] == "host" else pinned_array(data)
+
+    def value(self, local: Any) -> NDArray[np.uint8]:
+        """What is in what `local` gave."""
+        if isinstance(local, GpuArray):
+            return np.frombuffer(local.tobytes(), np.uint8)
+        return np.asarray(local)
+
+    def refill(self, local: Any, data: NDArray[np.uint8]) -> None:
+        """Puts other bytes there; from a function on a stream, only into memory of the host."""
+        local[:] = data
 
     @contextlib.contextmanager
     def third(self) -> Iterator[Peer]:
@@ -83,11 +116,27 @@ class CheckSetup:
 
         Gives its region, and the word that it raises behind each round.
         """
+        remote = self.remote("r", 64 + max(sizes))
+        with self._rounds(sizes, "r") as reply:
+            yield remote, reply
+
+    @contextlib.contextmanager
+    def rounds_apart(self, sizes: list[int]) -> Iterator[tuple[RemoteRegion, RemoteWord, Word]]:
+        """As `rounds`, in memory of the remote kind, with the word in a region of its own.
+
+        Gives the region, the word that announces a round, and the one that answers it.
+        """
+        remote = self.remote("r", max(sizes), on=self.memory[1])
+        word = self.remote("words", 64).word(0)
+        with self._rounds(sizes, "words") as reply:
+            yield remote, word, reply
+
+    @contextlib.contextmanager
+    def _rounds(self, sizes: list[int], words: str) -> Iterator[Word]:
         reply = self.near.allocate(64, name="reply").word(0)
         self.target.accept()
-        remote = self.remote("r", 64 + max(sizes))
-        finish_target = self.target.begin("answer_rounds", "r", sizes, "reply")
-        yield remote, reply
+        finish_target = self.target.begin("answer_rounds", "r", sizes, "reply", words)
+        yield reply
         assert finish_target() == []
 
 
@@ -99,8 +148,20 @@ def warm_up(transport: str) -> None:
             near.connect(far.address)
 
 
+@functools.cache
+def warm_up_gpu() -> None:
+    """Uses the GPU once: what the driver keeps as long as the process lives is then there."""
+    with Node(transports=["shm"]) as near, Node(transports=["shm"]) as far:
+        peer = near.connect(far.address)
+        remote = peer.region(far.allocate(8, device="cuda:0").handle())
+        for local in (b"12345678", GpuArray(b"12345678"), pinned_array(np.ones(8, np.uint8))):
+            remote.write(local).wait(WAIT_S)
+
+
 @contextlib.contextmanager
-def setup(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[CheckSetup]:
+def setup(
+    transport: str, place: str | Elsewhere, memory: tuple[str, str] = HOST, **options: Any
+) -> Iterator[CheckSetup]:
     """Builds a CheckSetup and takes it down, whatever the check has left of it."""
     options = {"transports": [transport], **options}
     with contextlib.ExitStack() as stack:
@@ -117,7 +178,7 @@ def setup(transport: str, place: str | Elsewhere, **options: Any) -> Iterator[Ch
             target = target_elsewhere(member)
         near = stack.enter_context(Node("near", **options))
         peer = near.connect(target.address())
-        yield CheckSetup(transport, place, near, peer, target, member, options)
+        yield CheckSetup(transport, place, near, peer, target, member, options, memory)
 
 
 def pattern(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:

@@ -15,7 +15,9 @@ from typing import Any, cast
 import numpy as np
 
 from tensorwire.memory import Handle, Node, Peer, Region
+from tensorwire.memory.core import core_of
 
+from .gpu import peek, poke
 from .group import Channel, Member
 
 
@@ -55,10 +57,17 @@ class Target:
         return os.getpid()
 
     def allocate(
-        self, key: str, size_bytes: int, access: str = "rw", name: str | None = None
+        self,
+        key: str,
+        size_bytes: int,
+        access: str = "rw",
+        name: str | None = None,
+        device: str | None = None,
     ) -> Handle:
         """Allocates a region."""
-        self._regions[key] = self._node.allocate(size_bytes, access=access, name=name)
+        self._regions[key] = self._node.allocate(
+            size_bytes, access=access, name=name, device=device
+        )
         return self._regions[key].handle()
 
     def find(self, key: str, name: str) -> int:
@@ -68,16 +77,20 @@ class Target:
 
     def fill(self, key: str, start: int, data: bytes) -> None:
         """Puts bytes into a region."""
-        self._regions[key].array()[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        region = self._regions[key]
+        if region.device != "cpu":
+            poke(_address(region) + start, data)
+            return
+        region.array()[start : start + len(data)] = np.frombuffer(data, np.uint8)
 
     def contents(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of a region."""
-        array = self._regions[key].array()
-        return array[start:stop].tobytes()
+        return _bytes_of(self._regions[key], start, stop)
 
     def is_filled(self, key: str, start: int, stop: int, value: int) -> bool:
         """Whether all these bytes are `value`."""
-        return bool((self._regions[key].array()[start:stop] == value).all())
+        found = np.frombuffer(_bytes_of(self._regions[key], start, stop), np.uint8)
+        return bool((found == value).all())
 
     def free(self, key: str) -> None:
         """Frees a region."""
@@ -101,11 +114,13 @@ class Target:
         assert self._peer is not None
         self._peer.close()
 
-    def answer_rounds(self, key: str, sizes: list[int], reply_to: str) -> list[int]:
+    def answer_rounds(
+        self, key: str, sizes: list[int], reply_to: str, words: str
+    ) -> list[int]:
         """Checks what each signal announces.
 
-        In round k, once the word at 0 is at least k, sizes[k - 1] bytes from 64 on must all be
-        `round_value(k)`. Then word 0 of the peer's region `reply_to` is raised to k, which
+        In round k, once the word at 0 is at least k, sizes[k - 1] bytes from 64 on (from 0, if
+        the region `words` with the word is another one) must all be `round_value(k)`. Then word 0 of the peer's region `reply_to` is raised to k, which
         allows the next round.
 
         Returns:
@@ -113,12 +128,12 @@ class Target:
         """
         assert self._peer is not None
         region = self._regions[key]
-        word, payload = region.word(0), region.array()[64:]
+        word, start = self._regions[words].word(0), 64 if words == key else 0
         reply = self._peer.region(reply_to).word(0)
         wrong = []
         for round_, size in enumerate(sizes, 1):
             word.wait_until(round_, 20.0)
-            if not (payload[:size] == round_value(round_)).all():
+            if _bytes_of(region, start, start + size) != bytes([round_value(round_)]) * size:
                 wrong.append(round_)
             reply.set(round_)
         return wrong
@@ -186,6 +201,18 @@ def serve_target(channel: Channel, options: dict[str, Any]) -> None:
         pass
     finally:
         target.close()
+
+
+def _address(region: Region) -> int:
+    address: int = core_of(region).address
+    return address
+
+
+def _bytes_of(region: Region, start: int, stop: int | None) -> bytes:
+    if region.device == "cpu":
+        return region.array()[start:stop].tobytes()
+    start, stop, _ = slice(start, stop).indices(region.size_bytes)
+    return peek(_address(region) + start, stop - start)
 
 
 def round_value(number: int) -> int:

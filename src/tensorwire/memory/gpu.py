@@ -1,0 +1,182 @@
+"""Memory of GPUs as Python names it: devices, streams, and views of a region's memory.
+
+torch is never imported; who has tensors on a GPU, or wants one, has imported it. What a GPU does is
+the core's business.
+"""
+
+from __future__ import annotations
+
+import re
+from operator import index
+from sys import modules
+from typing import Any, Protocol
+
+from tensorwire import _core
+from tensorwire.errors import UnavailableError
+
+OnStream = tuple[int, int]
+"""A stream as the core takes it: the driver's handle, and the number of the GPU."""
+
+_DEVICE = re.compile(r"cuda(?::(\d{1,4}))?")
+_HOST = -1
+_LEGACY_STREAM = 0
+
+
+class _Buffer(Protocol):
+    """What is asked here of a `_core.Buffer`."""
+
+    @property
+    def gpu(self) -> int: ...
+
+
+def gpu_number(device: Any) -> int:
+    """The GPU that `device=` names, by its number in this process; -1 for memory of the host.
+
+    Args:
+        device: None or "cpu", "cuda", "cuda:N", or a torch.device. "cuda" is torch's current
+            device, or 0 where torch has not started CUDA.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    if device is None:
+        return _HOST
+    kind, number = getattr(device, "type", None), getattr(device, "index", None)
+    text = device if isinstance(device, str) else str(device) if isinstance(kind, str) else None
+    if text is None:
+        raise TypeError(f"a device is named by a str such as 'cuda:0', not {device!r}")
+    if text == "cpu":
+        return _HOST
+    found = _DEVICE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"a device is 'cpu', 'cuda' or 'cuda:N', not {text!r}")
+    if found[1] is None and number is None:
+        cuda = _started_torch_cuda()
+        return 0 if cuda is None else int(cuda.current_device())
+    return int(found[1])
+
+
+def device_name(on_gpu: bool, gpu: int) -> str:
+    """ "cpu", "cuda:N", or "cuda" for a GPU of another process that this one does not see."""
+    return "cpu" if not on_gpu else "cuda" if gpu < 0 else f"cuda:{gpu}"
+
+
+def _started_torch_cuda() -> Any:
+    cuda = getattr(modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
+def current_stream(gpu: int) -> OnStream | None:
+    """The stream on which torch's operators run now in this thread; None without torch."""
+    cuda = _started_torch_cuda()
+    return None if cuda is None else (int(cuda.current_stream(gpu).cuda_stream), gpu)
+
+
+def on_stream(stream: Any, gpu: int) -> OnStream:
+    """Turns a `stream=` argument into what the core takes.
+
+    Args:
+        stream: a torch.cuda.Stream, an object with `__cuda_stream__` (cuda.core), or the driver's
+            handle as an int (0 is the legacy default stream).
+        gpu: of the memory of the call, -1 if there is none on a GPU; what a stream says of itself
+            goes before it.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a handle alone, where no memory of the call is on a GPU.
+    """
+    device = getattr(getattr(stream, "device", None), "index", None)
+    handle = getattr(stream, "cuda_stream", None)
+    if handle is None and (protocol := getattr(stream, "__cuda_stream__", None)) is not None:
+        handle = protocol()[1] if callable(protocol) else protocol[1]
+    if handle is None:
+        try:
+            handle = index(stream)
+        except TypeError as error:
+            raise TypeError(
+                "stream is a torch.cuda.Stream, an object with __cuda_stream__ or the handle of a "
+                f"stream as an int, not {type(stream).__name__}"
+            ) from error
+    number = device if isinstance(device, int) else gpu
+    if number < 0:
+        raise ValueError(
+            "no memory of the transfer is on a GPU, so it is not clear whose stream this is: pass "
+            "a torch.cuda.Stream"
+        )
+    if not 0 <= handle < 1 << 64:
+        raise ValueError(f"the handle of a stream is 0 to 2**64 - 1, not {handle}")
+    return handle, number
+
+
+def tensor_buffer(tensor: Any) -> tuple[_core.Buffer, OnStream | None]:
+    """The memory of a dense torch tensor on a GPU, and the stream that its values come from."""
+    gpu = tensor.device.index
+    buffer = _core.Buffer(tensor.data_ptr(), tensor.nbytes, True, tensor, gpu)
+    return buffer, current_stream(gpu)
+
+
+def interface_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
+    """The memory of an object with `__cuda_array_interface__`, and the stream that it names.
+
+    Raises:
+        ValueError: it is not contiguous, masked, or no memory of a GPU.
+    """
+    found = local.__cuda_array_interface__
+    shape, item_bytes = tuple(found["shape"]), int(found["typestr"][2:])
+    strides, size_bytes = found.get("strides"), item_bytes
+    for extent in reversed(shape):
+        if strides is not None and extent > 1 and strides[-1] != size_bytes:
+            raise ValueError(f"the {type(local).__name__} on a GPU is not contiguous in memory")
+        strides = None if strides is None else strides[:-1]
+        size_bytes *= extent
+    if found.get("mask") is not None:
+        raise ValueError(f"the {type(local).__name__} has a mask, which would not travel")
+    address, read_only = found["data"]
+    gpu = _core.gpu_of(address) if size_bytes else 0
+    buffer = _core.Buffer(address, size_bytes, not read_only, local, gpu if size_bytes else _HOST)
+    stream = found.get("stream")
+    return buffer, (stream, gpu) if stream is not None and size_bytes else None
+
+
+def dlpack_buffer(local: Any) -> tuple[_core.Buffer, OnStream | None]:
+    """The memory of a DLPack object on a GPU; its producer has put it behind the default stream.
+
+    Raises:
+        TypeError: it cannot be shared so.
+    """
+    address, size_bytes, gpu, owner = _core.gpu_dlpack(local)
+    return _core.Buffer(address, size_bytes, True, owner, gpu), (_LEGACY_STREAM, gpu)
+
+
+class GpuView:
+    """Bytes of a region on a GPU, for what knows `__cuda_array_interface__`: torch, CuPy, Numba.
+
+    It keeps the memory.
+    """
+
+    __slots__ = ("__cuda_array_interface__", "__weakref__", "_view")
+
+    def __init__(self, view: _core.View, offset: int, size_bytes: int) -> None:
+        self._view = view
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (view.address + offset, not view.writable),
+            "version": 3,
+        }
+
+
+def tensor_over(view: GpuView, gpu: int, dtype: Any, shape: tuple[int, ...], count: int) -> Any:
+    """A torch tensor over such bytes."""
+    torch: Any = modules["torch"]
+    if view.__cuda_array_interface__["data"][1]:
+        raise PermissionError(
+            "the region was granted read-only, and a torch tensor can always be written: use "
+            "read(), or a library that knows read-only arrays by __cuda_array_interface__"
+        )
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            f"this torch ({torch.__version__}) cannot use CUDA, so it has no tensors on cuda:{gpu}"
+        )
+    flat = torch.as_tensor(view, device=f"cuda:{gpu}")
+    return flat[: count * dtype.itemsize].view(dtype).reshape(shape)
