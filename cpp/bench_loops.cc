@@ -13,6 +13,7 @@
 
 #include "clock.h"
 #include "error.h"
+#include "gpu.h"
 #include "node.h"
 #include "peer.h"
 #include "prepared.h"
@@ -266,6 +267,19 @@ Samples exchange_limit(uintptr_t parameters, const std::vector<uintptr_t>& state
 }
 
 // --- the core's own API ---------------------------------------------------------------------
+
+Samples gpu_copies(int gpu, uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
+                   size_t batch) {
+  Gpu& on = Gpu::at(gpu);
+  GpuScope scope(on);
+  const cuda::Library& driver = on.driver();
+  cuda::Stream stream = nullptr;
+  driver.check("a stream", driver.cuStreamCreate(&stream, cuda::kStreamNonBlocking));
+  return measure(repeats, batch, [&] {
+    driver.check("a copy", driver.cuMemcpyAsync(target, source, size_bytes, stream));
+    driver.check("a copy", driver.cuStreamSynchronize(stream));
+  });
+}
 
 uintptr_t mapped_address(const RemoteRegion& remote) {
   return remote.mapping ? reinterpret_cast<uintptr_t>(remote.mapping->data()) : 0;

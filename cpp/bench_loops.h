@@ -37,6 +37,11 @@ Samples copy_pieces(uintptr_t target, uintptr_t source, size_t piece_bytes, size
 // path maps nothing (tcp). Valid as long as `remote` lives.
 uintptr_t mapped_address(const RemoteRegion& remote);
 
+// One cuMemcpyAsync on a stream of its own between two addresses that the GPU reaches, and
+// cuStreamSynchronize: the limit of a transfer in which a GPU has a part. Throws kUnavailable.
+Samples gpu_copies(int gpu, uintptr_t target, uintptr_t source, size_t size_bytes, size_t repeats,
+                   size_t batch);
+
 // --- limits: a raw TCP socket ---------------------------------------------------------------
 // `descriptor` is a connected, blocking stream socket with TCP_NODELAY; the caller owns it.
 // `buffer` is touched memory of at least `send_bytes` and `receive_bytes`; of two messages that

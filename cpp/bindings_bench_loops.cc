@@ -11,6 +11,8 @@ void bind_bench_loops(nb::module_& m) {
   nb::module_ d = m.def_submodule("bench_loops", "Measuring loops in C++, for tensorwire bench.");
   d.def("copy_pieces", &copy_pieces, "target"_a, "source"_a, "piece_bytes"_a, "stride_bytes"_a,
         "pieces"_a, "repeats"_a, "batch"_a, Release());
+  d.def("gpu_copies", &gpu_copies, "gpu"_a, "target"_a, "source"_a, "size_bytes"_a, "repeats"_a,
+        "batch"_a, Release());
   d.def("mapped_address", &mapped_address, "remote"_a);
   d.def("socket_rounds", &socket_rounds, "descriptor"_a, "buffer"_a, "send_bytes"_a,
         "receive_bytes"_a, "repeats"_a, "batch"_a, Release());
