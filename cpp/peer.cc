@@ -47,7 +47,7 @@ void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptor
   stream_ = std::make_shared<Stream>(
       fabric_.progress, std::move(socket), *this,
       [this](Status status) { lose(std::move(status)); }, shared_from_this());
-  service_.attach(stream_);
+  service_.attach(stream_, fabric_.gpu_queue);
   questions_.attach(stream_);
   if (transport_ == kShmBit) {
     start_shm(std::move(descriptors));
@@ -55,7 +55,8 @@ void Peer::start(Descriptor socket, std::shared_ptr<DescriptorSocket> descriptor
     start_rdma();
   } else {
     tcp_ = std::make_shared<TcpChannel>(fabric_.progress, fabric_.traffic, stream_, next_id_);
-    channel_ = tcp_;
+    channel_ = std::make_shared<GpuRelay>(fabric_.progress, fabric_.gpu_queue, fabric_.gpu_traffic,
+                                          tcp_);
     ready_ = true;
   }
   stream_->start();
@@ -148,11 +149,11 @@ TransferPtr Peer::read(std::span<const Piece> pieces, const How& how) {
 }
 
 void Peer::check_gpu(std::span<const Piece> pieces, const How& how) const {
-  if (shm_ || !needs_gpu(pieces, how)) return;
+  if (!rdma_ || !needs_gpu(pieces, how)) return;
   throw Error(Code::kUnavailable,
               describe() + " is reached by " + transport() +
                   ", by which memory of a GPU cannot be moved: copy it to memory of the host "
-                  "first, or connect by another transport (require=)");
+                  "first, or connect by tcp (require='tcp')");
 }
 
 TransferPtr Peer::signal(const SignalTo& signal, std::span<const TransferPtr> after) {

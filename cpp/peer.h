@@ -15,6 +15,7 @@
 #include "descriptors.h"
 #include "exposures.h"
 #include "fault.h"
+#include "gpu_relay.h"
 #include "handshake.h"
 #include "questions.h"
 #include "rdma.h"

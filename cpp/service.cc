@@ -67,6 +67,13 @@ Service::Service(RegionTable& regions, std::shared_ptr<Progress> progress,
       free_region_(std::move(free_region)),
       answering_(std::make_shared<std::atomic<size_t>>(0)) {}
 
+void Service::attach(std::shared_ptr<Stream> stream, const std::shared_ptr<GpuQueue>& gpu_queue) {
+  stream_ = std::move(stream);
+  gpu_ = std::make_shared<GpuService>(
+      progress_, gpu_queue, stream_,
+      [this](const Header& request, const Status& status) { done(request, status); });
+}
+
 Region* Service::granted(const Header& header, uint64_t offset, uint64_t length, bool write,
                          Status& status) {
   auto found = grants_.find(header.region);
@@ -124,15 +131,20 @@ bool Service::begin_write(const Header& header, std::byte** target) {
   if (overrun()) return false;
   current_ = {};
   Region* region = granted(header, header.offset, header.length, true, current_);
-  *target = region ? region->data() + header.offset : nullptr;
+  if (region != nullptr && region->on_gpu) {
+    *target = gpu_->begin_write(grants_[header.region], header, current_);
+  } else {
+    *target = region ? region->data() + header.offset : nullptr;
+  }
   return true;
 }
 
 bool Service::end_write(const Header& header) {
   traffic_->bytes_received.fetch_add(header.length, std::memory_order_relaxed);
+  GpuEventPtr landing = gpu_->end_write(current_);
   auto found = open_.find(header.transfer);
   if (found == open_.end() && (header.flags & kLast)) {
-    OpenWrite whole{header.length, std::move(current_)};
+    OpenWrite whole{header.length, std::move(current_), std::move(landing)};
     return finish(header, whole);
   }
   if (found == open_.end()) {
@@ -142,6 +154,7 @@ bool Service::end_write(const Header& header) {
   OpenWrite& write = found->second;
   write.placed += header.length;
   if (write.status.ok() && !current_.ok()) write.status = std::move(current_);
+  if (landing) write.landing = std::move(landing);
   if (!(header.flags & kLast)) return true;
   OpenWrite whole = std::move(write);
   open_.erase(found);
@@ -150,8 +163,19 @@ bool Service::end_write(const Header& header) {
 
 bool Service::finish(const Header& header, OpenWrite& write) {
   if (write.placed != header.total) return false;
-  done(header, write.status, header.total >= kAnswerAtOnceBytes);
+  when_landed(std::move(write), [this, header](const Status& status) {
+    done(header, status, header.total >= kAnswerAtOnceBytes);
+  });
   return true;
+}
+
+// The copies of a connection to memory of a GPU are in order: the last one speaks for all.
+void Service::when_landed(OpenWrite write, std::function<void(const Status&)> then) {
+  if (!write.landing) return then(write.status);
+  gpu_->when(write.landing,
+             [status = std::move(write.status), then = std::move(then)](const GpuOutcome& outcome) {
+               then(status.ok() ? outcome.status : status);
+             });
 }
 
 bool Service::signal(const Header& header) {
@@ -161,16 +185,20 @@ bool Service::signal(const Header& header) {
     open_.erase(found);
   }
   if (write.placed != header.total || !(header.flags & kLast)) return false;
+  when_landed(std::move(write), [this, header](const Status& status) { raise(header, status); });
+  return true;
+}
+
+void Service::raise(const Header& header, Status status) {
   Status refusal;
   Region* word = granted_word(header, refusal);
-  if (write.status.ok()) write.status = std::move(refusal);
-  if (word != nullptr && write.status.ok()) {
-    // All bytes of the transfer were placed by this thread before: the word follows them.
+  if (status.ok()) status = std::move(refusal);
+  if (word != nullptr && status.ok()) {
+    // All bytes of the transfer were placed before: the word follows them.
     store_max(word->data() + header.offset, header.value);
     progress_->changed();
   }
-  done(header, write.status, header.total >= kAnswerAtOnceBytes);
-  return true;
+  done(header, status, header.total >= kAnswerAtOnceBytes);
 }
 
 bool Service::request(const Header& header, std::string_view body) {
@@ -185,6 +213,14 @@ bool Service::request(const Header& header, std::string_view body) {
         return true;
       }
       traffic_->bytes_served.fetch_add(header.length, std::memory_order_relaxed);
+      if (region->on_gpu) {
+        answering_->fetch_add(1, std::memory_order_relaxed);
+        std::shared_ptr<void> counted(nullptr, [count = answering_](void*) {
+          count->fetch_sub(1, std::memory_order_relaxed);
+        });
+        gpu_->read(grants_[header.region], header, std::move(counted));
+        return true;
+      }
       stream_->send(std::make_shared<Answer>(grants_[header.region], header, answering_));
       return true;
     }
@@ -324,7 +360,10 @@ bool Service::free(const Header& header) {
 void Service::revoke(const Region& region) {
   auto found = grants_.find(region.id);
   if (found == grants_.end() || found->second.get() != &region) return;
-  if (stream_->discard_payload_in(region.data(), region.data() + region.size)) {
+  bool receiving = region.on_gpu ? gpu_->revoke(region)
+                                 : stream_->discard_payload_in(region.data(),
+                                                               region.data() + region.size);
+  if (receiving) {
     current_ = {Code::kStaleHandle, "the region was freed during the transfer"};
   }
   grants_.erase(found);
@@ -336,6 +375,7 @@ void Service::close() {
   open_.clear();
   regions_.await_names(-static_cast<int>(awaited_.size()));
   awaited_.clear();
+  if (gpu_) gpu_->close();
   stream_.reset();
 }
 

@@ -15,6 +15,7 @@
 
 #include "error.h"
 #include "frame.h"
+#include "gpu_service.h"
 #include "progress.h"
 #include "region.h"
 #include "stream.h"
@@ -42,7 +43,7 @@ class Service {
           std::shared_ptr<Traffic> traffic, uint64_t quota_bytes, bool shareable, uint64_t peer,
           std::function<void(const std::shared_ptr<Region>&)> free_region);
 
-  void attach(std::shared_ptr<Stream> stream) { stream_ = std::move(stream); }
+  void attach(std::shared_ptr<Stream> stream, const std::shared_ptr<GpuQueue>& gpu_queue);
   // For a transport on which answers to words go another way than the stream, and on which a grant
   // is preceded by a key; expose may throw.
   void attach(std::function<void(const Header&, std::string_view)> answer,
@@ -75,6 +76,7 @@ class Service {
   struct OpenWrite {
     uint64_t placed = 0;
     Status status;
+    GpuEventPtr landing;  // the bytes are in memory of a GPU when it has passed
   };
 
   bool overrun() const;
@@ -93,6 +95,9 @@ class Service {
   bool grant_found(const Header& header, std::string_view name);
   bool free(const Header& header);
   bool finish(const Header& header, OpenWrite& write);
+  // Goes on when the bytes are where they shall be, which is at once for memory of the host.
+  void when_landed(OpenWrite write, std::function<void(const Status&)> then);
+  void raise(const Header& header, Status status);
 
   RegionTable& regions_;
   std::shared_ptr<Progress> progress_;
@@ -110,6 +115,7 @@ class Service {
   std::unordered_map<uint64_t, OpenWrite> open_;         // transfers of several frames
   std::vector<std::pair<Header, std::string>> awaited_;  // look-ups of names that nothing has yet
   Status current_;                                       // of the payload being received
+  std::shared_ptr<GpuService> gpu_;
   std::shared_ptr<std::atomic<size_t>> answering_;       // reads whose answer is not sent yet
 };
 

@@ -6,7 +6,8 @@ from tensorwire.testing import check_names, run_check
 from tensorwire.testing.setup import MEMORY_PAIRS
 
 CASES = [
-    (memory, place, name)
+    (transport, memory, place, name)
+    for transport in ("shm", "tcp")
     for place in ("one process", "two processes")
     for memory in MEMORY_PAIRS
     for name in check_names(place, memory)
@@ -14,7 +15,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("memory", "place", "name"), CASES, ids=["-".join((*m, p[:3], n)) for m, p, n in CASES]
+    ("transport", "memory", "place", "name"),
+    CASES,
+    ids=["-".join((t, *m, p[:3], n)) for t, m, p, n in CASES],
 )
-def test_gpu_conformance(memory: tuple[str, str], place: str, name: str) -> None:
-    run_check(name, "shm", place, memory)
+def test_gpu_conformance(
+    transport: str, memory: tuple[str, str], place: str, name: str
+) -> None:
+    run_check(name, transport, place, memory)

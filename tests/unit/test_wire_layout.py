@@ -199,7 +199,7 @@ def test_codes() -> None:
 def test_flags_kinds_and_bits() -> None:
     meaning = {row["field"]: row["meaning"] for row in tables("Header")[0]}
     flags = {name: int(bit) for bit, name in re.findall(r"(\d) `(k\w+)`", meaning["flags"])}
-    assert flags == {name: constant(name) for name in ("kLast", "kReadable", "kWritable")}
+    assert flags == {name: constant(name) for name in ("kLast", "kReadable", "kWritable", "kOnGpu")}
     assert sum(flags.values()) == constant("kAllFlags")
     assert number(meaning["magic"]) == constant("kFrameMagic") == wire.HEADER["magic"][2]
     hello = {row["field"]: row["meaning"] for row in tables("Hello")[0]}
