@@ -35,7 +35,7 @@ KILLS = [
 ]
 MORE = [
     "worker-0:commit.noted:1:kill,worker-1:commit.noted:20:kill",
-    "server-1:version.published:7:kill,server-0:cell.changed:41:kill",
+    "server-1:version.published:7:kill,server-0:cell.changed:33:kill",
     "worker-0:gradients.sent:1:kill,server-0:cell.armed:25:kill",
     "worker-1:result.noted:3:kill,worker-0:result.noted:15:kill",
     "server-0:cell.done:12:kill,worker-1:position.noted:26:kill",

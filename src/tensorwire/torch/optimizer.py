@@ -54,8 +54,9 @@ def DistributedOptimizer(
     Args:
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW`, not used yet. The same object is returned;
             schedulers, hooks and `isinstance` go on working.
-        model: has all parameters of the optimizer; dense, on the CPU, floating. A `Split` where
-            processes share a model, with an optimizer of `split.parameters()`. Of tables with
+        model: has all parameters of the optimizer; dense, floating, on the CPU or one CUDA device
+            (its servers are on the host, see `docs/gpu-training.md`). A `Split` where processes
+            share a model, on the CPU, with an optimizer of `split.parameters()`. Of tables with
             sparse gradients (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag`) only rows travel; the
             optimizer is then SGD without momentum and weight decay.
         mode: that of the job, which `tw.init(mode=…)` was told; another one is an error.
@@ -88,7 +89,8 @@ def DistributedOptimizer(
             supported; another optimizer trains it together with others that this one leaves out;
             the optimizer changes all rows of a table with sparse gradients; an argument makes no
             sense.
-        UnavailableError: another optimizer, or parameters on a device.
+        UnavailableError: another optimizer, or parameters on several devices or a device other
+            than CUDA's.
         TypeError: `optimizer` is none of torch's, as where the arguments are swapped.
         RuntimeError: `tw.init()` was not called, the optimizer is distributed already, or the other
             workers' model differs (the message says in what).
