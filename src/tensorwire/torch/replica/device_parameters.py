@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tensorwire.parameters import Store
+from tensorwire.parameters import WITH_GRADIENT, Store
 
 from ..devices import CopyStream, PageLocks, device_of, host_tensor, is_on_host, part_of
 
@@ -29,11 +29,13 @@ class _Stretch(NamedTuple):
         host: their bytes there, where new versions arrive.
         device: the same bytes on the device.
         offsets: where each of them is in both, by its index.
+        trained: steps change them.
     """
 
     host: torch.Tensor
     device: torch.Tensor
     offsets: dict[int, int]
+    trained: bool
 
 
 class DeviceParameters:
@@ -83,11 +85,13 @@ class DeviceParameters:
         self._copy(self._stretches if part is None else self._stretches_of(new))
 
     def _make_stretches(self, indices: Sequence[int]) -> None:
-        places = sorted((self._store.place(i).start, i) for i in indices)
+        tensors = self._store.layout.spec.tensors
+        trained = {i: tensors[i].kind in WITH_GRADIENT for i in indices}
         groups: list[list[int]] = []
-        end = -_GAP_BYTES - 1
-        for start, index in places:
-            if start > end + _GAP_BYTES:
+        end = 0
+        for start, index in sorted((self._store.place(i).start, i) for i in indices):
+            is_far = start > end + _GAP_BYTES
+            if not groups or is_far or trained[index] != trained[groups[-1][-1]]:
                 groups.append([])
             groups[-1].append(index)
             end = self._store.place(index).stop
@@ -96,7 +100,7 @@ class DeviceParameters:
             host = host_tensor(self._store.memory[start:stop])
             device = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
             offsets = {i: self._store.place(i).start - start for i in group}
-            stretch = _Stretch(host, device, offsets)
+            stretch = _Stretch(host, device, offsets, trained[group[0]])
             self._stretches.append(stretch)
             self._stretch_of.update(dict.fromkeys(group, stretch))
 
@@ -105,11 +109,11 @@ class DeviceParameters:
         return list(found.values())
 
     def refresh(self) -> None:
-        """The store has another version: its values are copied, ahead of what the device does next.
+        """A step has made another version: it is copied, ahead of what the device does next.
 
         Parameters have to lie in this memory.
         """
-        self._copy(self._stretches)
+        self._copy([each for each in self._stretches if each.trained])
 
     def _copy(self, stretches: Sequence[_Stretch]) -> None:
         for each in stretches:
@@ -170,7 +174,7 @@ class DeviceParameters:
                     there = stretch.host[offset:end].to(self.device)
                     if bool(_differ(there, stretch.device[offset:end])):
                         found.append(index)
-        self.refresh()
+        self._copy(self._stretches)
         return found
 
     def forget_check(self) -> None:

@@ -98,7 +98,7 @@ class MutationGuard:
             parameter, (_, address, size, stride, *_) = self._held[i], self._seen[i]
             if parameter.data_ptr() == address:
                 if self._on_device is not None and i in self._on_device:
-                    self._on_device.refresh()
+                    self._on_device.adopt(range(i, i + 1))
                     parameter.data = self._on_device.tensor(i)
                 else:
                     value = self._store.value(i)
