@@ -7,6 +7,7 @@ one of them runs, not before.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,9 @@ from tensorwire_benchmarks.benches import LINKS, OPTIMIZERS, PARAMETERS, PLACEME
 from tensorwire_benchmarks.durable_cost import CostSettings
 from tensorwire_benchmarks.faults_changes import ChangeSettings
 from tensorwire_benchmarks.faults_kills import SCENARIOS as FAULT_SCENARIOS
+from tensorwire_benchmarks.gpu_training import BATCHES as GPU_BATCHES
+from tensorwire_benchmarks.gpu_training import GpuSettings
+from tensorwire_benchmarks.gpu_training import run as run_gpu_training
 from tensorwire_benchmarks.libraries import LIBRARIES, LibrarySettings
 from tensorwire_benchmarks.libraries import measure as measure_libraries
 from tensorwire_benchmarks.modes_report import draw_modes, print_modes
@@ -558,5 +562,36 @@ def files(
     )  # fmt: skip
 
 
-COMMANDS = (training, placement, parameters, faults, rpc, modes, files, show_workloads)
+@click.command("gpu-training", cls=Command)
+@json_option("Write all rows and the machine to FILE.")
+@names("--models", known=tuple(GPU_BATCHES), help=f"Only these: {', '.join(GPU_BATCHES)}.")
+@click.option("--steps", type=click.IntRange(2), help="Of each model; the default is 20.")
+def gpu_training(
+    json_path: Path | None, models: tuple[str, ...] | None, steps: int | None
+) -> None:
+    """What does a step cost with the model on a GPU and servers on the host?
+
+    Two workers share one GPU: on a job with one server and with two, and under
+    DistributedDataParallel over gloo (NCCL refuses two processes on one GPU). The limit is one
+    process that has the GPU for itself and exchanges nothing. Some two minutes.
+
+    \b
+    One question only:
+        tensorwire bench gpu-training --models resnet50,gpt2-small --json gpu.json
+    """  # noqa: D301 (\b is what click reads)
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("this bench needs torch: pip install 'tensorwire[bench]'")
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise click.ClickException("this bench needs a CUDA device, and torch sees none")
+    settings = chosen(GpuSettings(), models=models, steps=steps)
+    carry_out(
+        partial(run_gpu_training, settings), print_report, lambda report, path: None,
+        json_path=json_path, figure_path=None, strict=False,
+    )  # fmt: skip
+
+
+COMMANDS = (
+    training, placement, parameters, faults, rpc, modes, files, gpu_training, show_workloads,
+)  # fmt: skip
 """What `tensorwire bench` offers beside `memory`."""

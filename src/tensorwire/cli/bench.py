@@ -25,6 +25,7 @@ _IN_REPOSITORY = {
     "rpc": "What do large messages cost in gRPC, and what with tensorwire.rpc?",
     "modes": "What do the modes of a job gain, and what do they cost?",
     "files": "What does it cost to read a running job as files?",
+    "gpu-training": "What does a step cost with the model on a GPU and servers on the host?",
     "workloads": "How many tensors do the models of bench placement have, and how large are they?",
 }
 """The other benches, for where they are not."""

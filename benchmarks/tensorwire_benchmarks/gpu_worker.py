@@ -1,6 +1,6 @@
-"""One process of `bench device-training`: trains workloads on the GPU and writes its times.
+"""One process of `bench gpu-training`: trains workloads on the GPU and writes its times.
 
-`python -m tensorwire_benchmarks.device_worker SYSTEM FOLDER NAME:BATCH:STEPS …`, where SYSTEM is
+`python -m tensorwire_benchmarks.gpu_worker SYSTEM FOLDER NAME:BATCH:STEPS …`, where SYSTEM is
 alone (one process, torch's own optimizer), ddp (torch.distributed with gloo) or tensorwire.
 """
 

@@ -1,0 +1,147 @@
+"""Steps of real models on one GPU: two workers on a job, under DDP over gloo, one process alone.
+
+Both workers share the GPU. NCCL refuses two processes on one GPU, so that DDP is gloo's, which
+stages gradients through the host, as servers on the host do. The limit is a process that has the
+GPU to itself and exchanges nothing: with two workers, twice its work is done in a step, so that
+half of its speed is the most where the GPU computes all the time. The sides run one after the
+other; a time is that of the slower worker's step, with the GPU waited for at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorwire.bench import machine
+from tensorwire.bench.harness import median
+from tensorwire.bench.rows import Comparison, Report, Row
+from tensorwire.command import Told
+from tensorwire_benchmarks.workloads.catalog import workload
+
+ALONE, DDP, OWN = "one process", "ddp-gloo", "tensorwire"
+BATCHES = {"resnet50": 32, "gpt2-small": 8, "vgg16": 32, "alexnet": 32, "dlrm": 2048}
+"""Samples per worker and step."""
+_SERVERS = (1, 2)
+_WORKERS = 2
+_LIMIT_S = 300.0  # for one side
+_WORKER = "tensorwire_benchmarks.gpu_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """What to measure.
+
+    Attributes:
+        models: some of `BATCHES`.
+        steps: of each, after those that warm up.
+    """
+
+    models: Sequence[str] = tuple(BATCHES)
+    steps: int = 20
+
+
+def run(settings: GpuSettings, tell: Told) -> Report:
+    """Measures one side after the other; Ctrl-C ends it with the rows so far."""
+    torch: Any = importlib.import_module("torch")
+    about = machine.describe()
+    described = {**dataclasses.asdict(settings), "interrupted": False}
+    described |= {"gpu": torch.cuda.get_device_name(0), "batches": BATCHES}
+    report = Report("gpu-training", about, settings=described)
+    report.settings["warnings"] = machine.warnings_about(about)
+    sides = [("alone", ALONE, 0), ("ddp", DDP, 0), *(("tensorwire", OWN, n) for n in _SERVERS)]
+    found: dict[str, dict[str, list[float]]] = {}
+    try:
+        for number, (side, system, servers) in enumerate(sides):
+            name = f"{system}, {servers} server{'s' * (servers > 1)}" if servers else system
+            tell(number, len(sides), name)
+            found[name] = _times(side, servers, settings)
+    except KeyboardInterrupt:
+        report.settings["interrupted"] = True
+    report.settings["load_average_after"] = machine.load_average()
+    for model in settings.models:
+        _add(report, model, {name: times.get(model, []) for name, times in found.items()})
+    return report
+
+
+def _add(report: Report, model: str, times: dict[str, list[float]]) -> None:
+    size = workload(model).size_bytes
+    alone = median(times[ALONE]) if times.get(ALONE) else None
+    for name, seconds in times.items():
+        row = Row(report.bench, f"{model}.step", name, size, note=f"batch {BATCHES[model]}")
+        if seconds:
+            row = row.timed(seconds)
+            if alone is not None:
+                row = dataclasses.replace(row, ratio_to_limit=alone / median(seconds))
+        report.rows.append(row)
+    rival = times.get(DDP)
+    for name in (name for name in times if name.startswith(OWN)):
+        if rival and times[name]:
+            ratio = median(rival) / median(times[name])
+            report.comparisons.append(
+                Comparison(f"{model}.step", size, name, DDP, ratio, None, len(rival))
+            )
+
+
+def _times(side: str, servers: int, settings: GpuSettings) -> dict[str, list[float]]:
+    """Seconds of each model's steps, of the slower worker.
+
+    Raises:
+        RuntimeError: a process failed; with what it said last.
+    """
+    models = [f"{model}:{BATCHES[model]}:{settings.steps}" for model in settings.models]
+    with tempfile.TemporaryDirectory(prefix="tensorwire-bench-") as folder:
+        python = [sys.executable, "-m"]
+        worker = [_WORKER, side, folder, *models]
+        commands: list[list[str]] = [[*python, *worker]]
+        if side == "ddp":
+            commands *= _WORKERS
+        elif servers:
+            launch = ["tensorwire", "run", f"--workers={_WORKERS}", f"--servers={servers}", "-m"]
+            commands = [[*python, *launch, *worker]]
+        _run_all(commands, folder)
+        files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*-*.json"))]
+    return {
+        model: list(map(max, zip(*(each[model] for each in files), strict=True)))
+        for model in settings.models
+    }
+
+
+def _run_all(commands: Sequence[Sequence[str]], folder: str) -> None:
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    processes = []
+    for rank, command in enumerate(commands):
+        said = Path(folder, f"said{rank}").open("wb")
+        processes.append(
+            subprocess.Popen(
+                command,
+                env={**environ, "RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+        )
+        said.close()
+    try:
+        codes = [process.wait(_LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(codes):
+        lines = [
+            line
+            for rank in range(len(commands))
+            for line in Path(folder, f"said{rank}").read_text(errors="replace").splitlines()
+        ]
+        said_last = [line for line in lines if "Error" in line][-1:] or lines[-1:]
+        raise RuntimeError(f"exit codes {codes}: {' '.join(said_last)}")
