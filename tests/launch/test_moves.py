@@ -116,6 +116,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
         return undisturbed.end()
 
 
+@pytest.mark.slow
 def test_servers_come_and_go(place: Place, whole: str) -> None:
     with job(place) as running:
         running.reach(2)

@@ -46,13 +46,13 @@ def test_memory_goes_from_one_server_to_the_next(pair: Pair) -> None:
         assert told(launchers) == ({"drop": "region 7/gone"}, [])
         handles = region.handle(), unwanted.handle()
     mine, successors = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _send(successors, {"start": ["--index", "0"], "term": 3, "messages": 2})
+    _send(successors, {"start": ["--index", "0"], "term": 3, "restarts": 1, "messages": 2})
     for part in (list(kept.items())[:1], list(kept.items())[1:]):
         entries = [[key, about] for key, (about, _) in part]
         _send(successors, {"kept": entries}, [descriptor for _, (_, descriptor) in part])
     second = DescriptorStore(mine)
     takeover = second.wait_for_takeover()
-    assert takeover == (["--index", "0"], 3)
+    assert takeover == (["--index", "0"], 3, 1)
     with Node("server-0", incarnation=handles[0].incarnation) as node:
         member = ServerMember(0, 1, node, 1, second)
         with pytest.raises(ValueError, match="was to have 64 bytes"):
@@ -92,9 +92,9 @@ def test_a_standby_that_is_not_needed(pair: Pair) -> None:
         [b"{"],
         [b"[]"],
         [b'{"start": [], "term": 1}'],
-        [b'{"start": 3, "term": 1, "messages": 0}'],
-        [b'{"start": [], "term": 1, "messages": 1}', b"{}"],
-        [b'{"start": [], "term": 1, "messages": 1}', b'{"kept": [["a", {}]]}'],
+        [b'{"start": 3, "term": 1, "restarts": 1, "messages": 0}'],
+        [b'{"start": [], "term": 1, "restarts": 1, "messages": 1}', b"{}"],
+        [b'{"start": [], "term": 1, "restarts": 1, "messages": 1}', b'{"kept": [["a", {}]]}'],
     ],
 )
 def test_messages_that_make_no_sense(pair: Pair, messages: list[bytes]) -> None:

@@ -116,9 +116,6 @@ def _look(
         return {**job, "error": str(error)}
     job |= _told_of(first["address"], logs)
     job["workers"] = [_seen(worker, known is not None) for worker in first["workers"]]
-    died = {m["index"]: m["restarts"] for m in job.get("members", ()) if "server" in m}
-    for each in servers:  # a share counts its moves, too
-        each["restarts"] = died.get(each["index"], each["restarts"])
     job["servers"] = sorted(
         (
             {k: each[k] for k in ("index", "address", "pid", "stores", "restarts")}

@@ -20,7 +20,7 @@ import termios
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tensorwire.membership import LISTENER
+from tensorwire.membership import LISTENER, ChangeWord
 
 MOST_KEYS = 4096
 COUNTERS = "progress", "work", "size", "holds"
@@ -35,7 +35,7 @@ _AT_ONCE = 64
 # More than a socket holds: what a dead process has left is read to its end.
 _ALL = 1 << 16
 # What workers say of changes; membership/takeovers.py has what it means.
-_CHANGES = {"at", "switched", "ready", "joined"}
+_CHANGES = {ChangeWord.AT, ChangeWord.SWITCHED, ChangeWord.READY, ChangeWord.JOINED}
 
 
 class KeeperError(Exception):
@@ -132,18 +132,20 @@ class Keeper:
         """The descriptor that is held under a key, which stays this object's; None: none is."""
         return self._held[key].descriptor if key in self._held else None
 
-    def hand_over(self, arguments: list[str], term: int) -> None:
+    def hand_over(self, arguments: list[str], term: int, restarts: int) -> None:
         """Tells the attached process, a standby, to start, and what it gets. Keeps it all too.
 
         Args:
             arguments: options of the server that it replaces.
             term: how often that was replaced, with this time.
+            restarts: how often because a process had died.
 
         Raises:
             KeeperError: see `send`.
         """
         messages = list(_batches(self._held.values()))
-        start = {"start": arguments, "term": term, "messages": len(messages)}
+        about = {"term": term, "restarts": restarts, "messages": len(messages)}
+        start = {"start": arguments, **about}
         self._queue.append((json.dumps(start).encode(), []))
         self._queue.extend(messages)
         self.send()

@@ -154,12 +154,13 @@ class MovingSupervisor(RunSupervisor):
 
     def _note_grant(
         self, dead: Replaceable, successor: Replaceable, number: int, term: int, **more: Any
-    ) -> None:
+    ) -> bool:
         if dead.kind == "server":
             more["kind"] = "share"
-        if self._moves_from(dead) and self._moving.has_ended_giver:
+        if moves := self._moves_from(dead) and self._moving.has_ended_giver:
             more["moves"] = True  # nobody has died
         super()._note_grant(dead, successor, number, term, **more)
+        return not moves
 
     def _note_end(self, process: Process) -> None:
         self._ready.pop(process.pid, None)

@@ -42,6 +42,7 @@ class _Member:
     Attributes:
         arguments: a server's options, those of every successor too.
         term: how often it was replaced.
+        restarts: how often of these because a process had died.
         deaths: in a row without progress between them.
         reached: its progress at the last death.
         successor: a server's process that is to take over, until it has.
@@ -52,6 +53,7 @@ class _Member:
     arguments: list[str]
     keeper: Keeper = field(default_factory=Keeper)
     term: int = 0
+    restarts: int = 0
     deaths: int = 0
     reached: int = 0
     successor: Process | None = None
@@ -107,7 +109,8 @@ class Restarts:
         start_worker: starts a worker again: its rank, a descriptor that it inherits, its term.
         say: prints a line.
         granted: is told who takes whose place, of which number, with which term, before the
-            successor is: it was started by then, and does nothing before.
+            successor is: it was started by then, and does nothing before. It says whether
+            a process has died.
 
     Attributes:
         dealt: which server has which shares; None: server n has share n.
@@ -121,7 +124,7 @@ class Restarts:
         start: Callable[[Sequence[int]], Process],
         start_worker: Callable[[int, int, int], Process],
         say: Callable[[str], None],
-        granted: Callable[[Replaceable, Replaceable, int, int], None] = lambda *_: None,
+        granted: Callable[[Replaceable, Replaceable, int, int], bool] = lambda *_: True,
     ) -> None:
         self._job = job
         self._patience = patience
@@ -177,7 +180,7 @@ class Restarts:
         assert self.dealt is not None
         member = self._members["server", share] = _Member(list(arguments))
         self.dealt.give(share, process, member.keeper)
-        member.keeper.hand_over(member.arguments, 0)
+        member.keeper.hand_over(member.arguments, 0, 0)
         return member.keeper
 
     def all_taken(self) -> bool:
@@ -393,13 +396,13 @@ class Restarts:
     def _note_grant(self, grant: _Grant) -> None:
         successor = grant.successor if grant.came is None else grant.came.worker
         for number, member in grant.members.items():
-            self._granted(grant.process, successor, number, member.term)
+            member.restarts += self._granted(grant.process, successor, number, member.term)
 
     def _hand_over(self, grant: _Grant) -> None:
         for member in grant.members.values():
             if grant.came is not None:
                 member.keeper.tell({**grant.came.told, "term": member.term})
-            member.keeper.hand_over(member.arguments, member.term)
+            member.keeper.hand_over(member.arguments, member.term, member.restarts)
 
     def release(self, process: Replaceable) -> None:
         """A member has ended and is not replaced: closes what is held of it.

@@ -229,7 +229,7 @@ class ServeSupervisor(Supervisor):
             return
         self._left.add(visitor.index)
         if not self._has_workers:
-            self._term_within(self._patience.goodbye_s)  # they end by themselves
+            self._escalation.term_within(self._patience.goodbye_s)  # they end by themselves
 
     def _note_gone(self, visitor: Visitor) -> None:
         """The process of a worker has ended."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tensorwire.errors import UnavailableError
+from tensorwire.launch.escalation import Escalation, passed
 from tensorwire.launch.guard import Guard
 from tensorwire.launch.keeper import KeeperError
 from tensorwire.launch.output import LONGEST_ADDRESS, FirstLine, address_in
@@ -37,8 +38,6 @@ from tensorwire.membership import JOB_LOG, JobLog, running_servers, shown_comman
 
 # One Ctrl-C may arrive as two signals (`timeout -s INT` sends two); a person's second is later.
 _SECOND_INTERRUPT_S = 0.2
-# After SIGKILL only a process that hangs in the kernel remains; it is not waited for for ever.
-_UNKILLABLE_S = 5.0
 
 
 class Supervisor:
@@ -46,8 +45,7 @@ class Supervisor:
 
     Invariants: every process that runs is in `_running`; of those that have ended, `_ended` has all
     but standbys and those that were replaced; `_failure` is the first failure and never changes;
-    a job that ends early has `_failure` or `_stop` set; `_term_at` and `_kill_at` are the
-    times of the next steps against those that still run. At most one traceback is shown.
+    a job that ends early has `_failure` or `_stop` set. At most one traceback is shown.
 
     Args:
         job: what to run.
@@ -95,9 +93,7 @@ class Supervisor:
         self._died = False  # a process did, that ended the job
         self._stop: int | None = None
         self._stopped_at = 0.0
-        self._term_at: float | None = None
-        self._kill_at: float | None = None
-        self._give_up_at: float | None = None
+        self._escalation = Escalation(self._patience.kill_s)
         self._reports = Reports()
         self._inboxes: dict[str, FirstLine] = {}  # of workers that have not reported
         self._show_at: float | None = None
@@ -120,7 +116,7 @@ class Supervisor:
             try:
                 self._port = stack.enter_context(reserve_port())
                 self._start()
-                while self._running and not _passed(self._give_up_at):
+                while self._running and not self._escalation.given_up:
                     self._turn()
             except BaseException:  # this program is wrong: still it leaves nothing behind
                 for process in self._running:
@@ -185,7 +181,7 @@ class Supervisor:
             )
         self._note_member(process)
         deadline = time.monotonic() + self._patience.start_s
-        while not told.complete and not self._ending and not _passed(deadline):
+        while not told.complete and not self._ending and not passed(deadline):
             self._turn(deadline)
             if told.closed:  # it is about to end, or is wrong
                 deadline = min(deadline, time.monotonic() + self._patience.alone_s)
@@ -276,9 +272,8 @@ class Supervisor:
 
     def _turn(self, deadline: float = math.inf) -> None:
         """Waits for something to happen, at most until the deadline, and deals with it."""
-        times = (self._term_at, self._kill_at, self._give_up_at, self._show_at)
-        wake_at = [*(at for at in times if at is not None), *self._restarts.times()]
-        wake_at += [*self._silence.times(), *self._times()]
+        wake_at = [*self._escalation.times(), *self._restarts.times(), *self._silence.times()]
+        wake_at += [*self._times(), *([] if self._show_at is None else [self._show_at])]
         ready = self._poll(min([deadline, *wake_at]))
         for number in self._signals.take():
             self._interrupt(number)
@@ -305,7 +300,7 @@ class Supervisor:
         self._restarts.tend()
         watched = self._watched() if self._replaces else ()
         self._silence.tend(filter(self._restarts.could_replace, watched))
-        self._escalate()
+        self._escalation.tend(self._running)
 
     def _watched(self) -> Iterable[Replaceable]:
         """The processes that have to run, and are not to be stopped."""
@@ -351,7 +346,7 @@ class Supervisor:
                     self._show_at = time.monotonic() + self._patience.grace_s
         if cause := self._reports.cause():
             self._show(cause)
-        elif _passed(self._show_at):
+        elif passed(self._show_at):
             self._show_at = None
             if self._stop is None:
                 self._show(self._reports.first())  # nobody has said why, and it has not ended
@@ -394,7 +389,7 @@ class Supervisor:
         elif started and not self._has_workers:
             # Nobody is left for the servers to serve.
             wait_s = self._patience.alone_s if self._ending else self._patience.goodbye_s
-            self._term_within(wait_s)
+            self._escalation.term_within(wait_s)
 
     # --- processes that die ---------------------------------------------------------------------
 
@@ -424,11 +419,12 @@ class Supervisor:
 
     def _note_grant(
         self, dead: Replaceable, successor: Replaceable, number: int, term: int, **more: Any
-    ) -> None:
-        """On the disk before the successor knows its term."""
+    ) -> bool:
+        """On the disk before the successor knows its term; whether a process has died."""
         evidence = self._restarts.ending(dead)
         about = {"kind": dead.kind, "index": number, "term": term, "pid": successor.pid, **more}
         self._log.add("grant", sync=True, **about, dead=dead.pid, evidence=evidence)
+        return True
 
     def _replace_lost(self) -> None:
         """Of what ended together these come last: the others' end may be that of the job."""
@@ -473,23 +469,7 @@ class Supervisor:
         if (standby := self._restarts.retire()) is not None:
             standby.signal(signal.SIGTERM)
         if self._running and all(process.kind == "standby" for process in self._running):
-            self._term_within(0)
-
-    def _escalate(self) -> None:
-        """Takes the steps whose time has come against those that still run."""
-        if _passed(self._term_at):
-            self._term_at = None
-            self._kill_at = time.monotonic() + self._patience.kill_s
-            for process in self._running:
-                process.signal(signal.SIGTERM)
-        if _passed(self._kill_at):
-            self._kill()
-
-    def _kill(self) -> None:
-        self._term_at = self._kill_at = None
-        self._give_up_at = time.monotonic() + _UNKILLABLE_S
-        for process in self._running:
-            process.kill()
+            self._escalation.term_within(0)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -503,20 +483,16 @@ class Supervisor:
             killed = process.code is not None and process.code < 0
             self._died |= killed or self._restarts.is_successor(process)
         self._log.add("failed", text=text)
-        self._term_within(self._patience.grace_s if self._has_workers else self._patience.alone_s)
-
-    def _term_within(self, wait_s: float) -> None:
-        """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
-        if self._kill_at is None and self._give_up_at is None:
-            at = time.monotonic() + wait_s
-            self._term_at = at if self._term_at is None else min(at, self._term_at)
+        self._escalation.term_within(
+            self._patience.grace_s if self._has_workers else self._patience.alone_s
+        )
 
     def _interrupt(self, number: int) -> None:
         """A signal to end came to us."""
         now = time.monotonic()
         if self._stop is not None:
             if number == signal.SIGINT and now - self._stopped_at > _SECOND_INTERRUPT_S:
-                self._kill()
+                self._escalation.kill(self._running)
             return
         self._stop, self._stopped_at = number, now
         workers = self._workers()
@@ -524,7 +500,7 @@ class Supervisor:
             self._say("SIGINT: the job is being ended; once more Ctrl-C kills it")
         for process in workers:
             process.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        self._term_within(self._patience.grace_s if workers else 0)
+        self._escalation.term_within(self._patience.grace_s if workers else 0)
 
     def _tell_failures(self) -> bool:
         """Errors that were not shown: one with its traceback if it ended the job, else lines.
@@ -588,13 +564,9 @@ class Supervisor:
         deadline = math.inf if self._stop is None else time.monotonic() + self._patience.kill_s
         while self._screen.pending:
             self._poll(deadline)
-            if _passed(deadline) or self._signals.take():
+            if passed(deadline) or self._signals.take():
                 return
 
 
 def _named(process: Process) -> str:
     return f"{process.name} (pid {process.pid})"
-
-
-def _passed(at: float | None) -> bool:
-    return at is not None and time.monotonic() >= at

@@ -18,8 +18,9 @@ from tensorwire.launch.keeper import Keeper, KeeperError
 from tensorwire.launch.process import Process
 from tensorwire.launch.restarts import Restarts
 from tensorwire.launch.spec import JobSpec
-from tensorwire.membership import ScaleError
+from tensorwire.membership import ChangeWord, PlannedChange, ScaleError
 
+_SWITCHED = ChangeWord.SWITCHED
 _HISTORY = "region history"  # under which a worker keeps it
 _NOT_ELASTIC = (
     "the workers of this job are started again when they are killed, and their number stays: start "
@@ -150,7 +151,7 @@ class WorkerCount:
         try:
             self._joining[rank] = self._staff.start_joiner(rank, self._joins[rank])
             keeper = self._restarts.keeper(rank)
-            keeper.tell({"start": [], "term": 0, "messages": 1})
+            keeper.tell({"start": [], "term": 0, "restarts": 0, "messages": 1})
             keeper.tell({"kept": [["donor", {}]]}, [history])
         except (OSError, KeeperError) as error:
             self._abandon(f"worker {rank} cannot be started: {error}")
@@ -170,7 +171,9 @@ class WorkerCount:
         if self._state == "abandoned" and not self._joining:
             raise ScaleError(self._gone[0])
         if self._state == "starting":
-            if not all("ready" in self._restarts.keeper(rank).said for rank in self._joining):
+            if not all(
+                ChangeWord.READY in self._restarts.keeper(rank).said for rank in self._joining
+            ):
                 return None
             if not (self._joining or self._drain):
                 return self._outcome()
@@ -203,7 +206,7 @@ class WorkerCount:
         self._state, self._round = "asking", self._round + 1
         self._asked = self._present()
         for rank in self._asked:
-            self._send(self._restarts.keeper(rank), {"prepare": self._round})
+            self._send(self._restarts.keeper(rank), {ChangeWord.PREPARE: self._round})
         failpoint("change.asked")
 
     def _plan(self) -> None:
@@ -211,14 +214,14 @@ class WorkerCount:
         takeovers = self._restarts.takeovers
         assert takeovers is not None
         present = self._present()
-        told = [self._restarts.keeper(rank).said.get("at", {}) for rank in present]
+        told = [self._restarts.keeper(rank).said.get(ChangeWord.AT, {}) for rank in present]
         if any(each.get("number") != self._round for each in told):
             return
         stay = [rank for rank in present if rank not in self._drain]
         if not stay:
             self._abandon("the workers that were to stay were killed meanwhile; ask again")
             return
-        self._step = max(int(each["at"]) for each in told) + 1
+        self._step = max(int(each[ChangeWord.AT]) for each in told) + 1
         self._donor = takeovers.owner_of(0) if self._joining else None
         keepers = {rank: self._restarts.keeper(rank) for rank in self._joining}
         table = self._table = takeovers.plan([*stay, *self._joining], keepers)
@@ -227,11 +230,8 @@ class WorkerCount:
         for rank in (each for each in self._drain if each in present):
             owners[rank] = next(owner for owner, places in table.items() if rank in places)
         self._state = "switching"
-        message: dict[str, Any] = {"plan": self._number, "step": self._step, "owners": owners}
-        message["donor"] = self._donor
         for rank in present:
-            mine = table.get(rank, [])
-            self._send(self._restarts.keeper(rank), {**message, "mine": mine})
+            self._send(self._restarts.keeper(rank), self._message(ChangeWord.PLAN, rank))
         self._tell(f"the change takes place behind step {self._step} of the job")
         failpoint("change.planned")
 
@@ -240,7 +240,9 @@ class WorkerCount:
         self._tell_left(present)
         if self._joining and not self._told_to_go:
             self._let_go()
-        for rank in [r for r in self._joining if "joined" in self._restarts.keeper(r).said]:
+        for rank in [
+            r for r in self._joining if ChangeWord.JOINED in self._restarts.keeper(r).said
+        ]:
             process = self._joining.pop(rank)
             self._came.append(rank)
             self._note("joined", index=rank, pid=process.pid, step=self._step)
@@ -254,8 +256,17 @@ class WorkerCount:
         takeovers.finish()
         return self._outcome()
 
+    def _has_said(self, rank: int, word: ChangeWord) -> bool:
+        return word in self._restarts.keeper(rank).said
+
     def _has_switched(self, keeper: Keeper) -> bool:
-        return keeper.said.get("switched", {}).get("switched") == self._number
+        return keeper.said.get(_SWITCHED, {}).get(_SWITCHED) == self._number
+
+    def _message(self, word: ChangeWord, rank: int) -> dict[str, Any]:
+        """What the change is for one worker."""
+        mine = self._table.get(rank, [])
+        plan = PlannedChange(self._number, self._step, mine, self._owners, self._donor)
+        return plan.to_message(word)
 
     def _tell_left(self, present: Sequence[int]) -> None:
         """Those that stay go on behind the step, when those that leave have."""
@@ -266,7 +277,7 @@ class WorkerCount:
         ):
             self._left = self._number
             for rank in stay:
-                self._send(self._restarts.keeper(rank), {"left": self._number})
+                self._send(self._restarts.keeper(rank), {ChangeWord.LEFT: self._number})
 
     def _let_go(self) -> None:
         """Those that join go on, when the donor has noted where."""
@@ -274,7 +285,7 @@ class WorkerCount:
         donor = self._restarts.keeper(self._donor)
         history, obstacle = donor.held(_HISTORY), ""
         if self._has_switched(donor):
-            obstacle = str(donor.said["switched"].get("obstacle", ""))
+            obstacle = str(donor.said[_SWITCHED].get("obstacle", ""))
         elif self._donor in self._present():
             return
         else:
@@ -286,8 +297,7 @@ class WorkerCount:
                 process.fence("was ended")
             return
         for rank in self._joining:
-            message: dict[str, Any] = {"go": self._number, "mine": self._table[rank]}
-            message |= {"step": self._step, "owners": self._owners}
+            message = self._message(ChangeWord.GO, rank)
             self._send(self._restarts.keeper(rank), message, [history])
         failpoint("change.handed")
 
@@ -359,7 +369,7 @@ class WorkerCount:
         """Nothing changes; it is over when those that were to join have ended."""
         self._gone, self._state = [why], "abandoned"
         for rank in self._present():
-            self._send(self._restarts.keeper(rank), {"cancel": self._round})
+            self._send(self._restarts.keeper(rank), {ChangeWord.CANCEL: self._round})
         self._end_joiners()
 
     def _end_joiners(self) -> None:

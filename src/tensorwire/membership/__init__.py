@@ -45,7 +45,7 @@ from .reading_secret import job_secret, reading_secret
 from .runtime import runtime_folder
 from .server import OfWorkers, ServerMember
 from .status import StatusRegion, read_status, reader_name
-from .takeovers import PlannedChange, Takeovers, deal_places
+from .takeovers import ChangeWord, PlannedChange, Takeovers, deal_places
 from .worker import WorkerMember
 from .world import RANK, SHARES_MOVE, SLICES, World
 
@@ -63,6 +63,7 @@ __all__ = [
     "SHARES_MOVE",
     "SLICES",
     "SUPERVISOR",
+    "ChangeWord",
     "Collective",
     "CollectiveServer",
     "DescriptorStore",

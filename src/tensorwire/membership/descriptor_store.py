@@ -43,11 +43,13 @@ class Kept(NamedTuple):
 class Takeover(NamedTuple):
     """What a standby is told: the options of the server whose place it takes, and which one it is.
 
-    `term` is 1 for the first successor of a server, and rises.
+    `term` is 1 for the first successor of a server, and rises; `restarts` of these were because
+    a process had died, and the others because it gave its share away.
     """
 
     arguments: list[str]
     term: int
+    restarts: int
 
 
 class DescriptorStore:
@@ -87,7 +89,8 @@ class DescriptorStore:
             return None
         try:
             told = json.loads(data)
-            start = Takeover([str(each) for each in told["start"]], int(told["term"]))
+            term, restarts = int(told["term"]), int(told["restarts"])
+            start = Takeover([str(each) for each in told["start"]], term, restarts)
             for _ in range(int(told["messages"])):
                 data, descriptors = self._receive()
                 entries = json.loads(data)["kept"]

@@ -51,7 +51,7 @@ class ServerMember:
         count: how many servers there are; None: nobody knows yet, they come one after another.
         store: keeps the memory of this server for a successor, and has that of its predecessor;
             None: it ends with this process.
-        term: how many servers before this one had its place.
+        restarts: how many servers before this one had its place, and have died.
         present: with how many workers the job began, the first ones; None: all.
 
     Attributes:
@@ -72,12 +72,12 @@ class ServerMember:
         node: Node,
         count: int | None = None,
         store: DescriptorStore | None = None,
-        term: int = 0,
+        restarts: int = 0,
         present: int | None = None,
     ) -> None:
         self.index = index
         self.node = node
-        self._term = term
+        self._restarts = restarts
         self.count = workers
         self._servers = count
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
@@ -301,7 +301,7 @@ class ServerMember:
             "index": self.index,
             "address": self.node.address,
             "pid": os.getpid(),
-            "restarts": self._term if self.durable else None,
+            "restarts": self._restarts if self.durable else None,
             "servers": [servers[index] for index in sorted(servers)],
             "workers": workers,
             "stores": list(stores),

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,24 @@ def deal_places(places: int, living: Iterable[int]) -> dict[int, list[int]]:
     return found
 
 
+class ChangeWord(StrEnum):
+    """The first key of a message about a change of the workers; its value is a number."""
+
+    # From the launcher: of the question; of the change, of which it is the plan, all have left
+    # that are to, or who joins goes on; of a question that is taken back.
+    PREPARE = "prepare"
+    PLAN = "plan"
+    LEFT = "left"
+    GO = "go"
+    CANCEL = "cancel"
+    # From a worker: how many steps it has made; it waits; of the change that it has made, has
+    # joined by.
+    AT = "at"
+    READY = "ready"
+    SWITCHED = "switched"
+    JOINED = "joined"
+
+
 @dataclass
 class PlannedChange:
     """A change that takes place behind a step.
@@ -61,6 +80,20 @@ class PlannedChange:
     mine: list[int]
     owners: dict[int, int]
     donor: int | None = None
+
+    def to_message(self, word: ChangeWord) -> dict[str, Any]:
+        """As the launcher tells it."""
+        return {
+            word: self.number, "step": self.step, "mine": self.mine, "owners": self.owners,
+            "donor": self.donor,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_message(word: ChangeWord, told: Mapping[str, Any]) -> PlannedChange:
+        """The other way round."""
+        owners = {int(rank): int(owner) for rank, owner in told["owners"].items()}
+        mine = [int(rank) for rank in told["mine"]]
+        return PlannedChange(int(told[word]), int(told["step"]), mine, owners, told["donor"])
 
 
 class Takeovers:
@@ -88,7 +121,7 @@ class Takeovers:
         self._hold_at: int | None = None
         self._plan: PlannedChange | None = None
         self._left = 0  # the last change of which all have left that are to leave
-        self._go: dict[str, Any] | None = None
+        self._go: PlannedChange | None = None
         self._over = False  # the launcher is gone
         self._tell: Callable[[int, int], None] = lambda rank, value: None
         self.steps = 0
@@ -144,23 +177,21 @@ class Takeovers:
 
     def _hear_change(self, told: Mapping[str, Any]) -> None:
         with self._change:
-            if "prepare" in told:
+            if ChangeWord.PREPARE in told:
                 self._hold_at = self.steps + 1
-                self._store.tell({"at": self.steps, "number": told["prepare"]})
-            elif "plan" in told:
-                owners = {int(rank): int(owner) for rank, owner in told["owners"].items()}
-                self._plan = PlannedChange(
-                    int(told["plan"]), int(told["step"]), list(told["mine"]), owners, told["donor"]
-                )
+                number = told[ChangeWord.PREPARE]
+                self._store.tell({ChangeWord.AT: self.steps, "number": number})
+            elif ChangeWord.PLAN in told:
+                self._plan = PlannedChange.from_message(ChangeWord.PLAN, told)
                 self._hold_at = None
-            elif "left" in told:
-                self._left = int(told["left"])
-            elif "cancel" in told:
+            elif ChangeWord.LEFT in told:
+                self._left = int(told[ChangeWord.LEFT])
+            elif ChangeWord.CANCEL in told:
                 self._hold_at = None
                 if self._plan is not None:
                     self._left = self._plan.number  # nobody is waited for
-            elif "go" in told:
-                self._go = dict(told)
+            elif ChangeWord.GO in told:
+                self._go = PlannedChange.from_message(ChangeWord.GO, told)
             self._change.notify_all()
 
     def adopt(self) -> bool:
@@ -211,7 +242,7 @@ class Takeovers:
         for rank, owner in sorted(plan.owners.items(), key=lambda each: each[0] != each[1]):
             self._tell(rank, taken_by(owner, plan.number))
         self._note(plan.step, plan.owners)
-        self._store.tell({"switched": plan.number, "obstacle": obstacle})
+        self._store.tell({ChangeWord.SWITCHED: plan.number, "obstacle": obstacle})
         failpoint("change.made")
         return bool(mine)
 
@@ -226,7 +257,7 @@ class Takeovers:
         Raises:
             RuntimeError: it is not wanted any more.
         """
-        self._store.tell({"ready": True})
+        self._store.tell({ChangeWord.READY: 1})
         failpoint("join.ready")
         with self._change:
             while self._go is None and not self._over:
@@ -234,7 +265,7 @@ class Takeovers:
             if self._go is None:
                 raise RuntimeError("this worker was to join a job, which has ended meanwhile")
             self._told.clear()
-            self._take([int(rank) for rank in self._go["mine"]])
+            self._take(self._go.mine)
 
     def donor(self) -> NDArray[np.uint8]:
         """The history of the worker that has noted where the others are."""
@@ -244,9 +275,8 @@ class Takeovers:
         """It has come to where the others are."""
         assert self._go is not None
         self.joins = False
-        owners = {int(rank): int(owner) for rank, owner in self._go["owners"].items()}
-        self._note(int(self._go["step"]), owners)
-        self._store.tell({"joined": self._go["go"]})
+        self._note(self._go.step, self._go.owners)
+        self._store.tell({ChangeWord.JOINED: self._go.number})
         failpoint("join.made")
 
     # ---- what the launcher is told

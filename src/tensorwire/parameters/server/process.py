@@ -19,6 +19,7 @@ from tensorwire.membership import (
     JobFile,
     RunningServer,
     ServerMember,
+    Takeover,
     open_node,
     server_name,
 )
@@ -65,7 +66,7 @@ def serve(
         parser.error("--standby needs --descriptor-store")
     if options.standby:
         return _stand_by(options, stores, parser, make_kernels)
-    return _serve_share(options, stores[0] if stores else None, 0, make_kernels)
+    return _serve_share(options, stores[0] if stores else None, None, make_kernels)
 
 
 def _stand_by(
@@ -87,9 +88,7 @@ def _stand_by(
         takeover = store.wait_for_takeover()
         if takeover is None:
             return None
-        return _serve_share(
-            parser.parse_args(takeover.arguments), store, takeover.term, make_kernels
-        )
+        return _serve_share(parser.parse_args(takeover.arguments), store, takeover, make_kernels)
 
     if len(stores) == 1:
         return serve_next(stores[0]) or 0
@@ -99,10 +98,11 @@ def _stand_by(
 def _serve_share(
     options: argparse.Namespace,
     store: DescriptorStore | None,
-    term: int,
+    takeover: Takeover | None,
     make_kernels: Callable[[argparse.Namespace], Callable[[str], Kernel]],
 ) -> int:
     """Serves one share until all workers have left; the exit code."""
+    term, restarts = (takeover.term, takeover.restarts) if takeover is not None else (0, 0)
     failpoints.arm(server_name(options.index), os.environ.get("TENSORWIRE_FAIL", ""), term)
     name = server_name(options.index)
     server: Server | None = None
@@ -114,7 +114,13 @@ def _serve_share(
         options_of_node = {"listen": options.listen, "advertise": options.advertise}
         with open_node(name, store, **options_of_node) as node:
             member = ServerMember(
-                options.index, options.workers, node, options.count, store, term, options.present
+                options.index,
+                options.workers,
+                node,
+                options.count,
+                store,
+                restarts,
+                options.present,
             )
             member.connect(tuple(filter(None, options.servers.split(","))))
             # Before anybody knows the address: workers look for it at once.

@@ -1,0 +1,67 @@
+"""How processes that still run are ended: asked first, then killed, and not waited for for ever.
+
+It knows times and signals, and not why a job ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable
+
+from tensorwire.launch.process import Process
+
+# After SIGKILL only a process that hangs in the kernel remains; it is not waited for for ever.
+_UNKILLABLE_S = 5.0
+
+
+class Escalation:
+    """The next step against processes that still run, and when.
+
+    Args:
+        kill_s: from SIGTERM to SIGKILL.
+    """
+
+    def __init__(self, kill_s: float) -> None:
+        self._kill_s = kill_s
+        self._term_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+
+    @property
+    def given_up(self) -> bool:
+        """What was killed long ago runs still."""
+        return passed(self._give_up_at)
+
+    def times(self) -> list[float]:
+        """When there is something to do."""
+        times = (self._term_at, self._kill_at, self._give_up_at)
+        return [at for at in times if at is not None]
+
+    def term_within(self, wait_s: float) -> None:
+        """SIGTERM is sent in so many seconds, or earlier if that was planned already."""
+        if self._kill_at is None and self._give_up_at is None:
+            at = time.monotonic() + wait_s
+            self._term_at = at if self._term_at is None else min(at, self._term_at)
+
+    def tend(self, running: Iterable[Process]) -> None:
+        """Takes the steps whose time has come."""
+        if passed(self._term_at):
+            self._term_at = None
+            self._kill_at = time.monotonic() + self._kill_s
+            for process in running:
+                process.signal(signal.SIGTERM)
+        if passed(self._kill_at):
+            self.kill(running)
+
+    def kill(self, running: Iterable[Process]) -> None:
+        """SIGKILL at once."""
+        self._term_at = self._kill_at = None
+        self._give_up_at = time.monotonic() + _UNKILLABLE_S
+        for process in running:
+            process.kill()
+
+
+def passed(at: float | None) -> bool:
+    """A time has come; None: it never does."""
+    return at is not None and time.monotonic() >= at
