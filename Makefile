@@ -63,7 +63,7 @@ test-all: test-needs ## run all Python tests that need no emulated machine and n
 
 .PHONY: test-needs
 test-needs: build $(VENV)/.with-torch $(VENV)/.with-examples $(VENV)/.with-bench
-	@$(NEED) ?ip ?tc
+	@$(NEED) ?ip ?tc ?fio ?rsync
 
 test-torch: build $(VENV)/torch-$(TORCH)/.installed ## test gradients in place with torch TORCH; downloads gigabytes from PyPI
 	PYTHONPATH=$(CURDIR)/$(VENV)/torch-$(TORCH) pytest \

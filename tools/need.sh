@@ -23,6 +23,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     ucx-headers) echo '#include <ucp/api/ucp.h>' | c++ -E -xc++ - ;;
     ip) command -v ip ;;
     tc) command -v tc ;;
+    fio) command -v fio ;;
+    rsync) command -v rsync ;;
     slurm) PATH=$PATH:/usr/sbin:/sbin; command -v slurmctld && command -v slurmd && command -v srun ;;
     openmpi) command -v mpirun.openmpi ;;
     mpich) command -v mpiexec.mpich ;;
@@ -45,6 +47,8 @@ packages() {
     spin) echo spin ;;
     ucx-headers) echo libucx-dev ;;
     ip | tc) echo iproute2 ;;
+    fio) echo fio ;;
+    rsync) echo rsync ;;
     slurm) echo slurmctld slurmd slurm-client ;;
     openmpi) echo openmpi-bin ;;
     mpich) echo mpich ;;

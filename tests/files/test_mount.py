@@ -31,7 +31,8 @@ def test_tools_read_it(folder: Path) -> None:
         with mounted(folder, job.address) as made:
             at = made.path
             assert {each.name for each in at.iterdir()} == {
-                "checkpoints", "control", "model.safetensors", "optimizer", "params", "snapshots", "status",
+                "checkpoints", "control", "model.safetensors", "optimizer", "params", "snapshots",
+                "status",
             }  # fmt: skip
             version = int((at / "status/version").read_text())
             weight = np.load(at / "params/a.npy", mmap_mode="r")
