@@ -7,10 +7,12 @@ parameter: a parameter of 64 MiB by fsspec, beside copying the same bytes into a
 limit), and beside a file on tmpfs. random: 4 KiB of it, beside tmpfs. mapped: safetensors maps the
 sealed model and reads one tensor of 64 MiB, beside the same file on tmpfs. snapshot: a version is
 taken until its tensors are here, beside torch.save to tmpfs and torch.load; snapshot_read: and
-every byte of them is read, on both sides. training: steps per second while somebody reads 100 MB/s
-of parameters by fsspec, beside steps that nobody looks at.
+every byte of them is read, on both sides. mount: the parameter by a mount, opened anew, of which
+the kernel has kept nothing, beside tmpfs; mount_random: 4 KiB of it, likewise. training: steps per
+second while somebody reads 100 MB/s of parameters by fsspec, beside steps that nobody looks at.
 
-Not measured: TCP, other hosts, a mount.
+Not measured: TCP, other hosts; what the kernel has kept of a file of a mount, which is as fast as
+tmpfs. Where nothing can be mounted the cases of a mount are left out, with a warning.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from tensorwire.membership import running_servers
 
 MIB = 1 << 20
 OURS, COPY, TMPFS, TORCH, ALONE = "tensorwire", "copy", "tmpfs", "torch", "alone"
-PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, TRAINING = CASES = (
-    "parameter", "random", "mapped", "snapshot", "snapshot_read", "training",
+PARAMETER, RANDOM, MAPPED, SNAPSHOT, SNAPSHOT_READ, MOUNT, MOUNT_RANDOM, TRAINING = CASES = (
+    "parameter", "random", "mapped", "snapshot", "snapshot_read", "mount", "mount_random",
+    "training",
 )  # fmt: skip
 _SMALL_BYTES = 4096
 _READ_BYTES_PER_S = 100e6
@@ -73,7 +76,7 @@ class FilesSettings:
 def run(settings: FilesSettings, tell: Told) -> Report:
     """Measures everything in turns; Ctrl-C ends it with the rows so far."""
     about = machine.describe()
-    described = {
+    described: dict[str, Any] = {
         "cases": list(settings.cases),
         "large_mib": settings.large_mib,
         "total_mib": settings.total_mib,
@@ -82,8 +85,12 @@ def run(settings: FilesSettings, tell: Told) -> Report:
         "warnings": machine.warnings_about(about),
     }
     report = Report("files", about, settings=described)
+    left_out: list[str] = []
+    if reason := _why_no_mount():
+        left_out = [case for case in settings.cases if case in (MOUNT, MOUNT_RANDOM)]
+        described["warnings"] += [f"{case} is left out: {reason}" for case in left_out]
     try:
-        still = [case for case in settings.cases if case != TRAINING]
+        still = [case for case in settings.cases if case not in (TRAINING, *left_out)]
         for cases in (still, [TRAINING] if TRAINING in settings.cases else []):
             if cases:
                 total_mib = settings.total_mib if cases is still else settings.large_mib
@@ -115,6 +122,8 @@ def _measure_all(
         MAPPED: (settings.large_mib * MIB, ways.mapped),
         SNAPSHOT: (total, partial(ways.snapshot, False)),
         SNAPSHOT_READ: (total, partial(ways.snapshot, True)),
+        MOUNT: (settings.large_mib * MIB, ways.mount),
+        MOUNT_RANDOM: (_SMALL_BYTES, ways.mount_random),
     }
     with contextlib.closing(ways):
         for case in cases:
@@ -183,10 +192,14 @@ class _Ways:
         self._start = len(data) - large_bytes
         self._random = np.random.default_rng(0)
         self._kept: SealedModel | None = None
+        self._mounting: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection, and the mount."""
         self._fs.close()
+        if self._mounting is not None:
+            with self._mounting as process:
+                process.terminate()
 
     def parameter(self) -> Mapping[str, Way]:
         """The whole parameter."""
@@ -263,6 +276,58 @@ class _Ways:
 
         return {OURS: lambda: _timed(ours), TORCH: lambda: _timed(theirs)}
 
+    def mount(self) -> Mapping[str, Way]:
+        """The whole parameter, by reads of 1 MiB into memory that is there."""
+        target = memoryview(np.ones(self._large + MIB, np.uint8).data)
+        mounted = self._mounted()
+
+        def read(path: Path) -> None:
+            descriptor = os.open(path, os.O_RDONLY)
+            at = 0
+            while count := os.preadv(descriptor, [target[at : at + MIB]], at):
+                at += count
+            os.close(descriptor)
+
+        def way(path: Path) -> Way:
+            return lambda: _timed_cold(path, lambda: read(path))
+
+        return {OURS: way(mounted), TMPFS: way(self._file)}
+
+    def mount_random(self) -> Mapping[str, Way]:
+        """A block somewhere in it; the mean of 200."""
+
+        def way(path: Path) -> Way:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            target = memoryview(bytearray(_SMALL_BYTES))
+
+            def read() -> float:
+                places = self._random.integers(0, self._large - _SMALL_BYTES, 200) + self._start
+                offsets = [int(each) for each in places]
+                all_ = _timed_cold(
+                    path, lambda: [os.preadv(descriptor, [target], at) for at in offsets]
+                )
+                return all_ / len(offsets)
+
+            return read
+
+        return {OURS: way(self._mounted()), TMPFS: way(self._file)}
+
+    def _mounted(self) -> Path:
+        """The parameter in a mount, which there is from now on."""
+        folder = self._folder / "mount"
+        if self._mounting is None:
+            folder.mkdir()
+            self._mounting = subprocess.Popen(
+                [sys.executable, "-m", "tensorwire", "mount", str(folder), self._fs.address],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._mounting.stdout is not None
+            if "is mounted" not in self._mounting.stdout.readline():
+                raise UnavailableError("the mount of the bench has not started")
+        return folder / self._path
+
     @contextlib.contextmanager
     def reading(self, busy: bool) -> Iterator[list[int]]:
         """Somebody reads parameters, 100 MB/s of them, in a process of his own."""
@@ -284,6 +349,22 @@ class _Ways:
                 process.stdin.close()
                 told = process.stdout.read()
         count[0] = int(told)  # or it has failed
+
+
+def _why_no_mount() -> str:
+    """Why nothing can be mounted here; "" if it can."""
+    if os.geteuid() != 0:
+        return "only root may mount what /dev/fuse answers"
+    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "there is no /dev/fuse"
+
+
+def _timed_cold(path: Path, action: Callable[[], object]) -> float:
+    """Likewise, when the kernel has kept nothing of a file; of tmpfs it keeps all."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    found = _timed(action)
+    os.close(descriptor)
+    return found
 
 
 def _timed(action: Callable[[], object]) -> float:
