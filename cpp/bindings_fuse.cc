@@ -65,6 +65,11 @@ void bind_fuse(nb::module_& m) {
           },
           "handle"_a, "buffers"_a, "Answers the reads of an open file from memory.")
       .def("unserve", &fuse::Mount::unserve, "handle"_a)
+      .def("back", &fuse::Mount::back, "file"_a,
+           "Lets the kernel read an open file itself; the number that names it in an answer.")
+      .def("unback", &fuse::Mount::unback, "backing"_a)
+      .def_prop_ro("backs", &fuse::Mount::backs,
+                   "Whether the kernel does that; None before it has said so.")
       .def("wake_poll", &fuse::Mount::wake_poll, "poll"_a)
       .def("end", &fuse::Mount::end, nb::call_guard<WithoutGil>());
 }

@@ -5,11 +5,14 @@
 #include <linux/fuse.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <fstream>
 
@@ -22,6 +25,18 @@ constexpr uint32_t kMinor = 31;  // of the protocol; its structures are those of
 constexpr size_t kBufferBytes = kMostBytes + 4096;
 constexpr uint16_t kMostPages = kMostBytes / 4096;
 constexpr size_t kMostPieces = 1024;  // of one answer; UIO_MAXIOV
+
+// Of version 7.40, which the headers of older systems do not have.
+constexpr uint32_t kInitExt = 1u << 30, kPassthrough2 = 1u << 5;  // of flags, and of flags2
+constexpr size_t kStackDepthAt = offsetof(fuse_init_out, flags2) + sizeof(uint32_t);
+
+struct BackingMap {
+  int32_t file;
+  uint32_t flags;
+  uint64_t padding;
+};
+constexpr auto kBackingOpen = _IOW(229, 1, BackingMap);
+constexpr auto kBackingClose = _IOW(229, 2, uint32_t);
 
 template <class Body>
 Body body_of(const char* data, size_t size) {
@@ -70,6 +85,19 @@ int64_t mount_at(const std::string& path) {
   return found;
 }
 
+// Tries it with a file in memory, as there are rules of the kernel besides.
+bool may_back(int device) {
+  int file = ::memfd_create("tensorwire", MFD_CLOEXEC);
+  if (file < 0) return false;
+  BackingMap map{file, 0, 0};
+  int found = ::ioctl(device, kBackingOpen, &map);
+  ::close(file);
+  if (found <= 0) return false;
+  auto backing = static_cast<uint32_t>(found);
+  (void)::ioctl(device, kBackingClose, &backing);
+  return true;
+}
+
 }  // namespace
 
 std::vector<std::pair<const std::byte*, uint64_t>> part_of(const Content& content, uint64_t offset,
@@ -109,6 +137,14 @@ Mount::Mount(const std::string& path, uint32_t uid, uint32_t gid) : path_(path) 
   mount_ = mount_at(path_);
 }
 
+Mount::Mount(int device) : device_(device) {
+  ended_ = ::eventfd(0, EFD_CLOEXEC);
+  if (ended_ >= 0) return;
+  int number = errno;
+  ::close(device_);
+  throw Error(Code::kBusy, system_message("no descriptor is left", number));
+}
+
 Mount::~Mount() {
   end();
   ::close(device_);
@@ -120,7 +156,8 @@ void Mount::end() {
     // It may have been unmounted by somebody else, and the path then leads to another mount, which
     // may even have its number; or another one lies over it.
     pollfd device{device_, 0, 0};
-    bool is_mounted = ::poll(&device, 1, 0) >= 0 && (device.revents & POLLERR) == 0;
+    bool is_mounted =
+        !path_.empty() && ::poll(&device, 1, 0) >= 0 && (device.revents & POLLERR) == 0;
     if (is_mounted && mount_at(path_) == mount_) ::umount2(path_.c_str(), MNT_DETACH);
     uint64_t one = 1;
     (void)!::write(ended_, &one, sizeof one);
@@ -167,7 +204,7 @@ bool Mount::answered_here(const char* data, size_t size) {
     if (found == served_.end()) return false;
     content = found->second;
   }
-  auto pieces = part_of(*content, read.offset, read.size);
+  auto pieces = part_of(*content, read.offset, std::min(read.size, kMostBytes));
   if (pieces.size() >= kMostPieces) return false;
   answer(header.unique, 0, pieces);
   return true;
@@ -188,12 +225,33 @@ void Mount::initialise(const char* data, size_t size) {
   told.minor = kMinor;
   told.max_readahead = asked.max_readahead;
   told.flags = asked.flags & wanted;
+  if ((asked.flags & kInitExt) != 0 && (asked.flags2 & kPassthrough2) != 0) {
+    told.flags |= kInitExt;
+    told.flags2 = kPassthrough2;
+    uint32_t depth = 1;  // what is backed lies in memory, not in a stack of file systems
+    std::memcpy(reinterpret_cast<char*>(&told) + kStackDepthAt, &depth, sizeof depth);
+  }
   told.max_background = 64;
   told.congestion_threshold = 48;
   told.max_write = kMostBytes;
   told.time_gran = 1;
   told.max_pages = kMostPages;
   answer(header.unique, 0, {{reinterpret_cast<const std::byte*>(&told), sizeof told}});
+  backs_ = told.flags2 != 0 && may_back(device_);
+}
+
+uint32_t Mount::back(int file) {
+  BackingMap map{file, 0, 0};
+  int found = ::ioctl(device_, kBackingOpen, &map);
+  if (found > 0) return static_cast<uint32_t>(found);
+  throw Error(Code::kUnavailable, system_message("the kernel does not read a file itself", errno));
+}
+
+void Mount::unback(uint32_t backing) { (void)::ioctl(device_, kBackingClose, &backing); }
+
+std::optional<bool> Mount::backs() const {
+  int found = backs_;
+  return found < 0 ? std::nullopt : std::optional<bool>(found != 0);
 }
 
 void Mount::answer(uint64_t unique, int error,

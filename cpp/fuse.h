@@ -3,6 +3,7 @@
 // to whoever calls `next`.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -40,6 +41,8 @@ class Mount {
   // Mounts a folder there, as of this user, who alone may write. Throws kUnavailable where the
   // kernel has no FUSE, kPermission where it lets this process mount nothing, kInvalid else.
   Mount(const std::string& path, uint32_t uid, uint32_t gid);
+  // Answers what comes from a device that somebody else has opened and mounted; it is owned.
+  explicit Mount(int device);
   ~Mount();
   Mount(const Mount&) = delete;
   Mount& operator=(const Mount&) = delete;
@@ -60,6 +63,15 @@ class Mount {
   void serve(uint64_t handle, Content content);
   void unserve(uint64_t handle);
 
+  // Lets the kernel read and map an open file's content from another one itself, without this
+  // process: the number by which an answer to OPEN names it, until `unback`. Throws kUnavailable
+  // where the kernel or its rules allow none, which `backs` tells before.
+  uint32_t back(int file);
+  void unback(uint32_t backing);
+
+  // Whether the kernel does that; nothing before it has said so.
+  std::optional<bool> backs() const;
+
   // Takes it out of the tree of files and ends `next` in all threads. Idempotent.
   void end();
 
@@ -72,6 +84,7 @@ class Mount {
   int device_ = -1;
   int ended_ = -1;  // an eventfd that is never read
   std::once_flag end_;
+  std::atomic<int> backs_ = -1;
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<const Content>> served_;
 };

@@ -2,13 +2,20 @@
 
 import errno
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tensorwire.errors import UnavailableError
 from tensorwire.files.control_tree import control_folder
+from tensorwire.files.drafts import Drafts, DraftWriting
+from tensorwire.files.npy import npy_header
+from tensorwire.files.owner import JobOwner
 from tensorwire.files.tree_items import Changes, Folder
 from tensorwire.membership import ScaleError
+from tensorwire.parameters import AVERAGE_ONLY, TensorSpec
 
 
 class FakeOwner:
@@ -177,3 +184,61 @@ def test_what_the_launcher_refuses(refusal: Exception, code: int) -> None:
     with pytest.raises(OSError, match=str(refusal)) as caught:
         write(tree, "scale", "workers 2")
     assert caught.value.errno == code
+
+
+def test_parameters_that_nobody_can_write() -> None:
+    """Those that worker 0 makes, and buffers that each worker keeps for itself."""
+    spec = SimpleNamespace(optimizer=AVERAGE_ONLY)
+    store: Any = SimpleNamespace(layout=SimpleNamespace(spec=spec))
+    with pytest.raises(UnavailableError, match="worker 0 applies this optimizer"):
+        JobOwner(None).write(store, 3, {})  # type: ignore[arg-type]
+    tensor: Any = SimpleNamespace(spec=TensorSpec("b", "float32", (3,), "constant"))
+    with pytest.raises(OSError, match="keeps this buffer for itself") as caught:
+        DraftWriting(Drafts(store), tensor, bytes, "params/b.npy")
+    assert caught.value.errno == errno.EROFS
+
+
+def test_drafts() -> None:
+    """A file begins with the present values, or empty; another pause finds nothing of it."""
+    held: list[int | None] = [None]
+    tensors = [TensorSpec("a", "float32", (3,)), TensorSpec("b", "float32", (2,))]
+    store: Any = SimpleNamespace(
+        held_version=lambda: held[0], layout=SimpleNamespace(spec=SimpleNamespace(tensors=tensors))
+    )
+    drafts, made = Drafts(store), []
+    owner: Any = SimpleNamespace(write=lambda *told: made.append(told))
+    a: Any = SimpleNamespace(index=0, spec=tensors[0])
+    whole = npy_header("float32", (3,)) + np.arange(3, dtype=np.float32).tobytes()
+
+    def writing() -> DraftWriting:
+        return DraftWriting(drafts, a, lambda: whole, "params/a.npy")
+
+    assert code_of(writing) == errno.EROFS
+    held[0] = 7
+    file = writing()
+    assert file.read(0, 10) is None
+    assert file.write(len(whole) - 4, np.float32(9).tobytes()) == 4
+    assert file.read(0, 1000) == whole[:-4] + np.float32(9).tobytes()
+    assert drafts.names == ["a"]
+    assert code_of(lambda: drafts.commit(owner, 8, False, "commit")) == errno.ESTALE
+    drafts.commit(owner, 7, False, "commit")
+    ((_, version, values),) = made
+    assert version == 7
+    assert values.keys() == {0}
+    assert values[0].tobytes() == np.array([0, 1, 9], np.float32).tobytes()
+    assert drafts.names == []
+    file = writing()
+    file.truncate(0)
+    file.write(len(whole), b"")
+    file.write(0, whole)
+    assert code_of(lambda: file.write(5000, b"1")) == errno.EFBIG
+    assert code_of(lambda: file.truncate(5000)) == errno.EFBIG
+    file.truncate(len(whole) - 1)
+    assert code_of(lambda: drafts.commit(owner, 7, False, "commit")) == errno.ENODATA
+    held[0] = 9  # another pause
+    assert file.read(0, 1) is not None
+    file.write(0, b"x")
+    assert file.read(0, 1000) == b"x" + whole[1:]
+    held[0] = None
+    assert code_of(lambda: file.write(0, b"x")) == errno.EROFS
+    assert code_of(lambda: drafts.commit(owner, 9, False, "commit")) == errno.EROFS

@@ -1,7 +1,10 @@
 """A mount that programs of several processes use while a job trains, and many mounts."""
 
+import contextlib
+import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,10 +15,13 @@ import pytest
 from files.jobs import JobAtWork
 from files.mounts import mounted, run, wait_until
 
+from tensorwire._core import fuse as core_fuse
+from tensorwire.errors import UnavailableError
 from tensorwire.files.mount import JobMount
 from tensorwire.files.reader import JobReader
 from tensorwire.files.tree import Tree
 
+safetensors = pytest.importorskip("safetensors")
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.fuse,
@@ -98,6 +104,61 @@ def test_many_mounts_leave_nothing(folder: Path) -> None:
                 mount_once()
             wait_until(lambda: counts() <= before)
             tree.close()
+    finally:
+        job.end()
+
+
+def test_models_are_mapped_without_the_mount(folder: Path) -> None:
+    """The kernel reads the server's own copy: also while the mount's process is stopped."""
+    job = JobAtWork(folder, "--workers", "1", PAUSE="0.01", ROWS="5000")
+    try:
+        with mounted(folder, job.address) as made:
+            descriptor = os.open(made.path / "model.safetensors", os.O_RDONLY)
+            size = os.fstat(descriptor).st_size
+            with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+                try:
+                    os.kill(made.process.pid, signal.SIGSTOP)
+                    data = mapped[:]
+                    assert os.pread(descriptor, 5000, 100) == data[100:5100]
+                finally:
+                    os.kill(made.process.pid, signal.SIGCONT)
+            found = dict(safetensors.deserialize(data))
+            values = np.frombuffer(found["a"]["data"], np.float32)
+            assert (values == values[0]).all()
+            # Another version is another file, and a server that is gone leaves what is mapped.
+            again = os.open(made.path / "model.safetensors", os.O_RDONLY)
+            assert os.fstat(again).st_ino != os.fstat(descriptor).st_ino
+            for each in (again, descriptor):
+                os.close(each)
+    finally:
+        job.end()
+
+
+@pytest.mark.parametrize("servers", ["1", "2"])
+def test_models_are_read_through_the_mount_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, servers: str
+) -> None:
+    """Where the kernel refuses, or the model is no single file of a server."""
+
+    def refuse(self: core_fuse.Mount, file: int) -> int:
+        raise UnavailableError("the kernel does not read a file itself")
+
+    if servers == "1":
+        monkeypatch.setattr(core_fuse.Mount, "back", refuse)
+    job = JobAtWork(folder, "--workers", "1", "--servers", servers, PAUSE="0.01")
+    path = folder / "mnt"
+    path.mkdir()
+    try:
+        with JobReader(job.address) as reader, contextlib.closing(Tree(reader)) as tree:
+            mount = JobMount(tree, path)
+            try:
+                data = subprocess.run(  # of a process of its own, as pages are waited for
+                    ["cat", str(path / "model.safetensors")], check=True, capture_output=True
+                ).stdout
+            finally:
+                mount.close()
+        values = np.frombuffer(dict(safetensors.deserialize(data))["a"]["data"], np.float32)
+        assert (values == values[0]).all()
     finally:
         job.end()
 

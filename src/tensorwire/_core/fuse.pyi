@@ -20,6 +20,17 @@ class Mount:
 
     def unserve(self, handle: int) -> None: ...
 
+    def back(self, file: int) -> int:
+        """
+        Lets the kernel read an open file itself; the number that names it in an answer.
+        """
+
+    def unback(self, backing: int) -> None: ...
+
+    @property
+    def backs(self) -> bool | None:
+        """Whether the kernel does that; None before it has said so."""
+
     def wake_poll(self, poll: int) -> None: ...
 
     def end(self) -> None: ...

@@ -56,6 +56,8 @@ def mount(folder: str, address: str | None, secret_file: str | None) -> None:
             tree = stack.enter_context(contextlib.closing(Tree(reader)))
             made = stack.enter_context(contextlib.closing(JobMount(tree, folder)))
             click.echo(f"tw://{address}/ is mounted at {made.folder}; Ctrl-C, or umount, ends it")
+            told = "reads and maps models itself" if made.passes_through else "asks for each page"
+            click.echo(f"the kernel {told} (docs/files.md, passthrough)")
             while not (over.is_set() or made.wait(0.0)):
                 over.wait(_LOOK_S)
     except (TensorwireError, OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from enum import IntEnum
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
 _ENTRY = struct.Struct("<QQQQII")
 _ATTRIBUTES_HEAD = struct.Struct("<QII")
-_OPENED = struct.Struct("<QII")
+_OPENED = struct.Struct("<QIi")
 _DIRENT = struct.Struct("<QQII")
 _STATFS = struct.Struct("<QQQQQIIII24x")
 UNKNOWN_INODE = 0xFFFFFFFF
@@ -51,6 +51,8 @@ TMPFILE."""
 
 DIRECT_IO = 1
 """Of an open file: nothing of it is kept by the kernel."""
+PASSTHROUGH = 1 << 7
+"""Of an open file: the kernel reads and maps another one for it, the backing."""
 
 SIZE = 1 << 3
 MODE, UID, GID = 1 << 0, 1 << 1, 1 << 2
@@ -77,9 +79,9 @@ def attributes_answer(found: bytes) -> bytes:
     return _ATTRIBUTES_HEAD.pack(0, 0, 0) + found
 
 
-def opened(handle: int, flags: int = 0) -> bytes:
-    """The answer to OPEN and OPENDIR."""
-    return _OPENED.pack(handle, flags, 0)
+def opened(handle: int, flags: int = 0, backing: int = 0) -> bytes:
+    """The answer to OPEN and OPENDIR; `backing` goes with PASSTHROUGH."""
+    return _OPENED.pack(handle, flags, backing)
 
 
 def directory(names: Sequence[tuple[str, bool]], first: int, most_bytes: int) -> bytes:

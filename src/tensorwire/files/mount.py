@@ -7,12 +7,14 @@ open, or mapped, sees that version, and the kernel keeps no pages of one for ano
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import itertools
 import os
 import select
 import stat
+import struct
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ import traceback
 from collections.abc import Callable
 
 from tensorwire._core import fuse as core_fuse
+from tensorwire.errors import UnavailableError
 
 from .errors import refuse
 from .fuse_messages import (
@@ -27,6 +30,7 @@ from .fuse_messages import (
     DIRECT_IO,
     GID,
     MODE,
+    PASSTHROUGH,
     SIZE,
     UID,
     WRITTEN_AT,
@@ -56,6 +60,7 @@ from .wanted import wanted_while
 ROOT = 1
 _THREADS = 4  # answer at once; where all wait for a server, one more does
 _MOST_THREADS = 64
+_INIT_S = 5.0  # for the kernel's first request
 _XATTR = "user.tensorwire."
 _FOLDER_VALID_S = 1
 _LOOK_S, _MOST_LOOK_S = 1e-3, 20e-3  # while somebody polls
@@ -72,6 +77,7 @@ class _Node:
         opens: how many handles there are.
         content: of all of them; None while there are none.
         buffers: of the content, from which the core answers; None: it does not.
+        backing: the number of the file that the kernel reads and maps for it; 0: none.
     """
 
     def __init__(self, number: int, entry_: TreeEntry) -> None:
@@ -79,6 +85,7 @@ class _Node:
         self.lookups = self.opens = 0
         self.content: FileContent | None = None
         self.buffers: list[bytes | memoryview] | None = None
+        self.backing = 0
         self.lock = threading.Lock()
 
     @property
@@ -135,6 +142,14 @@ class JobMount:
             self._add_thread()
         threading.Thread(target=self._watch, name="tensorwire-polls", daemon=True).start()
 
+    @property
+    def passes_through(self) -> bool:
+        """The kernel reads and maps a server's own copy of a model itself, where it is one file."""
+        deadline = time.monotonic() + _INIT_S
+        while (found := self._mount.backs) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return bool(found)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it is unmounted; says whether it is."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -183,7 +198,8 @@ class JobMount:
                 event.set()
             return
         if operation in (Operation.FORGET, Operation.BATCH_FORGET):
-            self._forget(operation, node, body)
+            with contextlib.suppress(struct.error):  # of a kernel that means something else
+                self._forget(operation, node, body)
             return
         interrupted = self._under_way[unique] = threading.Event()
         try:
@@ -283,6 +299,7 @@ class JobMount:
                 if node.content is None:
                     node.content = self._tree.open(path)
                     node.buffers = node.content.buffers()
+                    node.backing = self._back(node.content)
                 content = node.content
             elif writing is None:
                 content = self._tree.open(path)
@@ -291,8 +308,27 @@ class JobMount:
         handle = self._add(_Handle(node, content, writing))
         if content is not None and node.buffers is not None:
             self._mount.serve(handle, node.buffers)
-        is_kept = node.is_of_version and writing is None
-        return opened(handle, 0 if is_kept else DIRECT_IO)
+        if not node.is_of_version or writing is not None:
+            return opened(handle, DIRECT_IO)
+        return opened(handle, PASSTHROUGH if node.backing else 0, node.backing)
+
+    def _back(self, content: FileContent) -> int:
+        """Lets the kernel read a content's own file, where it does and there is one."""
+        path = content.backing() if self._mount.backs else None
+        if path is None:
+            return 0
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return 0  # another user's, or the server is gone: it is read by this process
+        try:
+            if os.fstat(descriptor).st_size != content.size_bytes:
+                return 0
+            return self._mount.back(descriptor)
+        except UnavailableError:
+            return 0
+        finally:
+            os.close(descriptor)
 
     def _add(self, handle: _Handle) -> int:
         with self._lock:
@@ -356,6 +392,9 @@ class JobMount:
                 left = handle.content
             elif not node.opens:
                 left, node.content, node.buffers = node.content, None, None
+                if node.backing:
+                    self._mount.unback(node.backing)
+                node.backing = 0
             if node.lookups <= 0 and not node.opens:
                 self._nodes.pop(node.number, None)
                 self._of.pop((node.entry.path, node.entry.version), None)

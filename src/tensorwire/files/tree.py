@@ -310,6 +310,7 @@ class _ModelItem(Item):
             snapshot.close,
             self.path,
             buffers=snapshot.mapped_pieces,
+            backing=lambda: snapshot.server_path,
         )
 
 

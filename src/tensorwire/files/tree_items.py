@@ -57,6 +57,8 @@ class FileContent:
         version: of it; None: it has none.
         buffers: called while it is open, all of it as memory, one piece behind the other; or None.
         is_whole: the first read reads all of it, and keeps that.
+        backing: called while it is open, a file of this host with just this content, for reading;
+            or None.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class FileContent:
         read_part: Callable[[int, int], bytes] | None = None,
         buffers: Callable[[], list[bytes | memoryview] | None] = lambda: None,
         is_whole: bool = False,
+        backing: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.buffers, self.is_whole = buffers, is_whole
+        self.buffers, self.is_whole, self.backing = buffers, is_whole, backing
         self.size_bytes, self.version = size_bytes, version
         self._read, self._close, self._path = read, close, path
         self._read_part = read_part or read
