@@ -53,7 +53,9 @@ class Drafts:
 
     @property
     def names(self) -> list[str]:
-        """The tensors that are written, as files."""
+        """The tensors that are written in this pause, as files."""
+        if self.store.held_version() != self._version:
+            return []
         with self._lock:
             tensors = self.store.layout.spec.tensors
             return [file_name(tensors[index].name) for index in sorted(self._files)]
@@ -69,7 +71,9 @@ class Drafts:
             return self._files.setdefault(tensor.index, bytearray(whole or b""))
 
     def has(self, tensor: StoredTensor) -> bool:
-        """It is written."""
+        """It is written, in this pause."""
+        if self.store.held_version() != self._version:
+            return False
         with self._lock:
             return tensor.index in self._files
 
@@ -83,7 +87,7 @@ class Drafts:
         if (here := self.begin(path)) != version:
             raise refuse(errno.ESTALE, path, f"the job stands still at version {here}")
         with self._lock:
-            files = dict(self._files)
+            files = {index: bytes(data) for index, data in self._files.items()}
         if not files:
             raise refuse(errno.ENODATA, path, "no parameter was written in this pause")
         values = {}
@@ -93,7 +97,6 @@ class Drafts:
             at = f"params/{file_name(spec.name)}.npy"
             values[index] = elements_of(np.frombuffer(data, np.uint8), told, at, allow_nan)
         owner.write(self.store, version, values)
-        values.clear()
         self.discard()
 
 
