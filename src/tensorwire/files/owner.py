@@ -52,6 +52,7 @@ from .wanted import is_still_wanted
 _WAIT_S = 10.0
 _CONNECT_S = 10.0
 _LOOK_S = 0.005
+_TOLD_S = 0.25
 
 
 class JobOwner:
@@ -65,6 +66,8 @@ class JobOwner:
         self._reader, self._lock = reader, threading.RLock()
         self._servers: list[Peer] = []
         self._node: Node | None = None
+        self._numbers: list[int] = []
+        self._look_at = 0.0
 
     def close(self) -> None:
         """Ends the connections. A pause stays. Idempotent."""
@@ -77,12 +80,18 @@ class JobOwner:
 
     def held(self) -> tuple[ReadStore, int] | None:
         """The store that stands still, and its version; None: the job is not paused, or not yet."""
-        for number in self._reader.stores():
+        for number in self._stores():
             if self._reader.has_store(number):
                 store = self._reader.store(number)
                 if (version := store.held_version()) is not None:
                     return store, version
         return None
+
+    def _stores(self) -> list[int]:
+        """The numbers of the stores; servers do not tell them more often."""
+        if time.monotonic() > self._look_at:
+            self._numbers, self._look_at = self._reader.stores(), time.monotonic() + _TOLD_S
+        return self._numbers
 
     def pause(self, timeout_s: float) -> int:
         """The job stands still behind the step that it makes now; returns when it does.
